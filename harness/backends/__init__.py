@@ -1,0 +1,100 @@
+"""Where kernels run: one file a backend, the same names in each, chosen by :func:`pick` and never silently exchanged.
+
+A backend compiles a kernel's launch plan (:class:`Loaded`), holds raw byte buffers, launches and times. What goes into the
+buffers (layout, guard bands, poison) and what comes out is harness/run.py's, the same for every backend.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..kernel import Device, Kernel, Plan
+from ..problem import KernelFault, Problem, UsageFault
+
+
+class CompileError(KernelFault):
+    """A kernel did not compile. command, log and file are kept for messages and editors."""
+
+    def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
+        super().__init__(f"{kernel.path.name} does not compile", log.strip(), f"the command was: {' '.join(command)}")
+        self.command, self.log, self.file = list(command), log, kernel.path
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A compiled kernel. registers and the like are per entry's maximum; None where the backend has no such thing."""
+
+    kernel: Kernel
+    plan: Plan
+    functions: Mapping[str, Any]
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch ready to go: the packed kernel parameters, one bytes-like per parameter (fa::Args is the only one)."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    parameters: tuple[Any, ...]
+
+
+class Backend(Protocol):
+    """What a backend offers. Buffers are uint8 arrays of `xp`; everything runs in order on one stream."""
+
+    name: str  # "cpu" or "cuda", as --device, JSON and CSV say it
+    xp: Any  # numpy or cupy
+
+    def device(self) -> Device: ...
+
+    def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded: ...
+
+    def put(self, array: Any) -> Any:
+        """A device copy of a numpy array of any dtype and shape, as flat uint8."""
+        ...
+
+    def get(self, buffer: Any) -> Any:
+        """A numpy uint8 copy of a device buffer."""
+        ...
+
+    def address(self, buffer: Any) -> int: ...
+
+    def launch(self, loaded: Loaded, calls: Sequence[Call]) -> None:
+        """Run the calls in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
+        ...
+
+    def time(self, loaded: Loaded, calls: Sequence[Call]) -> float:
+        """Run the calls once and return seconds from the first launch to the end of the last."""
+        ...
+
+
+def nvidia_driver() -> bool:
+    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def pick(spec: str = "auto", **host_options: Any) -> Backend:
+    """The backend for --device auto|cuda|cuda:N|cpu. host_options go to the CPU backend (seed, check).
+
+    auto takes a GPU if there is one. An NVIDIA driver without a working CuPy is an EnvironmentFault, never a silent
+    fall-back to the CPU. Raises UsageFault for another spec.
+    """
+    kind, _, index = spec.partition(":")
+    if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not index.isdigit())):
+        raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the host backend")
+    if kind == "cuda" or (kind == "auto" and nvidia_driver()):
+        from .cuda import Cuda
+
+        return Cuda(int(index or 0))
+    from .host import Host
+
+    return Host(**host_options)

@@ -1,0 +1,84 @@
+"""The small language of kernel headers: integer arithmetic over named values, checked against a whitelist, never `eval`.
+
+    ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal else 128
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+
+
+class ExpressionError(ValueError):
+    """An expression that is not in the language, names what does not exist, or has no integer value."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below a / b."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The least multiple of b not below a."""
+    return ceil_div(a, b) * b
+
+
+def floor_pow2(a: int) -> int:
+    """The greatest power of two not above a (a >= 1)."""
+    return 1 << (a.bit_length() - 1)
+
+
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    "ceil_div": ceil_div, "round_up": round_up, "floor_pow2": floor_pow2, "min": min, "max": max,
+}  # fmt: skip
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
+    """The integer value of a header expression. Raises ExpressionError with the offending part quoted."""
+    if isinstance(expression, int):
+        return int(expression)
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except SyntaxError as error:
+        raise ExpressionError(f"{expression!r} is not an expression: {error.msg}") from None
+    try:
+        return int(_value(tree, names))
+    except ZeroDivisionError:
+        raise ExpressionError(f"{expression!r} divides by zero") from None
+
+
+def _value(node: ast.expr, names: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return int(value)
+        case ast.Name(id=name):
+            if name not in names:
+                raise ExpressionError(f"unknown name {name!r}; known: {', '.join(sorted(names))}")
+            return names[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left, names), _value(right, names))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, names)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _value(operand, names)
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(_value(v, names) for v in values)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return any(_value(v, names) for v in values)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return _value(body, names) if _value(test, names) else _value(orelse, names)
+        case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
+            values = [_value(v, names) for v in (left, *right)]
+            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](*(_value(a, names) for a in args))
+    raise ExpressionError(f"{ast.unparse(node)!r} is not allowed in a header expression")

@@ -1,0 +1,392 @@
+"""A kernel is one file: its header (TOML in comments) read without compiling, its name resolved, its launch planned.
+
+There is no registry: the catalogue is the listing of kernels_cu/, and a path is as good as a name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .expression import ExpressionError, evaluate, round_up
+from .problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem, UsageFault
+
+KERNELS = Path(__file__).resolve().parent.parent / "kernels_cu"
+INCLUDE = KERNELS / "include"
+
+#: Keys a header must have, and those it may have.
+REQUIRED = ("title", "dtypes", "head_dims", "arch", "causal", "gqa", "cross", "logits", "deterministic", "launch")
+OPTIONAL = ("aliases", "arithmetic", "spill_bytes_allowed", "tile", "workspace")
+LAUNCH_REQUIRED = ("entry", "grid", "block")
+LAUNCH_OPTIONAL = ("shared", "when", "args")
+WORKSPACE_KEYS = {"dtype", "size", "init"}
+
+#: How a kernel rounds, which decides the baseline of its error budget (harness/errors.py).
+ARITHMETIC = ("f32", "p16", "tf32")
+
+#: What a plain-parameter launch may name: tensors, sizes (64-bit integers) and scale (float).
+PLAIN_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+
+_FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
+_BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", re.M)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a launch plan may depend on. arch is sm_90 and the like; on the CPU backend, the architecture it stands in for."""
+
+    kind: str  # "cuda" or "cpu"
+    name: str
+    arch: str = "sm_90"
+    sms: int = 132
+    l2_bytes: int = 50 << 20
+    shared_optin: int = 232448
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One `[[launch]]` of a header: expressions, not yet evaluated."""
+
+    entry: str
+    grid: tuple[int | str, ...]
+    block: int | str
+    shared: int | str = 0
+    when: int | str = 1
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One launch with numbers: grid in blocks, block in threads, dynamic shared memory in bytes."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory a kernel asks for: elements of dtype; init is none (poisoned), zero (every run) or zero_once."""
+
+    name: str
+    dtype: str
+    elements: int
+    init: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel made ready for one problem: the compile key (macros), the launches and the workspaces."""
+
+    macros: tuple[tuple[str, str], ...]
+    launches: tuple[LaunchPlan, ...]
+    workspaces: tuple[Workspace, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel file's header, and what its name says."""
+
+    path: Path
+    number: int | None
+    name: str
+    pass_: str
+    title: str
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    arch: str | Mapping[str, str]
+    causal: bool
+    gqa: bool
+    cross: bool
+    logits: float  # largest |q.k.scale| promised; inf for "any"
+    deterministic: bool
+    arithmetic: str = "f32"
+    aliases: tuple[str, ...] = ()
+    spill_bytes_allowed: int = 0
+    tile: Mapping[str, int | str] = field(default_factory=dict)
+    workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, path: Path) -> Kernel:
+        """The kernel in a file. Raises UsageFault naming file and line where the header is missing, unknown or malformed."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageFault(f"cannot read the kernel file {path}", str(error), "fa-cli list shows the kernels there are") from None
+        block = _BLOCK.search(text)
+        if not block:
+            raise UsageFault(
+                f"{path}:1: no kernel header", "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
+                "fa-cli new NAME writes a file to start from",
+            )  # fmt: skip
+        first = text.count("\n", 0, block.start("toml")) + 1
+        body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
+        try:
+            head = tomllib.loads(body)
+        except tomllib.TOMLDecodeError as error:
+            at = re.search(r"line (\d+)", str(error))
+            raise _bad(path, first + int(at[1]) - 1 if at else first, f"the header is not TOML: {error}") from None
+        return cls._from_header(path, head, _Lines(path, first, body))
+
+    @classmethod
+    def _from_header(cls, path: Path, head: dict[str, Any], at: _Lines) -> Kernel:
+        for key in head:
+            if key not in REQUIRED + OPTIONAL:
+                raise at.bad(key, f"unknown key {key!r}; known: {', '.join(REQUIRED + OPTIONAL)}")
+        for key in REQUIRED:
+            if key not in head:
+                raise at.bad("", f"the header lacks the required key {key!r}")
+        dtypes = tuple(head["dtypes"])
+        if not dtypes or any(d not in DTYPE_BYTES and d != "tf32" for d in dtypes):
+            raise at.bad("dtypes", f"dtypes must be among {', '.join(DTYPE_BYTES)}, tf32; is {head['dtypes']!r}")
+        widths = tuple(head["head_dims"])
+        if not widths or any(not isinstance(w, int) or w < 1 for w in widths) or list(widths) != sorted(set(widths)):
+            raise at.bad("head_dims", f"head_dims must be rising whole numbers; is {head['head_dims']!r}")
+        if head.get("arithmetic", "f32") not in ARITHMETIC:
+            raise at.bad("arithmetic", f"arithmetic must be one of {', '.join(ARITHMETIC)}")
+        for key in ("causal", "gqa", "cross", "deterministic"):
+            if not isinstance(head[key], bool):
+                raise at.bad(key, f"{key} must be true or false")
+        logits = head["logits"]
+        if logits != "any" and not isinstance(logits, (int, float)):
+            raise at.bad("logits", 'logits must be a number or "any"')
+        for name, space in head.get("workspace", {}).items():
+            if set(space) != WORKSPACE_KEYS or space["init"] not in ("none", "zero", "zero_once"):
+                raise at.bad(f"workspace.{name}", "a workspace has dtype, size and init (none, zero or zero_once)")
+        match = _FILE.match(path.stem)
+        if not match:
+            raise at.bad("", "the file name may hold letters, digits and _ (NN_name_pass.cu)")
+        return cls(
+            path=path, number=int(match["number"]) if match["number"] else None, name=match["name"], pass_=match["pass"] or "forward",
+            title=head["title"], dtypes=dtypes, head_dims=widths, arch=head["arch"], causal=head["causal"], gqa=head["gqa"],
+            cross=head["cross"], logits=float("inf") if logits == "any" else float(logits), deterministic=head["deterministic"],
+            arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
+            spill_bytes_allowed=head.get("spill_bytes_allowed", 0), tile=head.get("tile", {}), workspace=head.get("workspace", {}),
+            launches=tuple(_launch(item, at) for item in head["launch"]),
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """name_pass: what messages call the kernel."""
+        return f"{self.name}_{self.pass_}"
+
+    @property
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
+        return {launch.entry: launch.args for launch in self.launches}
+
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """SHA-256 of the file and every header it includes (their closure): what was compiled, in 16 hex digits."""
+        digest = hashlib.sha256()
+        for file in include_closure(self.path):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def arch_for(self, dtype: str) -> str:
+        """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
+        return self.arch if isinstance(self.arch, str) else self.arch[dtype]
+
+    def runs_on(self, arch: str, dtype: str) -> bool:
+        """Whether the header's architecture rule admits an architecture ("sm_90", or "sm_90a" for what needs the a)."""
+        rule = self.arch_for(dtype)
+        if rule.startswith(">="):
+            return int(re.sub(r"\D", "", arch)) >= int(re.sub(r"\D", "", rule))
+        return arch.rstrip("a") == rule.rstrip("a")
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, problem: Problem) -> None:
+        """Raise UsageFault where the header does not promise this problem: it is refused before launch, never computed wrongly."""
+        if problem.dtype not in self.dtypes and not (problem.dtype == "float32" and "tf32" in self.dtypes):
+            raise UsageFault(
+                f"{self.label} does not take {problem.dtype}", f"its header promises {', '.join(self.dtypes)}",
+                f"use --dtype {self.dtypes[0]}, or another kernel: fa-cli list",
+            )  # fmt: skip
+        if problem.head_dim > self.head_dims[-1]:
+            raise UsageFault(
+                f"{self.label} does not take head dim {problem.head_dim}", f"its widest compiled head dim is {self.head_dims[-1]}",
+                "use a smaller --dim, or another kernel: fa-cli list",
+            )  # fmt: skip
+        for wanted, promised, what in (
+            (problem.causal, self.causal, "the causal mask (--causal)"),
+            (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
+            (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
+        ):
+            if wanted and not promised:
+                raise UsageFault(f"{self.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+
+    def names(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Every name an expression of this kernel may use, with its value for a problem."""
+        width = next(w for w in self.head_dims if w >= problem.head_dim)
+        names = {
+            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv, "seq_q": problem.seq_q,
+            "seq_kv": problem.seq_kv, "head_dim": problem.head_dim, "HEAD_DIM": width, "causal": int(problem.causal),
+            "deterministic": 1, "sizeof_dtype": DTYPE_BYTES[problem.dtype], "sms": device.sms, "l2_bytes": device.l2_bytes,
+            "shared_optin": device.shared_optin,
+        }  # fmt: skip
+        overrides = dict(overrides or {})
+        unknown = set(overrides) - set(self.tile)
+        if unknown:
+            raise UsageFault(
+                f"{self.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(self.tile) or 'nothing'}",
+                "--tile takes NAME=VALUE for a name of the header's [tile]",
+            )  # fmt: skip
+        for name, value in self.tile.items():
+            names[name] = overrides[name] if name in overrides else self._number(value, names, f"tile {name}")
+        return names
+
+    def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
+        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched."""
+        self.refuse(problem)
+        names = self.names(problem, device, overrides)
+        macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
+        macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(names["deterministic"]))]
+        macros += [(name, str(names[name])) for name in self.tile]
+        macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(self.workspace)]
+        spaces = tuple(
+            Workspace(name, space["dtype"], self._number(space["size"], names, f"workspace {name}"), space["init"])
+            for name, space in self.workspace.items()
+        )
+        launches = []
+        for launch in self.launches:
+            if not self._number(launch.when, names, "when"):
+                continue
+            grid = [self._number(g, names, "grid") for g in launch.grid] + [1] * (3 - len(launch.grid))
+            block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
+            for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
+                if not 1 <= size <= most:
+                    raise UsageFault(
+                        f"{self.label} cannot be launched on {problem.folder}", f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
+                        "use fewer heads or a smaller batch",
+                    )  # fmt: skip
+            if shared > device.shared_optin:
+                raise UsageFault(
+                    f"{self.label} does not fit {device.name}", f"it wants {shared} bytes of shared memory a block, the device has {device.shared_optin}",
+                    "use smaller tiles (--tile) or another kernel",
+                )  # fmt: skip
+            if not 1 <= block <= 1024:
+                raise UsageFault(f"{self.label} wants {block} threads a block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+            launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
+        return Plan(tuple(macros), tuple(launches), spaces)
+
+    def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
+        try:
+            return evaluate(expression, names)
+        except ExpressionError as error:
+            raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
+
+
+# -- the catalogue ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def catalogue() -> tuple[Kernel, ...]:
+    """Every kernel of the tree, in ladder order, forward before backward."""
+    kernels = [Kernel.read(path) for path in sorted(KERNELS.glob("*.cu"))]
+    return tuple(sorted(kernels, key=lambda k: (k.number if k.number is not None else 999, k.name, PASSES.index(k.pass_))))
+
+
+def find(spec: str, pass_: str) -> Kernel:
+    """The kernel a user means by a name, a number, an alias or a path, for a pass. Raises UsageFault with what there is."""
+    if spec.endswith(".cu") or "/" in spec:
+        return _from_path(Path(spec), pass_)
+    wanted = spec.lower().replace("-", "_")
+    same = [
+        k for k in catalogue()
+        if wanted in (k.name, *(a.lower().replace("-", "_") for a in k.aliases)) or (spec.isdigit() and k.number == int(spec))
+    ]  # fmt: skip
+    if not same:
+        names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
+        raise UsageFault(f"unknown kernel {spec!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+    for kernel in same:
+        if kernel.pass_ == pass_:
+            return kernel
+    passes = ", ".join(k.pass_ for k in same)
+    hint = f"use --mode {same[0].pass_}, or a kernel with both passes: fa-cli list"
+    raise UsageFault(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
+
+
+def _from_path(path: Path, pass_: str) -> Kernel:
+    match = _FILE.match(path.stem)
+    if not match:
+        raise UsageFault(f"{path.name} cannot name a kernel", "the file name may hold letters, digits and _", "rename it to NAME_forward.cu")
+    stem_pass = match["pass"] or "forward"
+    file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
+    if not file.is_file():
+        hint = f"write it: fa-cli new {match['name']} --pass {pass_}" if file != path else "fa-cli list shows the kernels there are"
+        raise UsageFault(f"no kernel file {file}", f"--compute {path} needs it for the {pass_} pass", hint)
+    return Kernel.read(file.resolve())
+
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(fa/[\w./]+)>", re.M)
+
+
+def include_closure(path: Path) -> list[Path]:
+    """The file and every <fa/...> header it reaches (GPU and host meaning), in a fixed order."""
+    seen: dict[Path, None] = {path: None}
+    queue = [path]
+    while queue:
+        for name in _INCLUDE.findall(queue.pop().read_text(encoding="utf-8")):
+            for file in (INCLUDE / name, KERNELS / "host" / name):
+                if file.is_file() and file not in seen:
+                    seen[file] = None
+                    queue.append(file)
+    return [path, *sorted(f for f in seen if f != path)]
+
+
+def row_pitch(problem: Problem, tensor: str) -> int:
+    """Elements from one row of a device tensor to the next: rows start 16-byte aligned, so D = 59 keeps 128-bit loads."""
+    if tensor == "logsumexp":
+        return 1
+    size = DTYPE_BYTES[problem.dtype]
+    return round_up(problem.head_dim * size, 16) // size
+
+
+# -- header details ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Where a header's keys stand in the file, for messages."""
+
+    path: Path
+    first: int
+    body: str
+
+    def bad(self, key: str, message: str) -> UsageFault:
+        head = key.rsplit(".", 1)[-1]
+        found = re.search(rf"^\s*(?:{re.escape(head)}\s*=|\[+{re.escape(key)}\]+)", self.body, re.M) if key else None
+        return _bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)
+
+
+def _bad(path: Path, line: int, message: str) -> UsageFault:
+    return UsageFault(f"{path}:{line}: {message}", "", "kernels_cu/README.md lists the header's keys")
+
+
+def _launch(item: dict[str, Any], at: _Lines) -> Launch:
+    for key in item:
+        if key not in LAUNCH_REQUIRED + LAUNCH_OPTIONAL:
+            raise at.bad(key, f"unknown key {key!r} in [[launch]]; known: {', '.join(LAUNCH_REQUIRED + LAUNCH_OPTIONAL)}")
+    for key in LAUNCH_REQUIRED:
+        if key not in item:
+            raise at.bad("launch", f"a [[launch]] lacks {key!r}")
+    grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
+    if not 1 <= len(grid) <= 3:
+        raise at.bad("grid", "grid has one to three sizes")
+    known = {*READS["backward"], *WRITES["backward"], *PLAIN_SIZES, "scale"}
+    for name in item.get("args", ()):
+        if name not in known:
+            raise at.bad("args", f"unknown argument {name!r}; known: {', '.join(sorted(known))}")
+    return Launch(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))

@@ -1,0 +1,216 @@
+"""The attention problem: shapes, dtype, mask and scale, and what follows from them.
+
+This is the lowest module of the house: everything may import it and it imports nothing of ours. So the faults that end a
+command live here too, each with the exit code of README "Exit codes".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+#: Bytes of one element of each storage type a problem can have.
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+PASSES = ("forward", "backward")
+
+#: The tensors each pass reads and writes, in the order they are passed to plain kernels and shown in tables.
+READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
+WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
+
+
+class Fault(Exception):
+    """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.hint = what, why, hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(self.why)
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class UsageFault(Fault):
+    """Asked for what does not exist or is not supported: unknown kernel, head dim, dtype, empty sequence, too large."""
+
+    exit_code = 2
+
+
+class DataFault(Fault):
+    """The data is not what it says it is: missing, short, long, not a file, another dtype, another hash, NaN."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(Fault):
+    """Something this machine lacks: a GPU, an optional package, a compiler."""
+
+    exit_code = 4
+
+
+class KernelFault(Fault):
+    """A kernel did not compile, did not launch, deadlocked or raced."""
+
+    exit_code = 5
+
+
+class DiskFault(Fault):
+    """The disk is full, the folder is read-only, or another run holds it."""
+
+    exit_code = 6
+
+
+_FOLDER = re.compile(
+    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: O = softmax(scale * Q K^T + mask) V, per batch and head.
+
+    Q, O, dO, dQ: (batch, heads_q, seq_q, head_dim); K, V, dK, dV: (batch, heads_kv, seq_kv, head_dim);
+    logsumexp: (batch, heads_q, seq_q), natural logarithm of the scaled scores. Query head h reads key head
+    h * heads_kv // heads_q (grouped-query attention). Build one with :meth:`of`, which checks.
+    """
+
+    batch: int
+    heads_q: int
+    seq_q: int
+    head_dim: int
+    heads_kv: int
+    seq_kv: int
+    dtype: str
+    causal: bool
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        batch: int = 2,
+        heads: int = 8,
+        seq: int = 512,
+        dim: int = 64,
+        heads_kv: int | None = None,
+        seq_kv: int | None = None,
+        dtype: str = "float32",
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Problem:
+        """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim).
+
+        Raises UsageFault for empty or negative sizes, heads that do not group, an unknown dtype or a scale that is not finite.
+        """
+        heads_kv = heads if heads_kv is None else heads_kv
+        seq_kv = seq if seq_kv is None else seq_kv
+        sizes = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "heads-kv": heads_kv, "seq-kv": seq_kv}
+        for name, value in sizes.items():
+            if value < 1:
+                raise UsageFault(
+                    f"{name} is {value}", "every size of an attention problem is at least 1", f"use --{name.replace('heads-kv', 'kv-heads')} 1 or more"
+                )
+        if heads % heads_kv:
+            raise UsageFault(
+                f"{heads} query heads cannot share {heads_kv} key heads evenly",
+                "grouped-query attention needs heads to be a multiple of kv-heads",
+                "choose --kv-heads from the divisors of --heads",
+            )
+        if dtype not in DTYPE_BYTES:
+            raise UsageFault(f"unknown dtype {dtype!r}", f"known: {', '.join(DTYPE_BYTES)}", "use --dtype float32")
+        if scale is not None and not math.isfinite(scale):
+            raise UsageFault(f"scale is {scale}", "the softmax scale must be finite", "leave --scale out for 1/sqrt(dim)")
+        return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, dim**-0.5 if scale is None else float(scale))
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> str:
+        """The data folder's name, B2_H8_S512_D64 with suffixes only where they differ from the defaults."""
+        name = f"B{self.batch}_H{self.heads_q}_S{self.seq_q}_D{self.head_dim}"
+        if self.heads_kv != self.heads_q:
+            name += f"_Hkv{self.heads_kv}"
+        if self.seq_kv != self.seq_q:
+            name += f"_Skv{self.seq_kv}"
+        if self.dtype != "float32":
+            name += f"_{self.dtype}"
+        return name
+
+    @classmethod
+    def from_folder(cls, name: str) -> Problem | None:
+        """The problem a folder's name states, or None where the name is not of that form."""
+        match = _FOLDER.match(name)
+        if not match:
+            return None
+        b, h, s, d, hkv, skv, dtype = match.groups()
+        return cls.of(int(b), int(h), int(s), int(d), int(hkv) if hkv else None, int(skv) if skv else None, dtype or "float32")
+
+    def with_(self, **changes: object) -> Problem:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """One line for people: the folder name, and causal and scale where they are not the default."""
+        text = self.folder
+        if self.causal:
+            text += " causal"
+        if self.scale != self.head_dim**-0.5:
+            text += f" scale={self.scale:g}"
+        return text
+
+    # -- shapes -------------------------------------------------------------------------------------------------------
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of a tensor by name: Q K V O dO dQ dK dV logsumexp."""
+        if tensor == "logsumexp":
+            return (self.batch, self.heads_q, self.seq_q)
+        if tensor in ("K", "V", "dK", "dV"):
+            return (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
+        return (self.batch, self.heads_q, self.seq_q, self.head_dim)
+
+    def tensor_dtype(self, tensor: str) -> str:
+        """The storage dtype of a tensor: the problem's, but logsumexp is float32 (float64 for float64)."""
+        if tensor == "logsumexp":
+            return "float64" if self.dtype == "float64" else "float32"
+        return self.dtype
+
+    def tensor_bytes(self, tensor: str) -> int:
+        """Bytes of a tensor, exact in Python integers (numpy's product would overflow silently)."""
+        return math.prod(self.shape(tensor)) * DTYPE_BYTES[self.tensor_dtype(tensor)]
+
+    # -- cost ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def causal_shift(self) -> int:
+        """Key k is visible to query q iff k <= q + causal_shift: bottom-right alignment, as FlashAttention has it."""
+        return self.seq_kv - self.seq_q
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs a head computes: all of them, or under the causal mask the visible ones."""
+        if not self.causal:
+            return self.seq_q * self.seq_kv
+        first = max(0, -self.causal_shift)  # rows before it see no key
+        rows = self.seq_q - first
+        return rows * ((first + self.causal_shift + 1) + self.seq_kv) // 2
+
+    def flops(self, pass_: str) -> int:
+        """Floating-point operations of a pass: 4 B H D pairs forward, 2.5 times that backward, 3.5 times for both.
+
+        The community's rule (FlashAttention's benchmarks), with the true head dim and the pairs really visible.
+        """
+        forward = 4 * self.batch * self.heads_q * self.head_dim * self.visible_pairs
+        return {"forward": forward, "backward": forward * 5 // 2, "both": forward * 7 // 2}[pass_]
+
+    def bytes(self, pass_: str) -> int:
+        """The least memory traffic of a pass: every input read once, every output written once."""
+        if pass_ == "both":
+            return self.bytes("forward") + self.bytes("backward")
+        return sum(self.tensor_bytes(t) for t in READS[pass_] + WRITES[pass_])

@@ -1,0 +1,56 @@
+// What every kernel is given: one struct by value, the same for all, so that a launch needs no per-kernel code.
+// harness/run.py mirrors it with one numpy dtype; tests/pure/test_args.py holds the two together.
+#pragma once
+
+namespace fa {
+
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+// A (batch, heads, rows, head_dim) tensor: strides in elements, head_dim contiguous. Rows start 16-byte aligned; the
+// elements between head_dim and the next row are poison (NaN): they may be loaded, they must not be used.
+// logsumexp is (batch, heads, rows) with row stride 1.
+struct Tensor {
+    void* data;
+    int64_t batch, head, row;
+};
+
+struct alignas(64) Args {
+    Tensor Q, K, V;            // Q: (batch, heads_q, seq_q, head_dim); K, V: (batch, heads_kv, seq_kv, head_dim)
+    Tensor O, logsumexp;       // O like Q; logsumexp natural, of the scaled scores; written forward, read backward
+    Tensor dO, dQ, dK, dV;     // dO, dQ like Q; dK, dV like K
+    void* workspace[8];        // in the header's order; WORKSPACE_<NAME> is the index
+    int32_t batch, heads_q, heads_kv, seq_q, seq_kv;
+    int32_t head_dim;          // the true one; HEAD_DIM is the compiled width, never less
+    int32_t causal_shift;      // key k is visible to query q iff k <= q + causal_shift (used only where CAUSAL)
+    int32_t reserved;
+    double scale;              // scores are scale * q.k
+};
+
+// First element of a row of one head. The base is 64-bit arithmetic; offsets inside a tile may be 32-bit.
+template <class T>
+__device__ __forceinline__ T* row_pointer(const Tensor& tensor, int batch, int head, int row) {
+    return static_cast<T*>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
+}
+
+// The key head that a query head reads (grouped-query attention; the same head where there is no grouping).
+__device__ __forceinline__ int kv_head_of(const Args& args, int head_q) {
+    return head_q / (args.heads_q / args.heads_kv);
+}
+
+// One past the last key that a query sees. Not positive: the row is fully masked, so O = 0 and logsumexp = -inf.
+__device__ __forceinline__ int visible_keys(const Args& args, int query) {
+#if CAUSAL
+    return min(args.seq_kv, query + args.causal_shift + 1);
+#else
+    return args.seq_kv;
+#endif
+}
+
+}  // namespace fa
