@@ -6,6 +6,7 @@ buffers (layout, guard bands, poison) and what comes out is harness/run.py's, th
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,17 @@ class Backend(Protocol):
 def nvidia_driver() -> bool:
     """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def cache_dir() -> Path:
+    """Where compiled things are kept between runs: $FA_CLI_CACHE_DIR, else fa-cli under $XDG_CACHE_HOME, else ~/.cache/fa-cli.
+
+    Not created here. What lies in it is executed, so nobody else should be able to write there (`fa-cli doctor` looks).
+    """
+    own = os.environ.get("FA_CLI_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa-cli"
 
 
 def pick(spec: str = "auto", **host_options: Any) -> Backend:
