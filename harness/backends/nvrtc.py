@@ -1,0 +1,277 @@
+"""NVRTC without a GPU or a driver: the options every CUDA compile of ours uses, and what the compiler says of a kernel.
+
+`options` is the one home of compile options: cuda.py hands them to cupy.RawModule, `compile_` to NVRTC itself, so what
+`fa-cli compile` proves on a machine without a GPU is what a GPU will run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..kernel import INCLUDE, Kernel, Plan
+from ..problem import EnvironmentFault
+from . import CompileError, cache_dir
+
+#: Architectures the project compiles for, with the most shared memory (bytes) one block may have on each.
+#: Source: the CUDA C++ Programming Guide's table of technical specifications per compute capability.
+SHARED_LIMIT = {
+    "sm_70": 96 << 10, "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_89": 99 << 10,
+    "sm_90": 227 << 10, "sm_90a": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+}  # fmt: skip
+
+#: What CuPy adds to every compile (with -arch, where the caller gives none). compile_ adds the same, so that both make
+#: the same code. They are not in `options`: some NVRTC versions refuse an option given twice.
+CUPY_ADDS = ("-ftz=true", "--device-as-default-execution-space")
+
+#: ptxas says it has serialised wgmma, in whatever severity it likes: a kernel several times slower than it looks.
+SLOW = "Potential Performance Loss"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas says one function uses: registers a thread, bytes of stack and spills a thread, static shared bytes a block."""
+
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled for one architecture. cubin is empty where the answer came from the cache of `resources`."""
+
+    arch: str
+    nvrtc: str  # version
+    usage: Mapping[str, Usage]  # per function: entries, and device functions that were not inlined
+    log: str
+    seconds: float
+    cubin: bytes = b""
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread of the hungriest entry."""
+        return max(u.registers for u in self.usage.values())
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes a thread spills in the worst function: stores or loads, whichever are more."""
+        return max(max(u.spill_stores, u.spill_loads) for u in self.usage.values())
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of stack frame of the worst function: spills and arrays that are not in registers."""
+        return max(u.stack_bytes for u in self.usage.values())
+
+
+def options(kernel: Kernel, plan: Plan, arch: str | None) -> tuple[str, ...]:
+    """The compile options of a kernel's plan, for cupy.RawModule and for `compile_` alike.
+
+    arch is "sm_90a" and the like, or None to leave the choice to CuPy (the device's own). The hash of the include closure
+    is an option because CuPy's cache key leaves out included headers: without it an edited header runs a stale kernel.
+    No fast-math: it would change what a kernel's plain expressions mean; words that approximate say so in their names.
+    """
+    given = ["-std=c++17", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-lineinfo", f"-DFA_SOURCE_HASH=0x{kernel.source_hash}"]
+    given += [f"-D{name}={value}" for name, value in plan.macros]
+    if arch is not None:
+        given.append(f"-arch={arch}")
+    return tuple(given)
+
+
+def pinned_arch(kernel: Kernel, dtype: str) -> str | None:
+    """The architecture a header names exactly ("sm_90a": its instructions exist there only), None for a rule like ">=sm_80"."""
+    rule = kernel.arch_for(dtype)
+    return None if rule.startswith(">=") else rule
+
+
+def admits(kernel: Kernel, dtype: str, arch: str) -> bool:
+    """Whether a kernel's header admits a compile for an architecture: an exact rule admits that one alone."""
+    exact = pinned_arch(kernel, dtype)
+    return arch == exact if exact else kernel.runs_on(arch, dtype)
+
+
+def version() -> str:
+    """The version of the NVRTC in use, "13.0". Raises EnvironmentFault where there is none."""
+    return _nvrtc().version
+
+
+def architectures() -> tuple[str, ...]:
+    """The project's architectures that this NVRTC compiles for (NVRTC 13 has no sm_70)."""
+    return tuple(arch for arch in SHARED_LIMIT if int(re.sub(r"\D", "", arch)) in _nvrtc().supported)
+
+
+def compile_(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
+    """Compile a kernel's plan to a cubin for an architecture; no GPU or driver is touched.
+
+    Raises CompileError with NVRTC's log, whose lines name the kernel's real file and line (also where ptxas reports
+    that it serialised wgmma), and EnvironmentFault where there is no NVRTC.
+    """
+    nvrtc = _nvrtc()
+    given = (*options(kernel, plan, arch), *CUPY_ADDS, "--ptxas-options=-v", *_cuda_headers())
+    start = time.perf_counter()
+    ok, log, cubin = nvrtc.compile(kernel.path.read_text(encoding="utf-8"), str(kernel.path), given)
+    seconds = time.perf_counter() - start
+    usage = _usage(log)
+    if ok and not usage:
+        log = f"{kernel.path}:1: it holds no __global__ function\n{log}"
+    if not ok or SLOW in log or not usage:
+        raise CompileError(kernel, ("nvrtc", *given, str(kernel.path)), log)
+    return Compiled(arch, nvrtc.version, usage, log, seconds, cubin)
+
+
+def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
+    """What `compile_` says of a kernel, without its cubin, remembered on disk by source hash, options and NVRTC version.
+
+    A cache that cannot be read is compiled past, one that cannot be written is done without. Raises as `compile_` does.
+    """
+    key = "\0".join((kernel.source_hash, version(), *options(kernel, plan, arch)))
+    file = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
+        return Compiled(**saved)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass  # not there, or not what we wrote
+    found = replace(compile_(kernel, plan, arch), cubin=b"")
+    record = asdict(found)
+    del record["cubin"]
+    _write(file, json.dumps(record))
+    return found
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as out:
+            out.write(text)
+        os.replace(out.name, file)  # whole or not at all, with any number of writers
+    except OSError:
+        pass
+
+
+# -- ptxas's words ----------------------------------------------------------------------------------------------------
+
+_FUNCTION = re.compile(r"(?:Compiling entry function '|Function properties for )([\w$.]+)")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SMEM = re.compile(r"(\d+) bytes smem")
+
+
+def _usage(log: str) -> dict[str, Usage]:
+    """What each function of a `ptxas -v` log uses. Empty where the log names none."""
+    usage: dict[str, Usage] = {}
+    name = ""
+    for line in log.splitlines():
+        if function := _FUNCTION.search(line):
+            name = function[1]
+            usage.setdefault(name, Usage())
+        elif stack := _STACK.search(line):
+            usage[name] = replace(usage[name], stack_bytes=int(stack[1]), spill_stores=int(stack[2]), spill_loads=int(stack[3]))
+        elif used := _USED.search(line):
+            shared = _SMEM.search(line)
+            usage[name] = replace(usage[name], registers=int(used[1]), shared_bytes=int(shared[1]) if shared else 0)
+    return usage
+
+
+# -- the library, through whichever binding is installed --------------------------------------------------------------
+
+
+class _Nvrtc(Protocol):
+    version: str
+    supported: frozenset[int]
+
+    def compile(self, source: str, name: str, given: Sequence[str]) -> tuple[bool, str, bytes]: ...
+
+
+class _Bindings:
+    """NVRTC through NVIDIA's cuda-bindings, which finds the library in a wheel, a conda environment or a toolkit."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import nvrtc
+
+        self._api: Any = nvrtc
+        major, minor = self._call("nvrtcVersion")
+        self.version = f"{major}.{minor}"
+        self.supported = frozenset(self._call("nvrtcGetSupportedArchs")[0])
+
+    def _call(self, function: str, *arguments: Any) -> tuple[Any, ...]:
+        status, *values = getattr(self._api, function)(*arguments)
+        if status != self._api.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"{function}: {status.name}")
+        return tuple(values)
+
+    def _bytes(self, what: str, program: Any) -> bytes:
+        buffer = bytes(self._call(f"nvrtcGet{what}Size", program)[0])  # filled in place: how these bindings return text
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer
+
+    def compile(self, source: str, name: str, given: Sequence[str]) -> tuple[bool, str, bytes]:
+        (program,) = self._call("nvrtcCreateProgram", source.encode(), os.fsencode(name), 0, [], [])
+        try:
+            (status,) = self._api.nvrtcCompileProgram(program, len(given), [os.fsencode(o) for o in given])
+            ok = status == self._api.nvrtcResult.NVRTC_SUCCESS
+            log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
+            return ok, log, self._bytes("CUBIN", program) if ok else b""
+        finally:
+            self._call("nvrtcDestroyProgram", program)
+
+
+class _Cupy:
+    """NVRTC through the binding inside CuPy, for an environment that has CuPy and not cuda-bindings."""
+
+    def __init__(self) -> None:
+        from cupy_backends.cuda.libs import nvrtc
+
+        self._api: Any = nvrtc
+        major, minor = nvrtc.getVersion()
+        self.version = f"{major}.{minor}"
+        self.supported = frozenset(nvrtc.getSupportedArchs())
+
+    def compile(self, source: str, name: str, given: Sequence[str]) -> tuple[bool, str, bytes]:
+        program = self._api.createProgram(source, name, (), ())
+        try:
+            try:
+                self._api.compileProgram(program, given)
+            except self._api.NVRTCError:
+                return False, self._api.getProgramLog(program).strip(), b""
+            return True, self._api.getProgramLog(program).strip(), self._api.getCUBIN(program)
+        finally:
+            self._api.destroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> _Nvrtc:
+    reasons = []
+    for binding in (_Bindings, _Cupy):
+        try:
+            return binding()
+        except Exception as error:  # a missing module, a missing library, or whatever the loader makes of a broken one
+            reasons.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    raise EnvironmentFault(
+        "NVRTC, NVIDIA's run-time compiler, is not here",
+        "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
+        "pip install 'fa-cli[cuda12]' (no GPU or driver is needed to compile)",
+    )
+
+
+@functools.cache
+def _cuda_headers() -> tuple[str, ...]:
+    """-I of CUDA's own headers where they are found: for a user's file that includes <cuda_fp16.h>. CuPy adds them itself."""
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        folder = find_nvidia_header_directory("cudart")
+    except Exception:  # not installed, or an older one without this function: our own kernels need no such header
+        return ()
+    return (f"-I{folder}",) if folder else ()
