@@ -1,0 +1,146 @@
+// /// kernel
+// title = "three launches, the scores matrix in memory"
+// dtypes = ["float32", "float16", "bfloat16", "float64"]
+// head_dims = [256]                # one compile: the head dim is a run-time number here
+// arch = ">=sm_70"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// aliases = ["naive-attn", "vanilla-attn"]
+// [tile]
+// THREADS = 128
+// [workspace.scores]
+// dtype = "float32"                # counted in float32; a float64 problem takes two of them for each score
+// size = "batch * heads_q * seq_q * seq_kv * max(1, sizeof_dtype // 4)"
+// init = "none"
+// [[launch]]
+// entry = "scores"                 # a thread makes one score
+// grid = ["seq_q * ceil_div(seq_kv, THREADS)", "heads_q", "batch"]
+// block = "THREADS"
+// [[launch]]
+// entry = "softmax"                # a warp makes one row
+// grid = ["ceil_div(seq_q, THREADS // 32)", "heads_q", "batch"]
+// block = "THREADS"
+// [[launch]]
+// entry = "output"                 # a thread makes 16 bytes of a row of O
+// grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
+// block = "THREADS"
+// ///
+//
+// Step 00. Attention as its formula reads, for each batch and head:
+//
+//     S = scale * Q K^T        (queries × keys)      launch 1, scores
+//     P = softmax of each row of S                   launch 2, softmax
+//     O = P V                  (queries × head_dim)  launch 3, output
+//
+// Every launch reads what the one before left in memory, so the matrix of S, later of P, exists whole: seq_q × seq_kv
+// numbers for every head. That is the fault this ladder is about. At 2048 tokens and 128 heads the matrix has half a
+// billion entries; Q, K, V and O together have an eighth of that at head dim 64. The matrix is written once, read and
+// written again by the softmax, and read by the last launch, each time through memory, and twice the tokens make it four
+// times as large. The arithmetic is the same in every later step. What changes is how much of it waits for memory.
+//
+// The softmax subtracts the largest score of the row before it raises e to anything: exp(s - max) is at most 1, so no
+// input overflows, and the quotient is unchanged because numerator and denominator carry the same factor. Beside O it
+// leaves the row's logsumexp = max + log(sum of exp(s - max)): one number from which the backward pass can make P again.
+//
+// What a first kernel should get right even so, because it costs nothing:
+//   - Neighbouring threads write neighbouring addresses (keys in launch 1, columns in launch 3): one transaction for a
+//     warp instead of 32. Launch 1 still reads K a row a thread, D elements apart; only the cache makes that bearable.
+//   - A masked score is neither computed nor stored nor read: under the causal mask half the matrix stays untouched. A row
+//     that sees no key has an empty sum; its logsumexp is -inf by the same formula and its O is 0.
+//   - Arithmetic is float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would
+//     lose most of its digits.
+//   - The index of a score is 64-bit: batch * heads * seq * seq passes 2^31 at B8 H16 S4096.
+#include <fa/copy.cuh>
+#include <fa/warp.cuh>
+
+using scalar = fa::DTYPE;               // what is stored
+using real = fa::accumulate_t<scalar>;  // what is computed in
+
+constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
+
+// The row of S (then P) of one query: seq_kv numbers, of which the visible ones are ever touched.
+__device__ __forceinline__ real* score_row(const fa::Args& args, int batch, int head, int query) {
+    fa::int64_t row = (fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query;
+    return static_cast<real*>(args.workspace[WORKSPACE_SCORES]) + row * args.seq_kv;
+}
+
+// a · b for two rows of head_dim elements. One sum for each of the 16 bytes' elements: the additions of one sum would have
+// to wait for each other.
+__device__ __forceinline__ real dot(const scalar* a /* [head_dim] */, const scalar* b /* [head_dim] */, int head_dim) {
+    real part[vec] = {};
+    int d = 0;
+    for (; d + vec <= head_dim; d += vec) {
+        fa::Vec128<scalar> a_reg = fa::load_128(a + d), b_reg = fa::load_128(b + d);
+#pragma unroll
+        for (int i = 0; i < vec; ++i) part[i] += fa::widen(a_reg[i]) * fa::widen(b_reg[i]);
+    }
+    real sum = 0;
+    for (; d < head_dim; ++d) sum += fa::widen(a[d]) * fa::widen(b[d]);
+#pragma unroll
+    for (int i = 0; i < vec; ++i) sum += part[i];
+    return sum;
+}
+
+// S[query][key] = scale * Q[query] · K[key]. A block makes THREADS neighbouring keys of one query.
+extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_constant__ fa::Args args) {
+    int key_blocks = (args.seq_kv + THREADS - 1) / THREADS;
+    int query = blockIdx.x / key_blocks, key = blockIdx.x % key_blocks * THREADS + threadIdx.x;
+    int head = blockIdx.y, batch = blockIdx.z;
+    if (key >= fa::visible_keys(args, query)) return;
+
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                     // [head_dim]
+    const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
+    score_row(args, batch, head, query)[key] = real(args.scale) * dot(q, k, args.head_dim);
+}
+
+// P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp makes one row: 32 neighbouring keys at a time, and a
+// key is always the same lane's, so the passes over the row need nothing between them but the two reductions.
+extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_constant__ fa::Args args) {
+    int query = blockIdx.x * (THREADS / 32) + fa::warp_id(), head = blockIdx.y, batch = blockIdx.z;
+    if (query >= args.seq_q) return;
+    int visible = fa::visible_keys(args, query);
+    real* row = score_row(args, batch, head, query);  // [seq_kv]
+
+    real largest = -fa::infinity();
+    for (int key = fa::lane_id(); key < visible; key += 32) largest = max(largest, row[key]);
+    largest = fa::group_max<32>(largest);
+
+    real sum = 0;
+    for (int key = fa::lane_id(); key < visible; key += 32) {
+        row[key] = fa::exp(row[key] - largest);
+        sum += row[key];
+    }
+    sum = fa::group_sum<32>(sum);
+
+    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= sum;
+
+    // No visible key: largest is -inf and sum is 0, and so is log(sum) = -inf. Nothing above was divided by that sum.
+    if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = largest + fa::log(sum);
+}
+
+// O[query] = sum over keys of P[query][key] * V[key]. A thread makes 16 bytes of a row of O, the next thread the next 16.
+extern "C" __global__ void __launch_bounds__(THREADS) output(const __grid_constant__ fa::Args args) {
+    int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
+    int index = blockIdx.x * THREADS + threadIdx.x;
+    int query = index / columns, d = index % columns * vec, head = blockIdx.y, batch = blockIdx.z;
+    if (query >= args.seq_q) return;
+    int visible = fa::visible_keys(args, query);
+
+    const real* p = score_row(args, batch, head, query);                                         // [seq_kv]
+    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], row apart
+    // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
+    real o_reg[vec] = {};
+    for (int key = 0; key < visible; ++key) {
+        fa::Vec128<scalar> v_reg = fa::load_128(v + key * args.V.row);
+#pragma unroll
+        for (int i = 0; i < vec; ++i) o_reg[i] += p[key] * fa::widen(v_reg[i]);
+    }
+
+    fa::Vec128<scalar> o;
+#pragma unroll
+    for (int i = 0; i < vec; ++i) o[i] = fa::narrow<scalar>(o_reg[i]);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.O, batch, head, query) + d, o, args.head_dim - d);
+}
