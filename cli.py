@@ -1,0 +1,177 @@
+"""The command line: each verb parses, calls the harness once, and prints. No mathematics, and no heavy import before a verb runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING or not __package__:
+    import harness
+else:  # installed, the same files are the package fa_cli
+    from . import harness
+
+options = harness.command
+Context = click.Context
+
+
+@click.group(
+    cls=options.FaCli,
+    context_settings=options.SETTINGS,
+    epilog=f"{options.EXIT_CODES}\n\n"
+    + options.examples("fa-cli gen-data --seq 512", "fa-cli run --compute fa2 --mode both", "fa-cli experiment --seqlen"),
+)
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=options.print_version, help="Show the version and exit."
+)
+def main() -> None:
+    """Hand-written CUDA attention kernels: run one .cu file, prove it right, time it, with or without a GPU."""
+
+
+@main.command(
+    "gen-data",
+    epilog=options.examples("fa-cli gen-data --batch 2 --heads 8 --seq 512 --dim 64", "fa-cli gen-data --seq 1024 --dtype bfloat16"),
+)
+@options.shape
+@options.data_root
+@click.option("--force", is_flag=True, help="Replace a folder that holds other data.")
+@options.printing
+@click.pass_context
+def gen_data(context: Context, output_dir: Path, force: bool, as_json: bool, **shape: Any) -> int:
+    """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
+    written = harness.dataset.write(options.problem_of(shape), shape["seed"], output_dir, force)
+    return harness.show.dataset(written, as_json, context.obj["verbosity"])
+
+
+@main.command(
+    epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
+    + options.examples(
+        "fa-cli run --compute fa2 --mode both",
+        "fa-cli run --compute fa2,fa1,naive --seq 256 --device cpu",
+        "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
+    )
+)
+@options.compute
+@options.mode
+@click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
+@options.shape
+@options.data_root
+@click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned).")
+@click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
+@options.device
+@options.tile
+@click.option("--tolerance", type=float, help="Also fail where an absolute error exceeds this.")
+@click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
+@options.checks
+@click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
+@options.printing
+@click.pass_context
+def run(
+    context: Context, computes: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
+    tiles: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, as_json: bool,
+    **shape: Any,
+) -> int:  # fmt: skip
+    """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    if data:
+        options.refuse_shape_beside_data(context, shape)
+    results = harness.run.run(
+        computes or ["fa2"], mode, data=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
+        data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tiles, check=check,
+        schedule_seed=schedule_seed, causal=causal, scale=scale,
+    )  # fmt: skip
+    return harness.show.results(results, as_json, context.obj["verbosity"])
+
+
+@main.command(
+    epilog=f"{options.EXIT_CODES}\n\n"
+    + options.examples(
+        "fa-cli experiment --seqlen",
+        "fa-cli experiment forward --compute fa2,fa1 --device cpu",
+        "fa-cli experiment my_sweep.toml --mode both",
+    )
+)
+@click.argument("name", required=False, metavar="[NAME|FILE.toml]")
+@click.option("--seqlen", "--seqlen-experiment", is_flag=True, help="The sweep over sequence lengths.")
+@options.sweep_mode
+@options.compute
+@click.option("--output-dir", type=options.folder, default=Path("experiment_results"), show_default=True)
+@click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
+@click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
+@click.option("--experiment", "--save-results", "--no-stop-on-failure", "--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
+@options.device
+@options.printing
+@click.pass_context
+def experiment(
+    context: Context, name: str | None, seqlen: bool, mode: str | None, computes: list[str], output_dir: Path, record: bool, full: bool,
+    device: str, as_json: bool,
+) -> int:  # fmt: skip
+    """Run a sweep: kernels x shapes, checked and timed, into results.csv, env.json and a plot. A failure does not stop it."""
+    rows = harness.experiment.experiment(
+        "seqlen" if seqlen else name or mode or "forward", mode=mode, computes=computes, output_dir=output_dir, record=record, full=full,
+        device=device, progress=harness.show.step,
+    )  # fmt: skip
+    return harness.show.rows(rows, as_json, context.obj["verbosity"])
+
+
+@main.command(
+    epilog=f"{options.EXIT_CODES}\n\n"
+    + options.examples(
+        "fa-cli verify", "fa-cli verify --compute fa2 --matrix full", "fa-cli verify --compute ./mine_forward.cu --device cpu --check race"
+    )
+)
+@options.compute
+@click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
+@options.device
+@options.checks
+@options.printing
+@click.pass_context
+def verify(
+    context: Context, computes: list[str], matrix: str, device: str, check: str | None, schedule_seed: int | None, as_json: bool
+) -> int:
+    """Check kernels over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
+    cases = harness.verify.verify(computes, matrix, device, check, schedule_seed, harness.show.step)
+    return harness.show.cases(cases, as_json, context.obj["verbosity"])
+
+
+@main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile --compute fa2 --all"))
+@options.compute
+@click.option("--all", "everything", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
+@options.printing
+@click.pass_context
+def compile_(context: Context, computes: list[str], everything: bool, as_json: bool) -> int:
+    """Compile kernels for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
+    return harness.show.compiled(harness.compile.compile_all(computes, everything, harness.show.step), as_json, context.obj["verbosity"])
+
+
+@main.command(
+    epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli run --compute ./mine_forward.cu")
+)
+@click.argument("name")
+@click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
+@click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
+@click.option("--output-dir", type=options.folder, default=Path("."), show_default=True, help="Where the file is written.")
+@click.pass_context
+def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) -> int:
+    """Write NAME_forward.cu (or _backward.cu), a working kernel to start from."""
+    return harness.show.new_kernel(harness.new.new(name, source, pass_, output_dir))
+
+
+@main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
+@options.printing
+@click.pass_context
+def list_(context: Context, as_json: bool) -> int:
+    """The kernels and the sweeps there are."""
+    return harness.show.catalogue(harness.kernel.catalogue(), harness.experiment.sweeps(), as_json, context.obj["verbosity"])
+
+
+@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))
+@options.printing
+@click.pass_context
+def doctor(context: Context, as_json: bool) -> int:
+    """What works on this machine, what does not, and why. Exit code 4 where no kernel can run at all."""
+    return harness.show.doctor(harness.doctor.doctor(), as_json, context.obj["verbosity"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What the verbs of cli.py share: options, the parsing of their values, and the one place where faults become exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from .problem import DiskFault, Fault, Problem, UsageFault
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_CODES = """\
+\b
+Exit codes: 0 ok; 1 a check failed; 2 usage (unknown kernel, unsupported
+shape); 3 bad data; 4 environment (no GPU, package or compiler); 5 a kernel
+did not compile or launch; 6 disk; 130 Ctrl-C."""
+
+CAUSAL = """\
+\b
+The causal mask is bottom-right aligned, as in FlashAttention: the last query
+sees every key. torch's is_causal is top-left; they differ where --seq-kv
+differs from --seq."""
+
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "auto_envvar_prefix": "FA_CLI",
+    "max_content_width": 110,
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --batch_size is --batch-size
+}
+
+
+class FaCli(click.Group):
+    """The group of verbs. A verb returns its exit code; what it raises becomes a message on stderr and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        obj = {"verbosity": 0}
+        try:
+            code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            code = error.exit_code
+        except click.ClickException as error:
+            path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
+            code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
+        except click.Abort:  # click's word for Ctrl-C
+            code = complain("interrupted", code=130)
+        except Exception as error:
+            code = explain(error, obj["verbosity"])
+        sys.exit(code or 0)
+
+
+def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
+    """Print the lines of an error on stderr and return its exit code."""
+    for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
+        if text:
+            click.echo(label + text, err=True)
+    return code
+
+
+def explain(error: Exception, verbosity: int) -> int:
+    """Print what a verb raised as a message, with a traceback only from -vv on. Returns the exit code."""
+    if verbosity >= 2:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, Fault):
+        return complain(error.what, error.why, error.hint, error.exit_code)
+    if isinstance(error, OSError) and error.filename:  # a disk fault that no module foresaw
+        return complain(
+            f"{error.filename}: {error.strerror}", "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code
+        )
+    return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
+
+
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several click options as one decorator, in the order of --help."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def examples(*lines: str) -> str:
+    """The end of a verb's help: commands that work as they stand."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+# -- what the values mean -------------------------------------------------------------------------------------------------
+
+
+def _verbosity(context: click.Context, parameter: click.Parameter, value: int) -> None:
+    if value:
+        context.obj["verbosity"] = value if parameter.name == "verbose" else -1
+
+
+def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
+
+
+def _mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    known = {"forward": "forward", "backward": "backward", "both": "both", "forward_backward": "both", None: None}
+    if value not in known:
+        raise click.BadParameter(f"{value!r} is not one of forward, backward, both.")
+    return known[value]
+
+
+def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not v.isdigit()), None):
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
+    return {name: int(value) for name, value in pairs.items()}
+
+
+def print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    """--version: what is installed, or that nothing is."""
+    if value:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            click.echo(f"fa-cli {version('fa-cli')}")
+        except PackageNotFoundError:
+            click.echo("fa-cli, a checkout that is not installed")
+        context.exit()
+
+
+def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
+    """The problem that the shape options state."""
+    sizes = (shape[name] for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype"))
+    return Problem.of(*sizes, causal, scale)
+
+
+def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
+    """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
+    for name in shape:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageFault(
+                f"--data and {option} together", "the folder states its own shape, dtype and seed", f"leave out --data or {option}"
+            )
+
+
+# -- options that several verbs have -----------------------------------------------------------------------------------
+
+folder = click.Path(path_type=Path)
+printing = options(
+    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+    click.option("-q", "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=_verbosity, help="Only the verdict."),
+    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_verbosity, help="More; -vv adds tracebacks."),
+)
+shape = options(
+    click.option("--batch", "--batch-size", "batch", type=int, default=2, show_default=True),
+    click.option("--heads", "--num-heads", "heads", type=int, default=8, show_default=True, help="Query heads."),
+    click.option("--seq", "--seq-len", "seq", type=int, default=512, show_default=True, help="Queries a head."),
+    click.option("--dim", "--head-dim", "dim", type=int, default=64, show_default=True, help="Head dimension."),
+    click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
+    click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
+    click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
+    click.option("--seed", type=int, default=42, show_default=True, help="Of the random numbers."),
+)
+data_root = click.option(
+    "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
+)
+device = click.option(
+    "--device", default="auto", show_default=True, envvar="FA_CLI_DEVICE", metavar="auto|cuda|cuda:N|cpu",
+    help="auto takes a GPU if there is one; cpu is the host backend.",
+)  # fmt: skip
+compute = click.option(
+    "--compute", "--kernel", "computes", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
+    help="Kernels by name, number or path to a .cu file.",
+)  # fmt: skip
+mode = click.option(
+    "--mode", default="forward", show_default=True, callback=_mode, metavar="forward|backward|both",
+    help="backward alone reads O and logsumexp from the folder.",
+)  # fmt: skip
+sweep_mode = click.option("--mode", callback=_mode, metavar="forward|backward|both", help="[default: the sweep's]")
+checks = options(
+    click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
+    click.option("--schedule-seed", type=int, metavar="N", help="Host backend: run the threads in another order."),
+)
+tile = click.option("--tile", "tiles", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")
