@@ -52,37 +52,13 @@
 //     that sees no key has an empty sum; its logsumexp is -inf by the same formula and its O is 0.
 //   - Arithmetic is float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would
 //     lose most of its digits.
-//   - The index of a score is 64-bit: batch * heads * seq * seq passes 2^31 at B8 H16 S4096.
-#include <fa/copy.cuh>
+#include <fa/row.cuh>
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;               // what is stored
 using real = fa::accumulate_t<scalar>;  // what is computed in
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
-
-// The row of S (then P) of one query: seq_kv numbers, of which the visible ones are ever touched.
-__device__ __forceinline__ real* score_row(const fa::Args& args, int batch, int head, int query) {
-    fa::int64_t row = (fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query;
-    return static_cast<real*>(args.workspace[WORKSPACE_SCORES]) + row * args.seq_kv;
-}
-
-// a · b for two rows of head_dim elements. One sum for each of the 16 bytes' elements: the additions of one sum would have
-// to wait for each other.
-__device__ __forceinline__ real dot(const scalar* a /* [head_dim] */, const scalar* b /* [head_dim] */, int head_dim) {
-    real part[vec] = {};
-    int d = 0;
-    for (; d + vec <= head_dim; d += vec) {
-        fa::Vec128<scalar> a_reg = fa::load_128(a + d), b_reg = fa::load_128(b + d);
-#pragma unroll
-        for (int i = 0; i < vec; ++i) part[i] += fa::widen(a_reg[i]) * fa::widen(b_reg[i]);
-    }
-    real sum = 0;
-    for (; d < head_dim; ++d) sum += fa::widen(a[d]) * fa::widen(b[d]);
-#pragma unroll
-    for (int i = 0; i < vec; ++i) sum += part[i];
-    return sum;
-}
 
 // S[query][key] = scale * Q[query] · K[key]. A block makes THREADS neighbouring keys of one query.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_constant__ fa::Args args) {
@@ -91,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_consta
     int head = blockIdx.y, batch = blockIdx.z;
     if (key >= fa::visible_keys(args, query)) return;
 
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                     // [head_dim]
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                      // [head_dim]
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
-    score_row(args, batch, head, query)[key] = real(args.scale) * dot(q, k, args.head_dim);
+    fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query)[key] = real(args.scale) * fa::dot(q, k, args.head_dim);
 }
 
 // P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp makes one row: 32 neighbouring keys at a time, and a
@@ -102,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
     int query = blockIdx.x * (THREADS / 32) + fa::warp_id(), head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
     int visible = fa::visible_keys(args, query);
-    real* row = score_row(args, batch, head, query);  // [seq_kv]
+    real* row = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);  // [seq_kv]
 
     real largest = -fa::infinity();
     for (int key = fa::lane_id(); key < visible; key += 32) largest = max(largest, row[key]);
@@ -129,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) output(const __grid_consta
     if (query >= args.seq_q) return;
     int visible = fa::visible_keys(args, query);
 
-    const real* p = score_row(args, batch, head, query);                                         // [seq_kv]
-    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], row apart
+    const real* p = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);             // [seq_kv]
+    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], V.row apart
     // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
     real o_reg[vec] = {};
     for (int key = 0; key < visible; ++key) {

@@ -1,0 +1,166 @@
+// /// kernel
+// title = "four launches, P and dS in memory"
+// dtypes = ["float32", "float16", "bfloat16", "float64"]
+// head_dims = [256]                # one compile: the head dim is a run-time number here
+// arch = ">=sm_70"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// aliases = ["naive-attn", "vanilla-attn"]
+// [tile]
+// THREADS = 128
+// [workspace.delta]
+// dtype = "float32"                # counted in float32; a float64 problem takes two of them for each number
+// size = "batch * heads_q * seq_q * max(1, sizeof_dtype // 4)"
+// init = "none"
+// [workspace.p]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q * seq_kv * max(1, sizeof_dtype // 4)"
+// init = "none"
+// [workspace.ds]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q * seq_kv * max(1, sizeof_dtype // 4)"
+// init = "none"
+// [[launch]]
+// entry = "row_delta"              # a thread makes one row's delta
+// grid = ["ceil_div(seq_q, THREADS)", "heads_q", "batch"]
+// block = "THREADS"
+// [[launch]]
+// entry = "p_and_ds"               # a thread makes one entry of P and of dS
+// grid = ["seq_q * ceil_div(seq_kv, THREADS)", "heads_q", "batch"]
+// block = "THREADS"
+// [[launch]]
+// entry = "dk_and_dv"              # a thread makes 16 bytes of a row of dK and of dV
+// grid = ["ceil_div(seq_kv * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_kv", "batch"]
+// block = "THREADS"
+// [[launch]]
+// entry = "dq"                     # a thread makes 16 bytes of a row of dQ
+// grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
+// block = "THREADS"
+// ///
+//
+// Step 00, backward. The forward pass was S = scale * Q K^T, P = softmax(S), O = P V. Its gradients, for a given dO:
+//
+//     dV = P^T dO                                   V[key] went into every O[query], P[query][key] times
+//     dP = dO V^T
+//     dS = P * (dP - delta)                         the softmax: its row sums to 1, so a part of dP cannot move it
+//     dQ = scale * dS K      dK = scale * dS^T Q    S is a product of two matrices, so each gradient is one too
+//
+// delta[query] = sum over keys of P * dP looks like one more pass over the matrix. It is not: P dP^T summed over the keys is
+// the same sum as dO · O, taken in the other order, and that is one dot product of two rows of head_dim (launch 1).
+//
+// P is not kept from the forward pass, where it would be seq_q × seq_kv numbers for each head. It is made again from one number
+// a row, P = exp(S - logsumexp), which needs neither maximum nor sum: they are inside the logsumexp (launch 2). This is the
+// bargain that every later backward pass makes: one more product of matrices instead of the matrix. Here it is only half
+// made, because P and dS still go through memory to the launches that sum over queries (3) and over keys (4).
+//
+// Launch 3 is the place where a backward pass usually needs atomics: dK and dV sum over queries, and with grouped heads over
+// all the query heads that read this key head. A thread here owns an element of dK and walks over all of them, so the
+// order of the additions is fixed and the result is the same bits every time.
+//
+// A masked pair is skipped, never multiplied by zero: P and dS are not written there, and 0 * NaN is not 0. A row that sees no
+// key has logsumexp -inf, which no launch reads; its dQ is an empty sum.
+#include <fa/math.cuh>
+#include <fa/row.cuh>
+
+using scalar = fa::DTYPE;               // what is stored
+using real = fa::accumulate_t<scalar>;  // what is computed in
+
+constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
+
+// delta[query] = dO[query] · O[query]
+extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_constant__ fa::Args args) {
+    int query = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
+    if (query >= args.seq_q) return;
+    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);    // [head_dim]
+    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
+    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);        // [batch, heads_q, seq_q]
+    delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] = fa::dot(o, d_o, args.head_dim);
+}
+
+// P[query][key] and dS[query][key]. A block makes THREADS neighbouring keys of one query.
+extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_constant__ fa::Args args) {
+    int key_blocks = (args.seq_kv + THREADS - 1) / THREADS;
+    int query = blockIdx.x / key_blocks, key = blockIdx.x % key_blocks * THREADS + threadIdx.x;
+    int head = blockIdx.y, batch = blockIdx.z;
+    if (key >= fa::visible_keys(args, query)) return;
+
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                      // [head_dim]
+    const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
+    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), key);  // [head_dim]
+    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);                   // [head_dim]
+    const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);              // [batch, heads_q, seq_q]
+
+    real s = real(args.scale) * fa::dot(q, k, args.head_dim);
+    real p = fa::exp(s - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
+    real dp = fa::dot(d_o, v, args.head_dim);
+    fa::matrix_row<real>(args, WORKSPACE_P, batch, head, query)[key] = p;
+    fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query)[key] =
+        p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
+}
+
+// The first query that sees a key: under the causal mask key <= query + causal_shift.
+__device__ __forceinline__ int first_query(const fa::Args& args, int key) {
+    return CAUSAL ? max(0, key - args.causal_shift) : 0;
+}
+
+// dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
+extern "C" __global__ void __launch_bounds__(THREADS) dk_and_dv(const __grid_constant__ fa::Args args) {
+    int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
+    int index = blockIdx.x * THREADS + threadIdx.x;
+    int key = index / columns, d = index % columns * vec, head_kv = blockIdx.y, batch = blockIdx.z;
+    if (key >= args.seq_kv) return;
+
+    // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
+    real dk_reg[vec] = {}, dv_reg[vec] = {};
+    int group = args.heads_q / args.heads_kv;
+    for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+        const real* p = fa::matrix_row<real>(args, WORKSPACE_P, batch, head, 0) + key;    // [seq_q], seq_kv apart
+        const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, 0) + key;  // [seq_q], seq_kv apart
+        const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, 0) + d;            // [seq_q], Q.row apart
+        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, 0) + d;         // [seq_q], dO.row apart
+        for (fa::int64_t query = first_query(args, key); query < args.seq_q; ++query) {
+            fa::Vec128<scalar> q_reg = fa::load_128(q + query * args.Q.row), do_reg = fa::load_128(d_o + query * args.dO.row);
+            real p_reg = p[query * args.seq_kv], ds_reg = ds[query * args.seq_kv];
+#pragma unroll
+            for (int i = 0; i < vec; ++i) {
+                dk_reg[i] += ds_reg * fa::widen(q_reg[i]);
+                dv_reg[i] += p_reg * fa::widen(do_reg[i]);
+            }
+        }
+    }
+
+    fa::Vec128<scalar> dk, dv;
+#pragma unroll
+    for (int i = 0; i < vec; ++i) {
+        dk[i] = fa::narrow<scalar>(real(args.scale) * dk_reg[i]);
+        dv[i] = fa::narrow<scalar>(dv_reg[i]);
+    }
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, head_kv, key) + d, dk, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, head_kv, key) + d, dv, args.head_dim - d);
+}
+
+// dQ[query] = scale * sum over keys of dS[query][key] * K[key]
+extern "C" __global__ void __launch_bounds__(THREADS) dq(const __grid_constant__ fa::Args args) {
+    int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
+    int index = blockIdx.x * THREADS + threadIdx.x;
+    int query = index / columns, d = index % columns * vec, head = blockIdx.y, batch = blockIdx.z;
+    if (query >= args.seq_q) return;
+    int visible = fa::visible_keys(args, query);
+
+    const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query);                // [seq_kv]
+    const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], K.row apart
+    real dq_reg[vec] = {};
+    for (int key = 0; key < visible; ++key) {
+        fa::Vec128<scalar> k_reg = fa::load_128(k + key * args.K.row);
+#pragma unroll
+        for (int i = 0; i < vec; ++i) dq_reg[i] += ds[key] * fa::widen(k_reg[i]);
+    }
+
+    fa::Vec128<scalar> dq_out;
+#pragma unroll
+    for (int i = 0; i < vec; ++i) dq_out[i] = fa::narrow<scalar>(real(args.scale) * dq_reg[i]);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dQ, batch, head, query) + d, dq_out, args.head_dim - d);
+}
