@@ -1,0 +1,161 @@
+"""Reading and writing files so that neither a bad file nor a full disk is ever taken for data.
+
+Every read: a regular file of exactly the size expected. Every write: a temporary name in the same folder, fsync, size
+check, rename; several files are staged whole before the first is renamed. numpy's tofile and fromfile do none of this.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .problem import DataFault, DiskFault
+
+#: No record of ours is larger; a larger file is not one.
+JSON_LIMIT = 1 << 20
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
+    """The bytes of a regular file (links are followed). size: what it must have; None takes files up to JSON_LIMIT.
+
+    Raises DataFault where it is missing, cannot be read, is not a regular file (a FIFO does not block) or has another size.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DataFault(f"{path} is missing", "there is no such file", hint) from None
+    except OSError as error:
+        raise DataFault(f"{path} cannot be read", error.strerror or str(error), "check the file and its permissions") from None
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DataFault(f"{path} is not a regular file", "it is a folder, a pipe or a device", hint)
+        if size is None and found.st_size > JSON_LIMIT:
+            raise DataFault(f"{path} is too large to be a record", f"{found.st_size} bytes; at most {JSON_LIMIT} are read", hint)
+        if size is not None and found.st_size != size:
+            how = "empty" if not found.st_size else "too short" if found.st_size < size else "too long"
+            raise DataFault(f"{path} is {how}", f"it has {found.st_size} bytes, its shape and dtype need {size}", hint)
+        data = np.empty(found.st_size, np.uint8)
+        view, done = memoryview(data.data), 0
+        while done < len(view):
+            count = file.readinto(view[done:])
+            if not count:
+                raise DataFault(f"{path} became shorter while it was read", f"{done} of {len(view)} bytes came", hint)
+            done += count
+    return data
+
+
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """A JSON object from a file. Raises DataFault as :func:`read_exact` does, and where it is not a JSON object."""
+    data = read_exact(path, hint=hint)
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        found = json.loads(data.tobytes().decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise DataFault(f"{path} is not JSON", str(error), hint) from None
+    if not isinstance(found, dict):
+        raise DataFault(f"{path} is not a JSON object", f"it holds a {type(found).__name__}", hint)
+    return found
+
+
+def json_bytes(record: Mapping[str, Any]) -> bytes:
+    """A record as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have (write None)."""
+    return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
+
+
+def sha256(data: Any) -> str:
+    """The SHA-256 of bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Write several files (name -> bytes-like) of a folder: all are staged on disk first, then renamed in the order given.
+
+    So a full disk leaves every old file as it was, and the last name is the commit point. Raises DiskFault; temporary files
+    are removed, also on Ctrl-C.
+    """
+    staged: list[tuple[Path, Path]] = []
+    try:
+        for name, data in contents.items():
+            temporary = folder / f".{name}.{secrets.token_hex(4)}.tmp"
+            staged.append((temporary, folder / name))
+            _stage(temporary, memoryview(data).cast("B"))
+        while staged:
+            os.replace(*staged[0])
+            staged.pop(0)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    finally:
+        for temporary, _ in staged:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _stage(path: Path, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.write(descriptor, data[done : done + (1 << 30)])
+        os.fsync(descriptor)
+        written = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    if written != len(data):
+        raise OSError(errno.EIO, f"{written} of {len(data)} bytes reached the disk")
+
+
+def disk_fault(place: Path, error: OSError) -> DiskFault:
+    """What an OSError while writing means to a user."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFault(f"no room to write in {place}", reason, f"free some space: df -h {place}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DiskFault(f"cannot write in {place}", reason, f"choose another folder, or: chmod u+w {place}")
+    return DiskFault(f"cannot write in {place}", reason, "check the folder and its disk")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for one run, by flock on its own descriptor: no lock file, released when the process ends.
+
+    Raises DiskFault where another run holds it; the folder's listing is then unchanged.
+    """
+    import fcntl
+
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataFault(f"{folder} is not a folder", "there is no data there", "fa-cli gen-data makes it") from None
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DiskFault(f"{folder} is in use", "another run holds it", "wait for that run, or use another --data folder") from None
+        except OSError as error:
+            raise DiskFault(f"cannot lock {folder}", error.strerror or str(error), "use a folder on a local disk") from None
+        yield
+    finally:
+        os.close(descriptor)
