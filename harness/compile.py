@@ -1,0 +1,134 @@
+"""The `compile` verb: every kernel for every architecture its header allows, with NVRTC alone: registers, spills, shared memory.
+
+Needs no GPU and no driver. What ptxas says is remembered on disk (backends/nvrtc.py, `resources`), so a second run compiles
+only what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from .backends import CompileError, nvrtc
+from .expression import ExpressionError, evaluate
+from .kernel import Device, Kernel
+from .problem import Problem, UsageFault
+
+#: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.
+OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """One kernel compiled for one architecture at one width and dtype. Numbers are the worst entry's; None where not compiled."""
+
+    kernel: str
+    pass_: str
+    dtype: str
+    head_dim: int
+    causal: bool
+    arch: str
+    status: str
+    registers: int | None = None
+    spill_bytes: int | None = None  # a thread
+    stack_bytes: int | None = None  # a thread: spills, and arrays that are not in registers
+    shared_bytes: int | None = None  # a block: static and dynamic
+    seconds: float | None = None  # of the compile, also where it was remembered
+    message: str = ""  # why it did not pass, or is not offered
+
+    @property
+    def passed(self) -> bool:
+        """Whether this row is in order: compiled within its header's allowance, or not offered on the architecture."""
+        return self.status in (OK, TOO_BIG)
+
+
+@dataclass(frozen=True)
+class _Case:
+    kernel: Kernel
+    dtype: str
+    width: int
+    causal: bool
+    arch: str
+
+
+def compile_all(kernels: Sequence[Kernel], arch: str | None = None, every: bool = False) -> list[CompileRow]:
+    """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
+
+    Each dtype at the widest head dim, causal where the kernel has it; `every` adds the other widths and both masks. Rows
+    are in the order of the kernels. Raises EnvironmentFault where there is no NVRTC and UsageFault for an architecture
+    that is not the project's, or not this NVRTC's; a kernel that does not compile is a row that did not pass.
+    """
+    if arch is not None and arch not in nvrtc.architectures():
+        why = f"NVRTC {nvrtc.version()} compiles for {', '.join(nvrtc.architectures())}"
+        if arch in nvrtc.SHARED_LIMIT:
+            raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
+        raise UsageFault(f"unknown architecture {arch!r}", why, f"use --arch {nvrtc.architectures()[-1]}")
+    archs = nvrtc.architectures() if arch is None else (arch,)
+    cases = [case for kernel in kernels for case in _cases(kernel, archs, every)]
+    with ThreadPoolExecutor(2) as pool:  # NVRTC lets go of the interpreter lock; more than two threads gain little
+        return list(pool.map(_row, cases))
+
+
+def _cases(kernel: Kernel, archs: Sequence[str], every: bool) -> list[_Case]:
+    widths = kernel.head_dims if every else kernel.head_dims[-1:]
+    masks = [True, False] if every and kernel.causal else [kernel.causal]
+    return [
+        _Case(kernel, dtype, width, causal, arch)
+        for dtype in kernel.dtypes
+        for width in widths
+        for causal in masks
+        for arch in archs
+        if nvrtc.admits(kernel, dtype, arch)
+    ]
+
+
+def _row(case: _Case) -> CompileRow:
+    kernel, limit = case.kernel, nvrtc.SHARED_LIMIT[case.arch]
+    row = CompileRow(kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch, OK)
+    # Lengths play no part in what is compiled, so any will do; tf32 is float32 files.
+    problem = Problem.of(1, 1, 1024, case.width, dtype="float32" if case.dtype == "tf32" else case.dtype, causal=case.causal)
+    device = Device(kind="cuda", name=case.arch, arch=case.arch, shared_optin=limit)
+    try:
+        dynamic = _dynamic_shared(kernel, problem, device)
+        shared = max(dynamic.values())
+        if shared > limit:
+            return replace(row, status=TOO_BIG, shared_bytes=shared, message=_too_big(shared, case.arch))
+        found = nvrtc.resources(kernel, kernel.plan(problem, device), case.arch)
+    except CompileError as error:
+        return replace(row, status=ERROR, message=error.log)
+    except (UsageFault, ExpressionError) as error:  # a header that cannot be planned
+        return replace(row, status=ERROR, message=str(error))
+    missing = [entry for entry in kernel.entries if entry not in found.usage]
+    if missing:
+        message = f'{kernel.path}: no `extern "C" __global__` entry {", ".join(missing)}; it has {", ".join(found.usage)}'
+        return replace(row, status=ERROR, message=message)
+    shared = max(found.usage[entry].shared_bytes + dynamic[entry] for entry in kernel.entries)
+    row = replace(
+        row,
+        registers=found.registers,
+        spill_bytes=found.spill_bytes,
+        stack_bytes=found.stack_bytes,
+        shared_bytes=shared,
+        seconds=found.seconds,
+    )
+    if shared > limit:
+        return replace(row, status=TOO_BIG, message=_too_big(shared, case.arch))
+    if found.spill_bytes > kernel.spill_bytes_allowed:
+        message = f"spills {found.spill_bytes} bytes a thread; the header allows {kernel.spill_bytes_allowed}"
+        return replace(row, status=SPILLS, message=message)
+    return row
+
+
+def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
+    """Bytes of dynamic shared memory each entry's launches want, asked before Kernel.plan, which refuses what does not fit."""
+    names = kernel.names(problem, device)
+    wanted = dict.fromkeys(kernel.entries, 0)
+    for launch in kernel.launches:
+        if evaluate(launch.when, names):
+            wanted[launch.entry] = max(wanted[launch.entry], evaluate(launch.shared, names))
+    return wanted
+
+
+def _too_big(shared: int, arch: str) -> str:
+    return f"not offered: {shared} bytes of shared memory a block, {arch} has {nvrtc.SHARED_LIMIT[arch]}"
