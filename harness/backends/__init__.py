@@ -54,6 +54,7 @@ class Backend(Protocol):
 
     name: str  # "cpu" or "cuda", as --device, JSON and CSV say it
     xp: Any  # numpy or cupy
+    guard_bytes: int  # poisoned memory wanted before and after each tensor
 
     def device(self) -> Device: ...
 

@@ -1,0 +1,667 @@
+// The engine of the host backend: fibers, the scheduler of a block, barriers, warp collectives, and the reports.
+//
+// A CUDA thread is a fiber with a 64 KB stack. It runs until it must wait (a barrier, a warp collective, its end) and then
+// hands over to the next ready fiber of the block directly: there is no scheduler fiber, and a switch is a dozen
+// instructions. Because all fibers of a block share one OS thread, none of this needs a lock; only the block counter is atomic.
+//
+// What it sees that a GPU does not tell: who waits where when nothing can run (deadlock), threads that meet at different
+// __syncthreads (divergent barrier), lanes missing from a collective, shared memory read before it was written (it starts
+// as NaN), and, with the race check, accesses that no barrier orders (race.hpp). What it cannot see: races on global memory
+// between blocks, the memory model, and a missing __syncwarp that no schedule exposes.
+
+#include "engine.hpp"
+
+#include <link.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace fa_host {
+
+// -- switching fibers -------------------------------------------------------------------------------------------------
+
+// void fa_host_switch(void** save_stack_pointer, void* load_stack_pointer): callee-saved registers go on the stack.
+extern "C" void fa_host_switch(void**, void*);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl fa_host_switch
+.hidden fa_host_switch
+.type fa_host_switch, @function
+fa_host_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+.size fa_host_switch, .-fa_host_switch
+)");
+constexpr int saved_words = 6;  // then the return address
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl fa_host_switch
+.hidden fa_host_switch
+.type fa_host_switch, %function
+fa_host_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+.size fa_host_switch, .-fa_host_switch
+)");
+#else
+#error "the host backend has a fiber switch for x86-64 and aarch64 only"
+#endif
+
+// AddressSanitizer must be told of stack switches; these exist only in a process that has it.
+extern "C" {
+void __sanitizer_start_switch_fiber(void** fake, const void* bottom, size_t size) __attribute__((weak));
+void __sanitizer_finish_switch_fiber(void* fake, const void** bottom, size_t* size) __attribute__((weak));
+void __asan_poison_memory_region(void const volatile* address, size_t size) __attribute__((weak));
+void __asan_unpoison_memory_region(void const volatile* address, size_t size) __attribute__((weak));
+}
+
+// -- a block ----------------------------------------------------------------------------------------------------------
+
+constexpr int max_threads = 1024, max_warps = 32;
+constexpr size_t arena_bytes = 256 << 10;
+constexpr uint64_t canary = 0xfa57ac4edead57acull;
+
+struct Wait {
+    const char* word;  // what a fiber waits in; null while it can run
+    const char* file;
+    int line;
+    unsigned mask;  // the lanes it waits for, 0 for the whole block
+};
+
+struct Fiber {
+    void* stack_pointer;
+    Self self;
+    Wait wait;
+    bool done;
+    void* fake_stack;  // AddressSanitizer's
+};
+
+struct Meeting {  // a warp collective under way
+    unsigned mask, arrived;
+    Apply apply;
+    const char* word;
+    const char* file;
+    int line;
+    void* lanes[32];
+};
+
+struct Warp {
+    unsigned ready, alive;
+    int meetings;
+    Meeting meeting[32];
+};
+
+struct Race;  // race.hpp
+
+struct Worker {
+    const Launch* launch;
+    char* stacks;
+    size_t stack_bytes;
+    char* arena;
+    char* static_shared;
+    int threads, warps, live, current;
+    unsigned ready_warps;
+    int at_barrier;
+    const char* barrier_file;
+    int barrier_line;
+    uint64_t random;  // 0: index order
+    bool failed;
+    void* home;  // where the worker itself waits while fibers run
+    void* home_fake;
+    const void* home_bottom;
+    size_t home_size;
+    Race* race;
+    Fiber fiber[max_threads];
+    Warp warp[max_warps];
+};
+
+static __thread Worker* here __attribute__((tls_model("initial-exec"))) = nullptr;
+
+struct Shared {  // one launch, seen by all workers
+    const Launch* launch;
+    uint64_t blocks, next;
+    int outcome, used;
+    pthread_mutex_t lock;
+};
+static Shared* job;
+
+static void say(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    int room = job->launch->report_bytes - job->used;
+    int wrote = vsnprintf(job->launch->report + job->used, room > 0 ? room : 0, format, arguments);
+    job->used += wrote < room ? wrote : (room > 0 ? room - 1 : 0);
+    va_end(arguments);
+}
+
+}  // namespace fa_host
+
+__thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec"))) = nullptr;
+
+#include "race.hpp"
+
+namespace fa_host {
+
+static void leave_block(Worker& w) {  // abandons every fiber; their stacks are reused
+    w.failed = true;
+    void* unused;
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
+    fa_host_switch(&unused, w.home);
+    __builtin_unreachable();
+}
+
+// Prints "threads 0-63, 96" for the threads a predicate picks.
+template <class Pick> static void say_threads(Worker& w, Pick pick) {
+    const char* separator = "";
+    for (int t = 0; t < w.threads; ++t) {
+        if (!pick(t)) continue;
+        int last = t;
+        while (last + 1 < w.threads && pick(last + 1)) ++last;
+        last == t ? say("%s%d", separator, t) : say("%s%d-%d", separator, t, last);
+        separator = ", ";
+        t = last;
+    }
+}
+
+static void say_waiters(Worker& w) {
+    bool told[max_threads] = {};
+    for (int t = 0; t < w.threads; ++t) {
+        Fiber& first = w.fiber[t];
+        if (told[t] || first.done || !first.wait.word) continue;
+        auto same = [&](int i) {
+            Wait& a = w.fiber[i].wait;
+            return !w.fiber[i].done && a.word && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
+                   !strcmp(a.file, first.wait.file);
+        };
+        say("  threads ");
+        say_threads(w, same);
+        say(" wait in %s at %s:%d", first.wait.word, first.wait.file, first.wait.line);
+        if (first.wait.mask) say(" for lanes 0x%08x", first.wait.mask);
+        say("\n");
+        for (int i = t; i < w.threads; ++i) told[i] |= same(i);
+    }
+    int ended = 0;
+    for (int t = 0; t < w.threads; ++t) ended += w.fiber[t].done;
+    if (ended) {
+        say("  threads ");
+        say_threads(w, [&](int t) { return w.fiber[t].done; });
+        say(" have ended\n");
+    }
+}
+
+static void begin_report(Worker& w, const char* what) {
+    pthread_mutex_lock(&job->lock);
+    if (job->outcome == fault) {  // another block has already told
+        pthread_mutex_unlock(&job->lock);
+        leave_block(w);
+    }
+    job->outcome = fault;
+    Dim3 b = w.fiber[0].self.block_idx;
+    say("%s in block (%u, %u, %u)", what, b.x, b.y, b.z);
+}
+
+static void end_report(Worker& w) {
+    pthread_mutex_unlock(&job->lock);
+    leave_block(w);
+}
+
+static void report_deadlock(Worker& w) {
+    begin_report(w, "deadlock: no thread can go on");
+    say("\n");
+    say_waiters(w);
+    end_report(w);
+}
+
+// -- the scheduler ----------------------------------------------------------------------------------------------------
+
+static inline void make_ready(Worker& w, int warp, unsigned lanes) {
+    w.warp[warp].ready |= lanes;
+    w.ready_warps |= 1u << warp;
+}
+
+static inline uint64_t draw(Worker& w) {  // xorshift64
+    w.random ^= w.random << 13;
+    w.random ^= w.random >> 7;
+    return w.random ^= w.random << 17;
+}
+
+static int nth_bit(unsigned bits, int n) {
+    while (n--) bits &= bits - 1;
+    return __builtin_ctz(bits);
+}
+
+// The next fiber to run, taken out of the ready set; -1 where there is none.
+static inline int pick(Worker& w) {
+    if (!w.ready_warps) return -1;
+    int warp, lane;
+    if (w.random) {
+        warp = nth_bit(w.ready_warps, draw(w) % __builtin_popcount(w.ready_warps));
+        lane = nth_bit(w.warp[warp].ready, draw(w) % __builtin_popcount(w.warp[warp].ready));
+    } else {  // stay in the warp, then the next warp: index order, wrapping around
+        warp = w.current / 32;
+        unsigned after = w.ready_warps & (~0u << warp);
+        warp = __builtin_ctz(after ? after : w.ready_warps);
+        unsigned ready = w.warp[warp].ready;
+        unsigned later = warp == w.current / 32 ? ready & (~0u << (w.current % 32)) : ready;
+        lane = __builtin_ctz(later ? later : ready);
+    }
+    Warp& of = w.warp[warp];
+    of.ready &= ~(1u << lane);
+    if (!of.ready) w.ready_warps &= ~(1u << warp);
+    return warp * 32 + lane;
+}
+
+static inline void switch_to(Worker& w, int next) {
+    int self = w.current;
+    if (next == self) return;
+    Fiber& from = w.fiber[self];
+    Fiber& to = w.fiber[next];
+    w.current = next;
+    fa_host_self = &to.self;
+    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
+        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, w.stacks + size_t(next) * w.stack_bytes, w.stack_bytes);
+        fa_host_switch(&from.stack_pointer, to.stack_pointer);
+        __sanitizer_finish_switch_fiber(here->fiber[here->current].fake_stack, nullptr, nullptr);
+        return;
+    }
+    fa_host_switch(&from.stack_pointer, to.stack_pointer);
+}
+
+// The running fiber cannot go on: run others until it is made ready and picked again.
+static inline void wait_here(Worker& w) {
+    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
+    if (__builtin_expect(static_cast<char*>(__builtin_frame_address(0)) < bottom + 2048, 0)) {
+        begin_report(w, "stack overflow");
+        say(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
+        end_report(w);
+    }
+    int next = pick(w);
+    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
+    switch_to(w, next);
+}
+
+static void release_barrier(Worker& w) {
+    w.at_barrier = 0;
+    for (int i = 0; i < w.warps; ++i) {
+        w.warp[i].ready = w.warp[i].alive;
+        if (w.warp[i].alive) w.ready_warps |= 1u << i;
+    }
+    if (w.race) w.race->barrier();
+}
+
+static void fiber_main() {
+    Worker& w = *here;
+    if (__sanitizer_finish_switch_fiber) {
+        bool first = w.home_bottom == nullptr;
+        __sanitizer_finish_switch_fiber(nullptr, first ? &w.home_bottom : nullptr, first ? &w.home_size : nullptr);
+    }
+    w.launch->entry(w.launch->parameters);
+    Fiber& self = w.fiber[w.current];
+    self.done = true;
+    self.wait.word = nullptr;
+    w.warp[w.current / 32].alive &= ~(1u << w.current % 32);
+    if (--w.live == 0) {
+        if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
+        fa_host_switch(&self.stack_pointer, w.home);
+    }
+    if (w.at_barrier == w.live) {  // legal on some hardware, undefined in CUDA C++: the others must not wait for the ended
+        begin_report(w, "divergent barrier: threads ended without reaching a __syncthreads that others wait in");
+        say("\n");
+        say_waiters(w);
+        end_report(w);
+    }
+    wait_here(w);
+    __builtin_unreachable();
+}
+
+static void run_block(Worker& w, uint64_t index) {
+    const Launch& launch = *w.launch;
+    Dim3 grid{launch.grid[0], launch.grid[1], launch.grid[2]}, block{launch.block[0], launch.block[1], launch.block[2]};
+    Dim3 at{unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
+    memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every type: what nobody wrote shows
+    if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
+    if (w.race) w.race->new_block();
+    w.live = w.threads;
+    w.at_barrier = 0;
+    w.failed = false;
+    w.ready_warps = 0;
+    w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
+    for (int t = 0; t < w.threads; ++t) {
+        Fiber& f = w.fiber[t];
+        unsigned x = t % block.x, y = t / block.x % block.y, z = t / block.x / block.y;
+        f.self = Self{{x, y, z}, at, block, grid, w.arena};
+        f.wait.word = nullptr;
+        f.done = false;
+        f.fake_stack = nullptr;
+        char* bottom = w.stacks + size_t(t) * w.stack_bytes;
+        *reinterpret_cast<uint64_t*>(bottom) = canary;
+        // Stack tops are spread over the cache sets (coloured): page-aligned ones would all evict each other from L1.
+        char* top = bottom + w.stack_bytes - 64 - size_t(t) * 576 % 4096 / 64 * 64;
+#if defined(__x86_64__)
+        void** frame = reinterpret_cast<void**>(top) - 1;
+        *--frame = reinterpret_cast<void*>(&fiber_main);
+        for (int i = 0; i < saved_words; ++i) *--frame = nullptr;
+#else
+        void** frame = reinterpret_cast<void**>(top - 160);
+        memset(static_cast<void*>(frame), 0, 160);
+        frame[11] = reinterpret_cast<void*>(&fiber_main);  // x30, where ret goes
+#endif
+        f.stack_pointer = frame;
+    }
+    for (int i = 0; i < w.warps; ++i) {
+        int lanes = w.threads - i * 32 < 32 ? w.threads - i * 32 : 32;
+        w.warp[i].alive = lanes == 32 ? ~0u : (1u << lanes) - 1;
+        w.warp[i].meetings = 0;
+        w.warp[i].ready = 0;
+        make_ready(w, i, w.warp[i].alive);
+    }
+    w.current = 0;
+    w.current = pick(w);
+    fa_host_self = &w.fiber[w.current].self;
+    if (__sanitizer_start_switch_fiber) {
+        w.home_bottom = nullptr;
+        __sanitizer_start_switch_fiber(&w.home_fake, w.stacks + size_t(w.current) * w.stack_bytes, w.stack_bytes);
+    }
+    fa_host_switch(&w.home, w.fiber[w.current].stack_pointer);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake, nullptr, nullptr);
+    fa_host_self = nullptr;
+    for (int t = 0; t < w.threads && !w.failed; ++t)
+        if (*reinterpret_cast<uint64_t*>(w.stacks + size_t(t) * w.stack_bytes) != canary) {
+            pthread_mutex_lock(&job->lock);
+            job->outcome = fault;
+            say("stack overflow: thread %d has used more than its %zu KB stack (large local arrays?)\n", t, w.stack_bytes >> 10);
+            pthread_mutex_unlock(&job->lock);
+            return;
+        }
+}
+
+// -- workers ----------------------------------------------------------------------------------------------------------
+
+static Worker* worker_of_this_thread() {
+    static __thread Worker* mine = nullptr;
+    if (mine) return mine;
+    void* memory = mmap(nullptr, sizeof(Worker), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mine = static_cast<Worker*>(memory);
+    mine->stack_bytes = __sanitizer_start_switch_fiber ? 256 << 10 : 64 << 10;
+    void* stacks = mmap(nullptr, max_threads * mine->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* arena = mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED || stacks == MAP_FAILED || arena == MAP_FAILED) abort();
+    mine->stacks = static_cast<char*>(stacks);
+    mine->arena = static_cast<char*>(arena);  // page-aligned, so 1024-byte aligned tiles hold
+    return mine;
+}
+
+static void work() {
+    Worker& w = *worker_of_this_thread();
+    const Launch& launch = *job->launch;
+    w.launch = &launch;
+    w.threads = launch.block[0] * launch.block[1] * launch.block[2];
+    w.warps = (w.threads + 31) / 32;
+    w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
+    w.race = launch.checks & 1 ? Race::of(w) : nullptr;
+    if (__asan_poison_memory_region) {
+        __asan_unpoison_memory_region(w.arena, launch.dynamic_bytes);
+        __asan_poison_memory_region(w.arena + launch.dynamic_bytes, arena_bytes - launch.dynamic_bytes);
+    }
+    here = &w;
+#if defined(__x86_64__)
+    unsigned modes = _mm_getcsr();
+    _mm_setcsr(modes | 0x8040);  // flush subnormals, as CuPy's -ftz=true does
+#endif
+    while (job->outcome != fault) {
+        uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (index >= job->blocks) break;
+        run_block(w, index);
+    }
+#if defined(__x86_64__)
+    _mm_setcsr(modes);
+#endif
+    here = nullptr;
+}
+
+struct Pool {  // OS threads kept between launches; the caller of run() works too
+    pthread_mutex_t lock;
+    pthread_cond_t start, finish;
+    int size, wanted, busy;
+    uint64_t turn;
+    pid_t owner;
+};
+static Pool pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0};
+
+static void* pool_thread(void* number) {
+    uint64_t seen = 0;
+    for (;;) {
+        pthread_mutex_lock(&pool.lock);
+        while (pool.turn == seen || reinterpret_cast<intptr_t>(number) >= pool.wanted) {
+            seen = pool.turn;
+            pthread_cond_wait(&pool.start, &pool.lock);
+        }
+        seen = pool.turn;
+        pthread_mutex_unlock(&pool.lock);
+        work();
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.busy == 0) pthread_cond_signal(&pool.finish);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    return nullptr;
+}
+
+static void work_together(int helpers) {
+    pthread_mutex_lock(&pool.lock);
+    if (pool.owner != getpid()) pool.size = 0, pool.owner = getpid();  // after a fork the threads are gone
+    while (pool.size < helpers) {
+        pthread_t thread;
+        if (pthread_create(&thread, nullptr, pool_thread, reinterpret_cast<void*>(intptr_t(pool.size)))) break;
+        pthread_detach(thread);
+        ++pool.size;
+    }
+    pool.wanted = pool.busy = helpers < pool.size ? helpers : pool.size;
+    ++pool.turn;
+    pthread_cond_broadcast(&pool.start);
+    pthread_mutex_unlock(&pool.lock);
+    work();
+    pthread_mutex_lock(&pool.lock);
+    while (pool.busy) pthread_cond_wait(&pool.finish, &pool.lock);
+    pool.wanted = 0;
+    pthread_mutex_unlock(&pool.lock);
+}
+
+}  // namespace fa_host
+
+// -- what words call --------------------------------------------------------------------------------------------------
+
+using namespace fa_host;
+
+extern "C" {
+
+void fa_host_syncthreads(const char* file, int line) {
+    Worker& w = *here;
+    if (w.at_barrier && (w.barrier_line != line || (w.barrier_file != file && strcmp(w.barrier_file, file)))) {
+        begin_report(w, "divergent barrier: threads of one block meet at different __syncthreads");
+        say("\n  thread %d has come to %s:%d\n", w.current, file, line);
+        say_waiters(w);
+        end_report(w);
+    }
+    if (++w.at_barrier == w.live) {
+        release_barrier(w);
+        if (!w.random) {  // the last to come goes on
+            Warp& own = w.warp[w.current / 32];
+            own.ready &= ~(1u << w.current % 32);
+            if (!own.ready) w.ready_warps &= ~(1u << w.current / 32);
+            return;
+        }
+    } else {
+        w.barrier_file = file;
+        w.barrier_line = line;
+        w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
+    }
+    int self = w.current;
+    wait_here(w);
+    w.fiber[self].wait.word = nullptr;
+}
+
+void fa_host_warp(unsigned mask, Apply apply, void* mine, const char* word, int orders, const char* file, int line) {
+    Worker& w = *here;
+    int self = w.current, lane = self % 32;
+    Warp& warp = w.warp[self / 32];
+    int lanes = w.threads - self / 32 * 32;
+    if (lanes < 32) mask &= (1u << lanes) - 1;  // a full mask in a block that is no multiple of 32 means the lanes there are
+    if (!(mask >> lane & 1)) {
+        begin_report(w, "lane outside its own mask");
+        say(": thread %d (lane %d) calls %s with mask 0x%08x at %s:%d\n", self, lane, word, mask, file, line);
+        end_report(w);
+    }
+    Meeting* m = nullptr;
+    for (int i = 0; i < warp.meetings && !m; ++i)
+        if (warp.meeting[i].mask == mask) m = &warp.meeting[i];
+    if (!m) {
+        m = &warp.meeting[warp.meetings++];
+        m->mask = mask;
+        m->arrived = 0;
+        m->apply = apply;
+        m->word = word;
+        m->file = file;
+        m->line = line;
+    } else if (m->apply != apply) {
+        begin_report(w, "lanes of one warp meet in different words");
+        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file, m->line);
+        end_report(w);
+    }
+    m->arrived |= 1u << lane;
+    m->lanes[lane] = mine;
+    if (m->arrived == mask) {
+        if (apply) apply(m->lanes, mask);
+        if (orders && w.race) w.race->meet(self / 32 * 32, mask);
+        *m = warp.meeting[--warp.meetings];
+        if (!w.random) {
+            if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
+            return;
+        }
+        make_ready(w, self / 32, mask);
+    } else {
+        w.fiber[self].wait = Wait{word, file, line, mask};
+    }
+    wait_here(w);
+    w.fiber[self].wait.word = nullptr;
+}
+
+void fa_host_fail(const char* what, const char* file, int line) {
+    Worker& w = *here;
+    begin_report(w, what);
+    say(": thread %d at %s:%d\n", w.current, file, line);
+    end_report(w);
+}
+
+float fa_host_atomic_add_f32(float* address, float value) {  // blocks run on several OS threads, so this must be atomic
+    auto bits = reinterpret_cast<uint32_t*>(address);
+    uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
+    float before;
+    do {
+        memcpy(&before, &old, 4);
+        float after = before + value;
+        memcpy(&now, &after, 4);
+    } while (!__atomic_compare_exchange_n(bits, &old, now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return before;
+}
+
+double fa_host_atomic_add_f64(double* address, double value) {
+    auto bits = reinterpret_cast<uint64_t*>(address);
+    uint64_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
+    double before;
+    do {
+        memcpy(&before, &old, 8);
+        double after = before + value;
+        memcpy(&now, &after, 8);
+    } while (!__atomic_compare_exchange_n(bits, &old, now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return before;
+}
+
+int fa_host_run(const Launch* launch) {
+    Shared shared{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
+    static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&one_at_a_time);
+    job = &shared;
+    launch->report[0] = 0;
+    int workers = launch->workers < 1 ? 1 : launch->workers;
+    if (uint64_t(workers) > shared.blocks) workers = int(shared.blocks);
+    work_together(workers - 1);
+    job = nullptr;
+    pthread_mutex_unlock(&one_at_a_time);
+    return shared.outcome;
+}
+
+// Static __shared__ arrays of a kernel library are its thread-local storage, one copy an OS thread, so one a running block.
+// Finds where that storage starts, relative to an address inside it, and its size.
+int fa_host_module_shared(void* (*static_shared)(), long long* offset, long long* bytes) {
+    struct Search {
+        char* inside;
+        long long offset, bytes;
+    } search{static_cast<char*>(static_shared()), -1, 0};
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* data) {
+            auto& s = *static_cast<Search*>(data);
+            auto start = static_cast<char*>(info->dlpi_tls_data);
+            for (int i = 0; start && i < info->dlpi_phnum; ++i) {
+                const auto& header = info->dlpi_phdr[i];
+                if (header.p_type != PT_TLS || s.inside < start || s.inside >= start + header.p_memsz) continue;
+                s.offset = s.inside - start;
+                s.bytes = (long long)header.p_memsz;
+                return 1;
+            }
+            return 0;
+        },
+        &search);
+    *offset = search.offset;
+    *bytes = search.bytes;
+    return search.offset >= 0;
+}
+
+int fa_host_version() { return 1; }
+}

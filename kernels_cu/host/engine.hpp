@@ -1,0 +1,59 @@
+// The seam between a kernel compiled for the CPU and the engine that runs it: one CUDA thread is one fiber, the fibers of
+// a block share one OS thread, and blocks are spread over the cores in index order. Words call these; kernels never do.
+#pragma once
+
+namespace fa_host {
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+
+// What a CUDA thread knows of itself. The engine points fa_host_self at the running fiber's.
+struct Self {
+    Dim3 thread_idx, block_idx, block_dim, grid_dim;
+    char* dynamic_shared;
+};
+
+// Executes a warp collective for all lanes at once: lanes[i] is what lane i handed in (on its own stack), for i in mask.
+using Apply = void (*)(void* const* lanes, unsigned mask);
+
+struct Launch {
+    void (*entry)(void** parameters);
+    void** parameters;
+    void* (*static_shared)();  // any address inside the calling OS thread's static shared memory; see module_shared
+    long long static_offset;   // from the start of the static shared memory to that address
+    long long static_bytes;
+    unsigned grid[3], block[3];
+    unsigned dynamic_bytes;
+    unsigned checks;          // 1: race
+    unsigned long long seed;  // 0: threads run in index order; else a random order drawn from it
+    int workers;
+    char* report;  // receives what went wrong, in words
+    int report_bytes;
+};
+
+enum Outcome { ok = 0, fault = 1, race = 2 };
+
+}  // namespace fa_host
+
+extern "C" {
+
+// initial-exec: the variable lives in the engine, so no kernel library needs static TLS of its own for it.
+extern __thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec")));
+
+// All threads of the block meet (barrier 0).
+void fa_host_syncthreads(const char* file, int line);
+
+// The lanes of mask meet; the last to come runs apply over what all of them brought. orders: also orders memory (__syncwarp).
+void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* word, int orders, const char* file, int line);
+
+float fa_host_atomic_add_f32(float* address, float value);
+double fa_host_atomic_add_f64(double* address, double value);
+
+// Stops the block with a message (a word's own check failed).
+void fa_host_fail(const char* what, const char* file, int line);
+
+int fa_host_run(const fa_host::Launch* launch);
+int fa_host_module_shared(void* (*static_shared)(), long long* offset, long long* bytes);
+int fa_host_version();
+}

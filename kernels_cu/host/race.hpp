@@ -1,0 +1,142 @@
+// The race check: shared-memory accesses that no barrier orders, found whatever the schedule was.
+//
+// The kernel is compiled with -fsanitize=thread but without its library: the calls the compiler inserts come here instead.
+// Every access to shared memory is held against the last write and recent reads of the same two bytes. Two accesses are
+// ordered if a __syncthreads lies between them (the epoch moved on) or a chain of __syncwarp does (vector clocks). A shuffle
+// orders nothing. Limits: of the reads of a place, one per parity of warp and lane is remembered; global memory is not watched.
+#pragma once
+
+namespace fa_host {
+
+struct Race {
+    struct Access {
+        uint64_t epoch;
+        uint32_t clock;
+        int16_t thread;
+        uint8_t part;  // 3: both bytes; 1, 2: a one-byte access
+        void* code;
+    };
+    struct Cell {
+        Access write, read[4];
+    };
+    static constexpr int dynamic_cells = arena_bytes / 2, static_cells = 64 << 10;
+    static constexpr int most_reports = 8;
+
+    Worker* worker;
+    uint64_t epoch;
+    uint32_t clock[max_threads];
+    uint32_t seen[max_threads][max_threads];  // seen[a][b]: the clock of b up to which a is ordered after b
+    uint32_t joined[max_threads];
+    Cell cell[dynamic_cells + static_cells];
+
+    static Race* of(Worker& w) {
+        static __thread Race* mine = nullptr;
+        if (!mine) {
+            void* memory = mmap(nullptr, sizeof(Race), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            if (memory == MAP_FAILED) abort();
+            mine = static_cast<Race*>(memory);
+            mine->epoch = 1;  // zeroed cells are of epoch 0, so ordered before everything
+            for (auto& c : mine->clock) c = 1;
+        }
+        mine->worker = &w;
+        return mine;
+    }
+
+    void new_block() { ++epoch; }
+    void barrier() { ++epoch; }
+
+    // The lanes of mask, first thread of the warp given, have all seen what each of them had seen.
+    void meet(int first, unsigned mask) {
+        int n = worker->threads;
+        memset(joined, 0, sizeof(uint32_t) * n);
+        for (unsigned rest = mask; rest; rest &= rest - 1) {
+            int t = first + __builtin_ctz(rest);
+            seen[t][t] = clock[t];
+            for (int i = 0; i < n; ++i) joined[i] = joined[i] > seen[t][i] ? joined[i] : seen[t][i];
+        }
+        for (unsigned rest = mask; rest; rest &= rest - 1) {
+            int t = first + __builtin_ctz(rest);
+            memcpy(seen[t], joined, sizeof(uint32_t) * n);
+            ++clock[t];
+        }
+    }
+
+    bool ordered(const Access& before) const {
+        return before.epoch != epoch || before.thread == worker->current || seen[worker->current][before.thread] >= before.clock;
+    }
+
+    void access(const char* address, size_t bytes, bool writes, void* code) {
+        long long at = address - worker->arena;
+        int first;
+        if (at >= 0 && at < worker->launch->dynamic_bytes) {
+            first = int(at / 2);
+        } else {
+            at = address - worker->static_shared;
+            if (!worker->static_shared || at < 0 || at >= worker->launch->static_bytes || at / 2 + 8 >= static_cells) return;
+            first = dynamic_cells + int(at / 2);
+        }
+        uint8_t part = bytes == 1 ? (at & 1 ? 2 : 1) : 3;
+        int cells = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
+        Access now{epoch, clock[worker->current], int16_t(worker->current), part, code};
+        int warp = worker->current / 32, slot = (warp & 1) * 2 + (worker->current & 1);
+        for (int i = 0; i < cells; ++i) {
+            Cell& c = cell[first + i];
+            if (!ordered(c.write) && c.write.part & part) tell(c.write, true, now, writes, at);
+            if (writes) {
+                for (auto& read : c.read)
+                    if (!ordered(read) && read.part & part) tell(read, false, now, true, at);
+                c.write = now;
+            } else {
+                c.read[slot] = now;
+            }
+        }
+    }
+
+    void tell(const Access& before, bool wrote, const Access& now, bool writes, long long at) {
+        static void* told[most_reports][2];
+        static int count;
+        pthread_mutex_lock(&job->lock);
+        if (job->outcome == ok) count = 0;
+        bool known = count == most_reports;
+        for (int i = 0; i < count && !known; ++i) known = told[i][0] == before.code && told[i][1] == now.code;
+        if (!known) {
+            told[count][0] = before.code;
+            told[count++][1] = now.code;
+            Dim3 b = worker->fiber[0].self.block_idx;
+            say("race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, nothing orders them\n", at,
+                b.x, b.y, b.z, before.thread, wrote ? "writes" : "reads", before.code, now.thread, writes ? "writes" : "reads", now.code);
+        }
+        if (job->outcome == ok) job->outcome = race;
+        pthread_mutex_unlock(&job->lock);
+    }
+};
+
+static inline void hook(const void* address, size_t bytes, bool writes, void* code) {
+    Worker* w = here;
+    if (w && w->race) w->race->access(static_cast<const char*>(address), bytes, writes, code);
+}
+
+}  // namespace fa_host
+
+// What the compiler calls for each memory access under -fsanitize=thread.
+#define FA_HOST_HOOK(bytes)                                                                                                     \
+    void __tsan_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                           \
+    void __tsan_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }                           \
+    void __tsan_unaligned_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                 \
+    void __tsan_unaligned_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }                 \
+    void __tsan_volatile_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                  \
+    void __tsan_volatile_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }
+
+extern "C" {
+FA_HOST_HOOK(1)
+FA_HOST_HOOK(2)
+FA_HOST_HOOK(4)
+FA_HOST_HOOK(8)
+FA_HOST_HOOK(16)
+void __tsan_read_range(void* a, unsigned long n) { fa_host::hook(a, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* a, unsigned long n) { fa_host::hook(a, n, true, __builtin_return_address(0)); }
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+}
+#undef FA_HOST_HOOK
