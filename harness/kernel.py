@@ -330,16 +330,17 @@ def _from_path(path: Path, pass_: str) -> Kernel:
     return Kernel.read(file.resolve())
 
 
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(fa/[\w./]+)>", re.M)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<(fa/[\w./]+)>|"([^"\n]+)")', re.M)
 
 
 def include_closure(path: Path) -> list[Path]:
-    """The file and every <fa/...> header it reaches (GPU and host meaning), in a fixed order."""
+    """The file and every header of ours it reaches, in a fixed order: <fa/...> (GPU and host meaning), and "..." beside a user's file."""
     seen: dict[Path, None] = {path: None}
     queue = [path]
     while queue:
-        for name in _INCLUDE.findall(queue.pop().read_text(encoding="utf-8")):
-            for file in (INCLUDE / name, KERNELS / "host" / name):
+        includer = queue.pop()
+        for word, beside in _INCLUDE.findall(includer.read_text(encoding="utf-8", errors="replace")):
+            for file in (INCLUDE / word, KERNELS / "host" / word) if word else (includer.parent / beside,):
                 if file.is_file() and file not in seen:
                     seen[file] = None
                     queue.append(file)
