@@ -1,0 +1,102 @@
+"""Every kernel of the tree compiles for every architecture it allows, within its header's spill allowance, with NVRTC alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import planted
+import pytest
+
+from harness.backends import nvrtc
+from harness.compile import CompileRow, compile_all
+from harness.kernel import Kernel, catalogue
+from harness.problem import EnvironmentFault, UsageFault
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    """Skip where NVRTC is absent. The dev extra brings it, so `make test` never skips."""
+    try:
+        nvrtc.version()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+
+
+@pytest.mark.parametrize("kernel", catalogue(), ids=lambda kernel: kernel.path.stem)
+def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel) -> None:
+    rows = compile_all([kernel])
+    bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed]
+    assert not bad, "\n".join(bad)
+    compiled = {row.dtype for row in rows if row.status == "OK"}
+    assert compiled == set(kernel.dtypes), "a dtype is compiled for no architecture at all"
+    assert all(row.head_dim == kernel.head_dims[-1] and row.causal == kernel.causal for row in rows)
+
+
+def one(kernel: Kernel, arch: str = "sm_80") -> CompileRow:
+    (row,) = compile_all([kernel], arch)
+    return row
+
+
+def test_a_spill_beyond_the_allowance_does_not_pass(tmp_path: Path) -> None:
+    row = one(planted.kernel(tmp_path, planted.SPILLING))
+    assert (row.status, row.passed, row.registers) == ("SPILLS", False, 64)
+    assert row.spill_bytes is not None and row.spill_bytes > 100
+    assert f"spills {row.spill_bytes} bytes" in row.message
+    allowed = planted.kernel(tmp_path, planted.SPILLING, deterministic=f"true\n// spill_bytes_allowed = {row.spill_bytes}")
+    assert one(allowed).passed
+    short = planted.kernel(tmp_path, planted.SPILLING, deterministic=f"true\n// spill_bytes_allowed = {row.spill_bytes - 1}")
+    assert not one(short).passed
+
+
+def test_a_wrong_kernel_is_a_row_that_names_its_line_and_the_others_go_on(tmp_path: Path) -> None:
+    good = planted.kernel(tmp_path)
+    (tmp_path / "wrong").mkdir()
+    wrong = planted.kernel(tmp_path / "wrong", planted.GOOD.replace("+= 1.0f", "+= one"))
+    first, second = compile_all([wrong, good], "sm_80")
+    assert (first.status, first.passed) == ("ERROR", False)
+    assert f"{wrong.path}({planted.line_of(wrong.path, '+= one')}): error:" in first.message
+    assert second.passed
+
+
+def test_an_entry_that_is_not_in_the_file_does_not_pass(tmp_path: Path) -> None:
+    mangled = planted.kernel(tmp_path, planted.GOOD.replace('extern "C" ', ""))
+    row = one(mangled)
+    assert (row.status, row.passed) == ("ERROR", False)
+    assert "entry forward" in row.message
+
+
+def test_a_header_that_cannot_be_planned_does_not_pass(tmp_path: Path) -> None:
+    row = one(planted.kernel(tmp_path, shared="BLOCK_Z * 4"))
+    assert (row.status, row.passed) == ("ERROR", False)
+    assert "BLOCK_Z" in row.message
+
+
+def test_a_kernel_too_big_for_an_architecture_is_not_offered_there(tmp_path: Path) -> None:
+    """64 KB on sm_75, 99 on sm_89 and sm_120, 163 on sm_80, 227 on sm_90 and sm_100."""
+    rows = {row.arch: row for row in compile_all([planted.kernel(tmp_path, shared=100 << 10)])}
+    assert {arch for arch, row in rows.items() if row.status == "TOO BIG"} == {"sm_75", "sm_89", "sm_120"} & set(rows)
+    assert all(row.passed for row in rows.values())
+    assert rows["sm_89"].message == "not offered: 102400 bytes of shared memory a block, sm_89 has 101376"
+    assert rows["sm_80"].shared_bytes == 102400
+
+
+def test_static_shared_memory_counts_too(tmp_path: Path) -> None:
+    body = planted.GOOD.replace("{\n", "{\n    __shared__ float kept[8192];\n    kept[threadIdx.x] = 0.5f;\n    __syncthreads();\n", 1)
+    body = body.replace("1.0f", "kept[args.seq_q]")
+    assert one(planted.kernel(tmp_path, body), "sm_75").shared_bytes == 32768
+    row = one(planted.kernel(tmp_path, body, shared=40000), "sm_75")  # 72768 together, 65536 there are
+    assert (row.status, row.shared_bytes) == ("TOO BIG", 72768)
+
+
+def test_every_adds_widths_and_both_masks(tmp_path: Path) -> None:
+    kernel = planted.kernel(tmp_path, head_dims="[32, 64]")
+    rows = compile_all([kernel], "sm_80", every=True)
+    assert [(row.head_dim, row.causal) for row in rows] == [(32, True), (32, False), (64, True), (64, False)]
+
+
+def test_an_architecture_that_is_not_ours_or_not_this_compilers_is_a_usage_fault(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="unknown architecture 'sm_42'"):
+        compile_all([planted.kernel(tmp_path)], "sm_42")
+    for arch in set(nvrtc.SHARED_LIMIT) - set(nvrtc.architectures()):
+        with pytest.raises(UsageFault, match=f"this NVRTC has no {arch}"):
+            compile_all([planted.kernel(tmp_path)], arch)
