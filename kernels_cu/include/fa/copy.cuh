@@ -23,6 +23,13 @@ template <class T> __device__ __forceinline__ void store_128(T* to, const Vec128
     *reinterpret_cast<Vec128<T>*>(to) = value;
 }
 
+// N neighbouring values, N * sizeof(T) being 4, 8 or 16 bytes; `from` and `to` are aligned to that.
+template <int N, class T> __device__ __forceinline__ Vec<T, N> load_vec(const T* from) { return *reinterpret_cast<const Vec<T, N>*>(from); }
+
+template <int N, class T> __device__ __forceinline__ void store_vec(T* to, const Vec<T, N>& value) {
+    *reinterpret_cast<Vec<T, N>*>(to) = value;
+}
+
 // 16 bytes of a row of which only `valid` elements count; the rest, the row's poison included, become zero.
 template <class T> __device__ __forceinline__ Vec128<T> load_128_upto(const T* from, int valid) {
     Vec128<T> value{};
@@ -33,15 +40,19 @@ template <class T> __device__ __forceinline__ Vec128<T> load_128_upto(const T* f
     return value;
 }
 
-// The first `valid` of 16 bytes' elements, one store each where it is not all of them.
-template <class T> __device__ __forceinline__ void store_128_upto(T* to, const Vec128<T>& value, int valid) {
-    if (valid >= vec_width<T>) {
-        store_128(to, value);
+// The first `valid` of N values, one store each where it is not all of them.
+template <int N, class T> __device__ __forceinline__ void store_vec_upto(T* to, const Vec<T, N>& value, int valid) {
+    if (valid >= N) {
+        store_vec(to, value);
         return;
     }
 #pragma unroll
-    for (int i = 0; i < vec_width<T>; ++i)
+    for (int i = 0; i < N; ++i)
         if (i < valid) to[i] = value[i];
+}
+
+template <class T> __device__ __forceinline__ void store_128_upto(T* to, const Vec128<T>& value, int valid) {
+    store_vec_upto(to, value, valid);
 }
 
 }  // namespace fa
