@@ -73,10 +73,12 @@ def run(
     **shape: Any,
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    if harness.run.asan_child_needed(check):
+        return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
     if data:
         options.refuse_shape_beside_data(context, shape)
     results = harness.run.run(
-        computes or ["fa2"], mode, data=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
+        computes or ["fa2"], mode, data_folder=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
         data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tiles, check=check,
         schedule_seed=schedule_seed, causal=causal, scale=scale,
     )  # fmt: skip
@@ -107,11 +109,11 @@ def experiment(
     device: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Run a sweep: kernels x shapes, checked and timed, into results.csv, env.json and a plot. A failure does not stop it."""
-    rows = harness.experiment.experiment(
-        "seqlen" if seqlen else name or mode or "forward", mode=mode, computes=computes, output_dir=output_dir, record=record, full=full,
-        device=device, progress=harness.show.step,
+    outcome = harness.experiment.run_sweep(
+        "seqlen" if seqlen else name or mode or "forward", mode, computes, device, output_dir, record, full,
+        harness.show.progress(context.obj["verbosity"]),
     )  # fmt: skip
-    return harness.show.rows(rows, as_json, context.obj["verbosity"])
+    return harness.show.experiment(outcome, as_json, context.obj["verbosity"])
 
 
 @main.command(
@@ -130,18 +132,22 @@ def verify(
     context: Context, computes: list[str], matrix: str, device: str, check: str | None, schedule_seed: int | None, as_json: bool
 ) -> int:
     """Check kernels over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
-    cases = harness.verify.verify(computes, matrix, device, check, schedule_seed, harness.show.step)
+    if harness.run.asan_child_needed(check):
+        return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
+    cases = harness.verify.verify(computes, matrix, device, check, schedule_seed, harness.show.progress(context.obj["verbosity"]))
     return harness.show.cases(cases, as_json, context.obj["verbosity"])
 
 
 @main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile --compute fa2 --all"))
 @options.compute
-@click.option("--all", "everything", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
+@click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
+@click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
 @options.printing
 @click.pass_context
-def compile_(context: Context, computes: list[str], everything: bool, as_json: bool) -> int:
+def compile_(context: Context, computes: list[str], arch: str | None, every: bool, as_json: bool) -> int:
     """Compile kernels for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
-    return harness.show.compiled(harness.compile.compile_all(computes, everything, harness.show.step), as_json, context.obj["verbosity"])
+    rows = harness.compile.compile_all(options.kernels_of(computes), arch, every)
+    return harness.show.compiled(rows, as_json, context.obj["verbosity"])
 
 
 @main.command(

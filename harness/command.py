@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from .problem import DiskFault, Fault, Problem, UsageFault
+from .problem import PASSES, DiskFault, Fault, Problem, UsageFault
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +40,8 @@ class FaCli(click.Group):
     """The group of verbs. A verb returns its exit code; what it raises becomes a message on stderr and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        obj = {"verbosity": 0}
+        arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        obj: dict[str, Any] = {"verbosity": 0, "arguments": list(arguments)}
         try:
             code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -134,6 +138,24 @@ def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None 
     """The problem that the shape options state."""
     sizes = (shape[name] for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype"))
     return Problem.of(*sizes, causal, scale)
+
+
+def kernels_of(computes: list[str]) -> list[Kernel]:
+    """Every pass of the kernels named, or of all. Raises UsageFault for an unknown name."""
+    from .kernel import catalogue, find
+
+    if not computes:
+        return list(catalogue())
+    found = []
+    for spec in computes:
+        for pass_ in PASSES:
+            try:
+                found.append(find(spec, pass_))
+            except UsageFault as fault:
+                missing = fault
+        if not found:
+            raise missing
+    return found
 
 
 def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
