@@ -6,14 +6,15 @@ only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from .backends import CompileError, nvrtc
 from .expression import ExpressionError, evaluate
-from .kernel import Device, Kernel
-from .problem import Problem, UsageFault
+from .kernel import Device, Kernel, catalogue, find
+from .problem import PASSES, Problem, UsageFault
 
 #: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
@@ -52,27 +53,65 @@ class _Case:
     arch: str
 
 
-def compile_all(kernels: Sequence[Kernel], arch: str | None = None, every: bool = False) -> list[CompileRow]:
+def compile_all(
+    computes: Sequence[str] = (),
+    everything: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    arch: str | None = None,
+) -> list[CompileRow]:
+    """Compile kernels by name, number or path: both passes of a name, one file of a path; without any, the whole tree.
+
+    Raises UsageFault for a kernel that does not exist, and as :func:`compile_kernels` does.
+    """
+    kernels = [kernel for spec in computes for kernel in _find(spec)] if computes else catalogue()
+    return compile_kernels(kernels, everything, progress, arch)
+
+
+def compile_kernels(
+    kernels: Sequence[Kernel],
+    everything: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    arch: str | None = None,
+) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim, causal where the kernel has it; `every` adds the other widths and both masks. Rows
-    are in the order of the kernels. Raises EnvironmentFault where there is no NVRTC and UsageFault for an architecture
-    that is not the project's, or not this NVRTC's; a kernel that does not compile is a row that did not pass.
+    Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths and both masks.
+    Rows are in the order of the kernels. A kernel that does not compile is a row that did not pass. Raises
+    EnvironmentFault where there is no NVRTC, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
     if arch is not None and arch not in nvrtc.architectures():
         why = f"NVRTC {nvrtc.version()} compiles for {', '.join(nvrtc.architectures())}"
         if arch in nvrtc.SHARED_LIMIT:
             raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
-        raise UsageFault(f"unknown architecture {arch!r}", why, f"use --arch {nvrtc.architectures()[-1]}")
+        raise UsageFault(f"unknown architecture {arch!r}", why, "choose one of these")
     archs = nvrtc.architectures() if arch is None else (arch,)
-    cases = [case for kernel in kernels for case in _cases(kernel, archs, every)]
+    cases = [case for kernel in kernels for case in _cases(kernel, archs, everything)]
+    rows = []
     with ThreadPoolExecutor(2) as pool:  # NVRTC lets go of the interpreter lock; more than two threads gain little
-        return list(pool.map(_row, cases))
+        for number, row in enumerate(pool.map(_row, cases), 1):
+            rows.append(row)
+            progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtype} {row.arch}")
+    progress("")
+    return rows
 
 
-def _cases(kernel: Kernel, archs: Sequence[str], every: bool) -> list[_Case]:
-    widths = kernel.head_dims if every else kernel.head_dims[-1:]
-    masks = [True, False] if every and kernel.causal else [kernel.causal]
+def _find(spec: str) -> list[Kernel]:
+    if spec.endswith(".cu") or "/" in spec:
+        return [Kernel.read(Path(spec).resolve())]
+    found = []
+    for pass_ in PASSES:
+        try:
+            found.append(find(spec, pass_))
+        except UsageFault as fault:
+            missing = fault
+    if not found:
+        raise missing
+    return found
+
+
+def _cases(kernel: Kernel, archs: Sequence[str], everything: bool) -> list[_Case]:
+    widths = kernel.head_dims if everything else kernel.head_dims[-1:]
+    masks = [True, False] if everything and kernel.causal else [kernel.causal]
     return [
         _Case(kernel, dtype, width, causal, arch)
         for dtype in kernel.dtypes

@@ -45,8 +45,8 @@ def pip_line() -> str:
 class Cuda(Backend):
     """One GPU of this machine. Raises EnvironmentFault where there is none, or no CuPy that can use it.
 
-    FA_CLI_NO_POOL=1 takes memory from the driver allocation by allocation, so that compute-sanitizer sees the bounds of
-    each: inside CuPy's pool an access out of bounds mostly lands in a neighbour.
+    FA_CLI_NO_POOL=1 is for compute-sanitizer: memory comes from the driver, tensor by tensor and without guard bands, so
+    that the tool knows the bounds of each. Inside CuPy's pool an access out of bounds mostly lands in a neighbour.
     """
 
     name = "cuda"
@@ -60,8 +60,11 @@ class Cuda(Backend):
         if index >= count:
             raise EnvironmentFault(f"no GPU cuda:{index}", f"CUDA shows {count} of them", "use --device cuda:0, or --device cpu")
         self.xp.cuda.Device(index).use()
-        if os.environ.get("FA_CLI_NO_POOL") == "1":
+        sanitized = os.environ.get("FA_CLI_NO_POOL") == "1"
+        if sanitized:
             self.xp.cuda.set_allocator(None)
+        #: Bytes of poisoned memory run.py puts around each tensor.
+        self.guard_bytes = 0 if sanitized else 4096
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
         self._device = Device(
             kind="cuda",

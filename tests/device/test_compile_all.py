@@ -8,7 +8,7 @@ import planted
 import pytest
 
 from harness.backends import nvrtc
-from harness.compile import CompileRow, compile_all
+from harness.compile import CompileRow, compile_all, compile_kernels
 from harness.kernel import Kernel, catalogue
 from harness.problem import EnvironmentFault, UsageFault
 
@@ -24,7 +24,7 @@ def compiler() -> None:
 
 @pytest.mark.parametrize("kernel", catalogue(), ids=lambda kernel: kernel.path.stem)
 def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel) -> None:
-    rows = compile_all([kernel])
+    rows = compile_kernels([kernel])
     bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed]
     assert not bad, "\n".join(bad)
     compiled = {row.dtype for row in rows if row.status == "OK"}
@@ -33,7 +33,7 @@ def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel) -> 
 
 
 def one(kernel: Kernel, arch: str = "sm_80") -> CompileRow:
-    (row,) = compile_all([kernel], arch)
+    (row,) = compile_kernels([kernel], arch=arch)
     return row
 
 
@@ -52,7 +52,7 @@ def test_a_wrong_kernel_is_a_row_that_names_its_line_and_the_others_go_on(tmp_pa
     good = planted.kernel(tmp_path)
     (tmp_path / "wrong").mkdir()
     wrong = planted.kernel(tmp_path / "wrong", planted.GOOD.replace("+= 1.0f", "+= one"))
-    first, second = compile_all([wrong, good], "sm_80")
+    first, second = compile_kernels([wrong, good], arch="sm_80")
     assert (first.status, first.passed) == ("ERROR", False)
     assert f"{wrong.path}({planted.line_of(wrong.path, '+= one')}): error:" in first.message
     assert second.passed
@@ -73,7 +73,7 @@ def test_a_header_that_cannot_be_planned_does_not_pass(tmp_path: Path) -> None:
 
 def test_a_kernel_too_big_for_an_architecture_is_not_offered_there(tmp_path: Path) -> None:
     """64 KB on sm_75, 99 on sm_89 and sm_120, 163 on sm_80, 227 on sm_90 and sm_100."""
-    rows = {row.arch: row for row in compile_all([planted.kernel(tmp_path, shared=100 << 10)])}
+    rows = {row.arch: row for row in compile_kernels([planted.kernel(tmp_path, shared=100 << 10)])}
     assert {arch for arch, row in rows.items() if row.status == "TOO BIG"} == {"sm_75", "sm_89", "sm_120"} & set(rows)
     assert all(row.passed for row in rows.values())
     assert rows["sm_89"].message == "not offered: 102400 bytes of shared memory a block, sm_89 has 101376"
@@ -88,15 +88,27 @@ def test_static_shared_memory_counts_too(tmp_path: Path) -> None:
     assert (row.status, row.shared_bytes) == ("TOO BIG", 72768)
 
 
-def test_every_adds_widths_and_both_masks(tmp_path: Path) -> None:
+def test_everything_adds_widths_and_both_masks(tmp_path: Path) -> None:
     kernel = planted.kernel(tmp_path, head_dims="[32, 64]")
-    rows = compile_all([kernel], "sm_80", every=True)
+    rows = compile_kernels([kernel], arch="sm_80", everything=True)
     assert [(row.head_dim, row.causal) for row in rows] == [(32, True), (32, False), (64, True), (64, False)]
 
 
 def test_an_architecture_that_is_not_ours_or_not_this_compilers_is_a_usage_fault(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="unknown architecture 'sm_42'"):
-        compile_all([planted.kernel(tmp_path)], "sm_42")
+        compile_kernels([planted.kernel(tmp_path)], arch="sm_42")
     for arch in set(nvrtc.SHARED_LIMIT) - set(nvrtc.architectures()):
         with pytest.raises(UsageFault, match=f"this NVRTC has no {arch}"):
-            compile_all([planted.kernel(tmp_path)], arch)
+            compile_kernels([planted.kernel(tmp_path)], arch=arch)
+
+
+def test_kernels_are_asked_for_by_name_or_path(tmp_path: Path) -> None:
+    said: list[str] = []
+    rows = compile_all(["naive", str(planted.kernel(tmp_path).path)], arch="sm_80", progress=said.append)
+    kernel_rows = {(row.kernel, row.pass_) for row in rows}
+    assert kernel_rows == {("naive", "forward"), ("naive", "backward"), ("planted", "forward")}
+    assert (said[0], said[-1]) == (f"1/{len(rows)} naive forward {rows[0].dtype} sm_80", "")
+    with pytest.raises(UsageFault, match="unknown kernel 'no_such'"):
+        compile_all(["no_such"])
+    with pytest.raises(UsageFault, match="cannot read the kernel file"):
+        compile_all([str(tmp_path / "absent.cu")])

@@ -228,10 +228,11 @@ def test_no_room_is_a_usage_fault(fake: Fake, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_pool_can_be_left_out_for_the_sanitizer(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda.Cuda()
+    """And no guard bands: in one of those, an access out of a tensor's bounds is inside the allocation."""
+    assert cuda.Cuda().guard_bytes > 0
     assert fake.allocators == []
     monkeypatch.setenv("FA_CLI_NO_POOL", "1")
-    cuda.Cuda()
+    assert cuda.Cuda().guard_bytes == 0
     assert fake.allocators == [None]
 
 
