@@ -10,7 +10,7 @@
 // deterministic = true
 // [tile]
 // WARPS = 4
-// ROWS = 8                         # queries of a warp
+// BLOCK_Q = 32                     # queries of a tile, shared out among the warps
 // BLOCK_K = "max(32, min(128, floor_pow2(shared_optin // (16 * HEAD_DIM))))"  # the paper's M / 4d, M in floats
 // [workspace.m]
 // dtype = "float32"
@@ -24,7 +24,7 @@
 // entry = "forward"
 // grid = ["heads_q", "batch"]      # one block for a whole head
 // block = "32 * WARPS"
-// shared = "4 * (WARPS * ROWS * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
+// shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
 // ///
 //
 // Step 03. FlashAttention's first form (Dao et al. 2022, arXiv 2205.14135, Algorithm 1): the scores matrix is gone. It is made
@@ -56,8 +56,9 @@
 #include <fa/warp.cuh>
 
 static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");
+static_assert(BLOCK_Q % WARPS == 0, "each warp takes as many queries of a tile");
 
-constexpr int block_q = WARPS * ROWS, threads = 32 * WARPS;
+constexpr int rows = BLOCK_Q / WARPS, threads = 32 * WARPS;  // rows: a warp's, of a Q tile
 constexpr int keys = BLOCK_K / 32;      // of a tile, a lane's
 constexpr int columns = HEAD_DIM / 32;  // of O, a lane's: lane, lane + 32, ...
 constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys at the same d hit 32 banks
@@ -69,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
 
     float* k_smem = fa::dynamic_shared<float>();                           // [BLOCK_K][k_pitch]
     float* v_smem = k_smem + BLOCK_K * k_pitch;                            // [BLOCK_K][HEAD_DIM]
-    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * ROWS * HEAD_DIM;  // [ROWS][HEAD_DIM], this warp's
-    float* p_smem = v_smem + (BLOCK_K + block_q) * HEAD_DIM + warp * ROWS * BLOCK_K;  // [ROWS][BLOCK_K], this warp's
+    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * rows * HEAD_DIM;  // [rows][HEAD_DIM], this warp's
+    float* p_smem = v_smem + (BLOCK_K + BLOCK_Q) * HEAD_DIM + warp * rows * BLOCK_K;  // [rows][BLOCK_K], this warp's
 
     fa::int64_t first_row = (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;
     float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;  // [seq_q]
@@ -85,30 +86,30 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
         __syncthreads();  // the tile is there for all
 
         // A warp's rows are its own in every tile, so it meets the others only at the K/V tile, never inside this loop.
-        for (int first_query = warp * ROWS; first_query < args.seq_q; first_query += block_q) {
+        for (int first_query = warp * rows; first_query < args.seq_q; first_query += BLOCK_Q) {
             // Rows that see nothing of the tile keep what they have. The first tile must go on: it is what O, m, l start from.
             bool first_tile = first_key == 0;
-            if (!first_tile && fa::visible_keys(args, first_query + ROWS - 1) <= first_key) continue;
+            if (!first_tile && fa::visible_keys(args, first_query + rows - 1) <= first_key) continue;
 
-            const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [ROWS], Q.row apart
+            const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
             __syncwarp();  // no lane reads the rows and probabilities before any more
-            fa::load_rows<ROWS, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
+            fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
             __syncwarp();
 
-            // Scores of ROWS queries and a lane's keys. Every lane reads the same q (a broadcast) and its own k.
-            float s_reg[ROWS][keys] = {};
+            // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
+            float s_reg[rows][keys] = {};
             for (int d = 0; d < HEAD_DIM; ++d) {
 #pragma unroll
                 for (int n = 0; n < keys; ++n) {
                     float k_reg = k_smem[(lane + 32 * n) * k_pitch + d];
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
+                    for (int r = 0; r < rows; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
                 }
             }
 
-            float keep_reg[ROWS], inverse_reg[ROWS];  // O_new = keep * O + inverse * (sum of exp(score - m_new) * V)
+            float keep_reg[rows], inverse_reg[rows];  // O_new = keep * O + inverse * (sum of exp(score - m_new) * V)
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (int r = 0; r < rows; ++r) {
                 int query = min(first_query + r, args.seq_q - 1);
                 int visible = fa::visible_keys(args, query) - first_key;  // of this tile
                 float largest = -fa::infinity();
@@ -136,18 +137,18 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
             }
             __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's
 
-            float o_reg[ROWS][columns] = {};
+            float o_reg[rows][columns] = {};
             for (int key = 0; key < BLOCK_K; ++key) {
 #pragma unroll
                 for (int c = 0; c < columns; ++c) {
                     float v_reg = v_smem[key * HEAD_DIM + lane + 32 * c];
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
+                    for (int r = 0; r < rows; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
                 }
             }
 
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (int r = 0; r < rows; ++r) {
                 if (first_query + r >= args.seq_q) break;
                 float* o = fa::row_pointer<float>(args.O, batch, head, first_query + r);  // [head_dim]
 #pragma unroll

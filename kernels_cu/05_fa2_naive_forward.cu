@@ -10,13 +10,13 @@
 // deterministic = true
 // [tile]
 // WARPS = 4
-// ROWS = 8                         # queries of a warp
-// BLOCK_K = 32                     # keys of a tile, a multiple of the 32 lanes
+// BLOCK_Q = 32                     # queries of a tile, shared out among the warps
+// BLOCK_K = "64 if HEAD_DIM == 64 else 32"  # keys of a tile
 // [[launch]]
 // entry = "forward"
-// grid = ["ceil_div(seq_q, WARPS * ROWS)", "heads_q", "batch"]
+// grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = "32 * WARPS"
-// shared = "4 * (WARPS * ROWS * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
+// shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
 // ///
 //
 // Step 05. FlashAttention-2's forward pass (Dao 2023, arXiv 2307.08691, Algorithm 1), with nothing added. Hold it beside step
@@ -48,8 +48,9 @@
 #include <fa/warp.cuh>
 
 static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");
+static_assert(BLOCK_Q % WARPS == 0, "each warp takes as many queries of a tile");
 
-constexpr int block_q = WARPS * ROWS, threads = 32 * WARPS;
+constexpr int rows = BLOCK_Q / WARPS, threads = 32 * WARPS;  // rows: a warp's, of a Q tile
 constexpr int keys = BLOCK_K / 32;      // of a tile, a lane's
 constexpr int columns = HEAD_DIM / 32;  // of O, a lane's: lane, lane + 32, ...
 constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys at the same d hit 32 banks
@@ -57,26 +58,26 @@ constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys
 extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_constant__ fa::Args args) {
     int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
     int lane = fa::lane_id(), warp = fa::warp_id();
-    int tile_query = blockIdx.x * block_q, first_query = tile_query + warp * ROWS;
+    int tile_query = blockIdx.x * BLOCK_Q, first_query = tile_query + warp * rows;
 
     float* k_smem = fa::dynamic_shared<float>();                          // [BLOCK_K][k_pitch]
     float* v_smem = k_smem + BLOCK_K * k_pitch;                           // [BLOCK_K][HEAD_DIM]
-    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * ROWS * HEAD_DIM;  // [ROWS][HEAD_DIM], this warp's
-    float* p_smem = v_smem + (BLOCK_K + block_q) * HEAD_DIM + warp * ROWS * BLOCK_K;  // [ROWS][BLOCK_K], this warp's
+    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * rows * HEAD_DIM;  // [rows][HEAD_DIM], this warp's
+    float* p_smem = v_smem + (BLOCK_K + BLOCK_Q) * HEAD_DIM + warp * rows * BLOCK_K;  // [rows][BLOCK_K], this warp's
 
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [ROWS], Q.row apart
-    fa::load_rows<ROWS, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
+    const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
+    fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
 
-    float m_reg[ROWS], l_reg[ROWS], o_reg[ROWS][columns];
+    float m_reg[rows], l_reg[rows], o_reg[rows][columns];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < rows; ++r) {
         m_reg[r] = -fa::infinity(), l_reg[r] = 0;
 #pragma unroll
         for (int c = 0; c < columns; ++c) o_reg[r][c] = 0;
     }
 
     // Tiles that no row of the block sees are not visited. The bound is the block's, not the warp's: all meet at the barriers.
-    int last_query = min(tile_query + block_q, args.seq_q) - 1;
+    int last_query = min(tile_query + BLOCK_Q, args.seq_q) - 1;
     for (int first_key = 0; first_key < fa::visible_keys(args, last_query); first_key += BLOCK_K) {
         const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
         const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
@@ -85,19 +86,19 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
         fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
         __syncthreads();  // the tile, and before the first one q_smem, is there for all
 
-        // Scores of ROWS queries and a lane's keys. Every lane reads the same q (a broadcast) and its own k.
-        float s_reg[ROWS][keys] = {};
+        // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
+        float s_reg[rows][keys] = {};
         for (int d = 0; d < HEAD_DIM; ++d) {
 #pragma unroll
             for (int n = 0; n < keys; ++n) {
                 float k_reg = k_smem[(lane + 32 * n) * k_pitch + d];
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
+                for (int r = 0; r < rows; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
             }
         }
 
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
+        for (int r = 0; r < rows; ++r) {
             int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
             float largest = -fa::infinity();
 #pragma unroll
@@ -127,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
             for (int c = 0; c < columns; ++c) {
                 float v_reg = v_smem[key * HEAD_DIM + lane + 32 * c];
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
+                for (int r = 0; r < rows; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
             }
         }
     }
 
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < rows; ++r) {
         int query = first_query + r;
         if (query >= args.seq_q) break;
         float inverse = l_reg[r] > 0 ? 1 / l_reg[r] : 0.0f;  // no visible key: O is 0, and m + log(l) is -inf
