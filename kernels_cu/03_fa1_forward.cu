@@ -52,7 +52,7 @@
 //   - O goes through memory once for each K/V tile, and is divided by l each time only to be multiplied by it the next.
 //   - All Q tiles of a head meet in one K/V tile, so a head is one block. With 16 heads in the batch a GPU of 132
 //     multiprocessors leaves 116 idle, however long the sequences are.
-#include <fa/tile.cuh>
+#include <fa/row.cuh>
 #include <fa/warp.cuh>
 
 static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");

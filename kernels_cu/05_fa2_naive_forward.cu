@@ -44,7 +44,7 @@
 //
 // What is still plain: tiles are loaded one float a thread while nobody computes; a lane multiplies with one load for each
 // product of its 8 rows; the masked half of a causal tile is computed and thrown away. Step 07 takes these up.
-#include <fa/tile.cuh>
+#include <fa/row.cuh>
 #include <fa/warp.cuh>
 
 static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");

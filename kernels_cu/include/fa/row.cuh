@@ -1,4 +1,4 @@
-// Whole rows in memory, as the kernels of step 00 walk them.
+// Rows of a head as the plain kernels take them: two of them multiplied (step 00), a tile of them brought to shared memory.
 #pragma once
 
 #include <fa/copy.cuh>
@@ -29,6 +29,19 @@ template <class T>
 __device__ __forceinline__ T* matrix_row(const Args& args, int workspace, int batch, int head, int query) {
     int64_t row = (int64_t(batch) * args.heads_q + head) * args.seq_q + query;
     return static_cast<T*>(args.workspace[workspace]) + row * args.seq_kv;
+}
+
+// Rows first, first + 1, ... of one head to shared memory: `rows` of them, `width` elements each, `pitch` elements apart. What
+// lies beyond row `end` or element `head_dim` (the row's poison) becomes zero. `threads` threads do it together, this one being
+// `thread`: neighbouring threads take neighbouring elements, so a warp's loads coalesce. The barrier is the caller's.
+template <int rows, int width, int pitch, int threads, class T>
+__device__ __forceinline__ void load_rows(T* to_smem /* [rows][pitch] */, const T* from /* [rows], stride apart */, int64_t stride,
+                                          int first, int end, int head_dim, int thread) {
+#pragma unroll 4
+    for (int i = thread; i < rows * width; i += threads) {
+        int row = i / width, d = i % width;
+        to_smem[row * pitch + d] = first + row < end && d < head_dim ? from[row * stride + d] : T{};
+    }
 }
 
 }  // namespace fa
