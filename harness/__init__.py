@@ -9,7 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import backends, dataset, doctor, errors, experiment, kernel, new, problem, reference, report, results, run, show, verify
+    from . import backends as backends
+    from . import bind as bind
+    from . import command as command
+    from . import compile as compile
+    from . import dataset as dataset
+    from . import doctor as doctor
+    from . import errors as errors
+    from . import experiment as experiment
+    from . import expression as expression
+    from . import files as files
+    from . import header as header
+    from . import kernel as kernel
+    from . import printing as printing
+    from . import problem as problem
+    from . import reference as reference
+    from . import report as report
+    from . import rounding as rounding
+    from . import run as run
+    from . import show as show
+    from . import verify as verify
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,8 @@ import numpy as np
 
 from .backends import Backend, Call, Loaded
 from .dataset import STORAGE
-from .kernel import PLAIN_SIZES, row_pitch
+from .header import PLAIN_SIZES
+from .kernel import row_pitch
 from .problem import READS, WRITES, KernelFault, Problem
 
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
@@ -55,7 +56,9 @@ class Tensor:
 
     def rows(self) -> Any:
         """A (..., pitch) view in the storage type; bfloat16 as uint16 where the array module has no such type."""
-        item = self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
+        item = (
+            self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
+        )
         shape = (*self.shape[:3], self.pitch) if len(self.shape) == 4 else self.shape
         return self.buffer.view(item).reshape(shape)
 
@@ -142,7 +145,9 @@ class Bound:
             return np.array([self.problem.scale], np.float64 if self.problem.dtype == "float64" else np.float32)
         if name in PLAIN_SIZES:
             return np.array([getattr(self.problem, name)], np.int32)
-        raise KernelFault(f"{self.loaded.kernel.label} asks for {name}", f"a {self.pass_} kernel is not given it", "see kernels_cu/README.md, Header")
+        raise KernelFault(
+            f"{self.loaded.kernel.label} asks for {name}", f"a {self.pass_} kernel is not given it", "see kernels_cu/README.md, Header"
+        )
 
     def _clear(self) -> None:
         for space, tensor in self.workspaces:
@@ -161,10 +166,14 @@ class Bound:
         label = self.loaded.kernel.label
         for name, tensor in (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces)):
             if not tensor.intact():
-                raise KernelFault(f"{label} wrote outside {name}", "a guard band around it has changed", "fa-cli run --check asan names the line (cpu)")
+                raise KernelFault(
+                    f"{label} wrote outside {name}", "a guard band around it has changed", "fa-cli run --check asan names the line (cpu)"
+                )
         for name, original in self._originals.items():
             if not bool((self.tensors[name].buffer == original).all()):
-                raise KernelFault(f"{label} changed its input {name}", "inputs must be as they were after a run", "write only to outputs and workspaces")
+                raise KernelFault(
+                    f"{label} changed its input {name}", "inputs must be as they were after a run", "write only to outputs and workspaces"
+                )
         return {name: self._host(name) for name in WRITES[self.pass_]}
 
     def _host(self, name: str) -> Any:
@@ -178,5 +187,3 @@ class Bound:
         """Seconds of one run, outputs not checked."""
         self._clear()
         return self.backend.time(self.loaded, self.calls)
-
-

@@ -8,33 +8,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .expression import ExpressionError, evaluate, round_up
-from .problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem, UsageFault
+from .header import Launch, bad, read_header
+from .problem import DTYPE_BYTES, PASSES, Problem, UsageFault
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels_cu"
 INCLUDE = KERNELS / "include"
 
-#: Keys a header must have, and those it may have.
-REQUIRED = ("title", "dtypes", "head_dims", "arch", "causal", "gqa", "cross", "logits", "deterministic", "launch")
-OPTIONAL = ("aliases", "arithmetic", "spill_bytes_allowed", "tile", "workspace")
-LAUNCH_REQUIRED = ("entry", "grid", "block")
-LAUNCH_OPTIONAL = ("shared", "when", "args")
-WORKSPACE_KEYS = {"dtype", "size", "init"}
-
-#: How a kernel rounds, which decides the baseline of its error budget (harness/errors.py).
-ARITHMETIC = ("f32", "p16", "tf32")
-
-#: What a plain-parameter launch may name: tensors, sizes (64-bit integers) and scale (float).
-PLAIN_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
-
 _FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
-_BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", re.M)
 
 
 @dataclass(frozen=True)
@@ -47,18 +33,6 @@ class Device:
     sms: int = 132
     l2_bytes: int = 50 << 20
     shared_optin: int = 232448
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One `[[launch]]` of a header: expressions, not yet evaluated."""
-
-    entry: str
-    grid: tuple[int | str, ...]
-    block: int | str
-    shared: int | str = 0
-    when: int | str = 1
-    args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,60 +94,17 @@ class Kernel:
     @classmethod
     def read(cls, path: Path) -> Kernel:
         """The kernel in a file. Raises UsageFault naming file and line where the header is missing, unknown or malformed."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageFault(f"cannot read the kernel file {path}", str(error), "fa-cli list shows the kernels there are") from None
-        block = _BLOCK.search(text)
-        if not block:
-            raise UsageFault(
-                f"{path}:1: no kernel header", "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
-                "fa-cli new NAME writes a file to start from",
-            )  # fmt: skip
-        first = text.count("\n", 0, block.start("toml")) + 1
-        body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
-        try:
-            head = tomllib.loads(body)
-        except tomllib.TOMLDecodeError as error:
-            at = re.search(r"line (\d+)", str(error))
-            raise _bad(path, first + int(at[1]) - 1 if at else first, f"the header is not TOML: {error}") from None
-        return cls._from_header(path, head, _Lines(path, first, body))
-
-    @classmethod
-    def _from_header(cls, path: Path, head: dict[str, Any], at: _Lines) -> Kernel:
-        for key in head:
-            if key not in REQUIRED + OPTIONAL:
-                raise at.bad(key, f"unknown key {key!r}; known: {', '.join(REQUIRED + OPTIONAL)}")
-        for key in REQUIRED:
-            if key not in head:
-                raise at.bad("", f"the header lacks the required key {key!r}")
-        dtypes = tuple(head["dtypes"])
-        if not dtypes or any(d not in DTYPE_BYTES and d != "tf32" for d in dtypes):
-            raise at.bad("dtypes", f"dtypes must be among {', '.join(DTYPE_BYTES)}, tf32; is {head['dtypes']!r}")
-        widths = tuple(head["head_dims"])
-        if not widths or any(not isinstance(w, int) or w < 1 for w in widths) or list(widths) != sorted(set(widths)):
-            raise at.bad("head_dims", f"head_dims must be rising whole numbers; is {head['head_dims']!r}")
-        if head.get("arithmetic", "f32") not in ARITHMETIC:
-            raise at.bad("arithmetic", f"arithmetic must be one of {', '.join(ARITHMETIC)}")
-        for key in ("causal", "gqa", "cross", "deterministic"):
-            if not isinstance(head[key], bool):
-                raise at.bad(key, f"{key} must be true or false")
-        logits = head["logits"]
-        if logits != "any" and not isinstance(logits, (int, float)):
-            raise at.bad("logits", 'logits must be a number or "any"')
-        for name, space in head.get("workspace", {}).items():
-            if set(space) != WORKSPACE_KEYS or space["init"] not in ("none", "zero", "zero_once"):
-                raise at.bad(f"workspace.{name}", "a workspace has dtype, size and init (none, zero or zero_once)")
+        head = read_header(path)
         match = _FILE.match(path.stem)
         if not match:
-            raise at.bad("", "the file name may hold letters, digits and _ (NN_name_pass.cu)")
+            raise bad(path, 1, "the file name may hold letters, digits and _ (NN_name_pass.cu)")
         return cls(
             path=path, number=int(match["number"]) if match["number"] else None, name=match["name"], pass_=match["pass"] or "forward",
-            title=head["title"], dtypes=dtypes, head_dims=widths, arch=head["arch"], causal=head["causal"], gqa=head["gqa"],
-            cross=head["cross"], logits=float("inf") if logits == "any" else float(logits), deterministic=head["deterministic"],
-            arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
+            title=head["title"], dtypes=tuple(head["dtypes"]), head_dims=tuple(head["head_dims"]), arch=head["arch"], causal=head["causal"],
+            gqa=head["gqa"], cross=head["cross"], logits=float("inf") if head["logits"] == "any" else float(head["logits"]),
+            deterministic=head["deterministic"], arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0), tile=head.get("tile", {}), workspace=head.get("workspace", {}),
-            launches=tuple(_launch(item, at) for item in head["launch"]),
+            launches=tuple(Launch.of(item) for item in head["launch"]),
         )  # fmt: skip
 
     @property
@@ -321,7 +252,9 @@ def find(spec: str, pass_: str) -> Kernel:
 def _from_path(path: Path, pass_: str) -> Kernel:
     match = _FILE.match(path.stem)
     if not match:
-        raise UsageFault(f"{path.name} cannot name a kernel", "the file name may hold letters, digits and _", "rename it to NAME_forward.cu")
+        raise UsageFault(
+            f"{path.name} cannot name a kernel", "the file name may hold letters, digits and _", "rename it to NAME_forward.cu"
+        )
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if not file.is_file():
@@ -353,41 +286,3 @@ def row_pitch(problem: Problem, tensor: str) -> int:
         return 1
     size = DTYPE_BYTES[problem.dtype]
     return round_up(problem.head_dim * size, 16) // size
-
-
-# -- header details ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """Where a header's keys stand in the file, for messages."""
-
-    path: Path
-    first: int
-    body: str
-
-    def bad(self, key: str, message: str) -> UsageFault:
-        head = key.rsplit(".", 1)[-1]
-        found = re.search(rf"^\s*(?:{re.escape(head)}\s*=|\[+{re.escape(key)}\]+)", self.body, re.M) if key else None
-        return _bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)
-
-
-def _bad(path: Path, line: int, message: str) -> UsageFault:
-    return UsageFault(f"{path}:{line}: {message}", "", "kernels_cu/README.md lists the header's keys")
-
-
-def _launch(item: dict[str, Any], at: _Lines) -> Launch:
-    for key in item:
-        if key not in LAUNCH_REQUIRED + LAUNCH_OPTIONAL:
-            raise at.bad(key, f"unknown key {key!r} in [[launch]]; known: {', '.join(LAUNCH_REQUIRED + LAUNCH_OPTIONAL)}")
-    for key in LAUNCH_REQUIRED:
-        if key not in item:
-            raise at.bad("launch", f"a [[launch]] lacks {key!r}")
-    grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
-    if not 1 <= len(grid) <= 3:
-        raise at.bad("grid", "grid has one to three sizes")
-    known = {*READS["backward"], *WRITES["backward"], *PLAIN_SIZES, "scale"}
-    for name in item.get("args", ()):
-        if name not in known:
-            raise at.bad("args", f"unknown argument {name!r}; known: {', '.join(sorted(known))}")
-    return Launch(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))

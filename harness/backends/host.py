@@ -72,7 +72,9 @@ class Host:
         if check not in (None, *CHECKS):
             raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
         if check == "asan" and not os.environ.get(ASAN_CHILD):
-            raise UsageFault("the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan")
+            raise UsageFault(
+                "the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan"
+            )
         self.seed, self.check = seed or 0, check
         self.workers = int(os.environ.get("FA_CLI_THREADS") or len(os.sched_getaffinity(0)))
         #: Bytes of poisoned memory run.py puts around each tensor; AddressSanitizer brings its own.
@@ -106,7 +108,10 @@ class Host:
         library: _Library = loaded.functions["library"]
         for call in calls:
             # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
-            copies = [_aligned(bytes(memoryview(np.asarray(p)).cast("B") if np.asarray(p).ndim else np.asarray(p).tobytes())) for p in call.parameters]
+            copies = [
+                _aligned(bytes(memoryview(np.asarray(p)).cast("B") if np.asarray(p).ndim else np.asarray(p).tobytes()))
+                for p in call.parameters
+            ]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
             launch = _Launch(
@@ -238,7 +243,8 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     if rewritten != text:
         include = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
     entries = "\n".join(
-        f'extern "C" __attribute__((visibility("default"))) void fa_host_entry_{name}(void** p) {{ fa_host::call(&{name}, p); }}' for name in kernel.entries
+        f'extern "C" __attribute__((visibility("default"))) void fa_host_entry_{name}(void** p) {{ fa_host::call(&{name}, p); }}'
+        for name in kernel.entries
     )
     unit = f"""{include}
 #line 1 "entries of {kernel.path.name}"
@@ -246,7 +252,15 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
 static __thread char fa_host_anchor;
 extern "C" __attribute__((visibility("default"))) void* fa_host_static_shared() {{ return &fa_host_anchor; }}
 """
-    flags = [*_FLAGS, *_native(), f"-I{HOST}", f"-I{INCLUDE}", "-include", str(header), *(f"-D{name}={value}" for name, value in plan.macros)]
+    flags = [
+        *_FLAGS,
+        *_native(),
+        f"-I{HOST}",
+        f"-I{INCLUDE}",
+        "-include",
+        str(header),
+        *(f"-D{name}={value}" for name, value in plan.macros),
+    ]
     if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
         link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
@@ -271,7 +285,9 @@ def _words() -> str:
 
 
 # extern __shared__ of a user's own file: an array the launch sizes. The line stays a line, so messages keep their numbers.
-_DYNAMIC = re.compile(r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M)
+_DYNAMIC = re.compile(
+    r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
+)
 _FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*[<\"](?!fa/)(?P<header>[^>\"]+)[>\"]", re.M)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
@@ -318,7 +334,9 @@ def run_under_asan(arguments: Sequence[str]) -> int:
     """Run this command again in a child process with AddressSanitizer loaded; a finding is told with its line. Returns the exit code."""
     runtime = subprocess.run([compiler()[0], "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout.strip()
     if not Path(runtime).is_file():
-        raise EnvironmentFault("no AddressSanitizer library", f"{compiler()[0]} has no libasan.so", "apt install libasan8, or use --check race")
+        raise EnvironmentFault(
+            "no AddressSanitizer library", f"{compiler()[0]} has no libasan.so", "apt install libasan8, or use --check race"
+        )
     options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
     environment = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
     child = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True, check=False)

@@ -1,0 +1,236 @@
+"""Errors only: a kernel over a matrix of shapes, types, masks, scales and schedules, each case against float64.
+
+The matrix is a covering array: every pair of levels of any two factors meets in some case, so a fault that needs two things
+at once (a tail tile and bfloat16, grouped heads and the causal mask) is met without running their product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import errors, kernel
+from .backends import Backend
+from .problem import DTYPE_BYTES, READS, Fault, Problem, UsageFault
+from .run import open_backend, run_pass, yardstick_for
+
+#: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
+EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 1023, 1025)
+#: (queries, keys): longer and shorter, so that under the causal mask whole rows see no key.
+CROSS = (
+    (1, 239), (239, 1), (3, 799), (799, 3), (113, 203), (128, 217), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023),
+)  # fmt: skip
+#: The shapes of seed 002: batch, heads, length; head dim 64.
+SEED_SHAPES = (
+    (1, 1, 128), (2, 4, 256), (2, 8, 256), (8, 16, 32), (2, 8, 512), (8, 16, 100), (4, 8, 512), (2, 8, 1024), (4, 12, 1024), (8, 16, 2048),
+)  # fmt: skip
+QUICK = ((1, 1), (65, 65), (129, 129), (113, 203), (239, 1), (3, 799))
+HEAD_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128, 160, 256)
+GROUPS = (1, 3, 8)
+#: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
+SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
+SCHEDULES = (0, 7)
+MATRICES = ("quick", "full")
+_MOST = {"cpu": 200, "cuda": 300}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix. number is its place, for running it alone; schedule 0 is index order (the CPU backend's seeds)."""
+
+    number: int
+    problem: Problem
+    input_scale: float
+    schedule: int
+
+    def describe(self) -> str:
+        """One line."""
+        text = self.problem.describe()
+        if self.input_scale != 1:
+            text += f" input x{self.input_scale:g}"
+        return text + (f" schedule {self.schedule}" if self.schedule else "")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of a case. message is empty where it passed; repro is the command that runs this case alone."""
+
+    kernel: str
+    pass_: str
+    case: Case
+    passed: bool
+    message: str
+    seconds: float
+    repro: str
+    max_errors: dict[str, float]
+    exit_code: int = 0
+
+
+def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
+    """The cases of a kernel: those its header promises. quick is some 30, full at most 200 on cpu and 300 on cuda."""
+    if which not in MATRICES:
+        raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
+    lengths = [(s, s) for s in EDGES] + list(CROSS) if which == "full" else list(QUICK)
+    if not chosen.cross:
+        lengths = [pair for pair in lengths if pair[0] == pair[1]]
+    scales = [s for s in SCALES[chosen.pass_] if s <= 10 or chosen.logits == float("inf")]
+    factors: dict[str, list[Any]] = {
+        "length": lengths,
+        "dim": [d for d in HEAD_DIMS if d <= chosen.head_dims[-1] and (d <= 128 or which == "full")],
+        "causal": [False, True] if chosen.causal else [False],
+        "group": list(GROUPS) if chosen.gqa else [1],
+        "dtype": ["float32" if d == "tf32" else d for d in chosen.dtypes],
+        "scale": scales,
+        "schedule": list(SCHEDULES) if device == "cpu" else [0],
+    }
+    rows = list(covering(factors, chosen.head_dims))
+    cases: list[tuple[Problem, float, int]] = []
+    for row in rows:
+        queries, keys = row["length"]
+        group = row["group"]
+        batch = 1 if queries * keys > 1 << 16 else 2
+        heads = {1: 2, 3: 6, 8: 8}[group] if queries * keys <= 1 << 16 else max(group, 2 if device == "cuda" else 1)
+        problem = Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"])
+        cases.append((problem, row["scale"], row["schedule"]))
+    if which == "full":
+        cases += list(_seed_shapes(chosen, device))
+        if device == "cuda":
+            cases += list(_large(chosen))
+    return [Case(i, *case) for i, case in enumerate(cases[: _MOST[device]])]
+
+
+def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[tuple[Problem, float, int]]:
+    masks = [False, True] if chosen.causal and device == "cuda" else [False]
+    for i, (batch, heads, length) in enumerate(SEED_SHAPES):
+        dtype = [d for d in chosen.dtypes if d in DTYPE_BYTES][i % len([d for d in chosen.dtypes if d in DTYPE_BYTES])]
+        if device == "cpu" and length > 256:  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
+            batch, heads, length = 1, max(1, heads // 4), 512
+        for causal in masks:
+            yield Problem.of(batch, heads, length, 64, dtype=dtype, causal=causal), 1.0, 0
+
+
+def _large(chosen: kernel.Kernel) -> Iterator[tuple[Problem, float, int]]:
+    """Long rows, many heads, and more heads and batches than 16 bits would count."""
+    dtypes = [d for d in chosen.dtypes if d in ("float32", "bfloat16")]
+    for dtype, causal in itertools.product(dtypes, [False, True] if chosen.causal else [False]):
+        yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal), 1.0, 0
+        yield Problem.of(60, 4, 129, min(128, chosen.head_dims[-1]), dtype=dtype, causal=causal), 1.0, 0
+        yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal), 1.0, 0
+
+
+def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Rows over the factors in which all allowed pairs of levels meet, greedily few, the same every time.
+
+    (length, dim) is too many pairs for a matrix that runs in minutes: each length meets each compiled width instead.
+    """
+    draw = random.Random(1)
+    names = list(factors)
+
+    def keys(row: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+        for a, b in itertools.combinations(names, 2):
+            if (a, b) == ("length", "dim"):
+                yield a, b, row[a], next(w for w in widths if w >= row[b])
+            else:
+                yield a, b, row[a], row[b]
+
+    def allowed(row: dict[str, Any]) -> bool:
+        return not (row["dtype"] == "float16" and row["scale"] > 100)
+
+    wanted: set[tuple[Any, ...]] = set()
+    for a, b in itertools.combinations(names, 2):
+        for x, y in itertools.product(factors[a], factors[b]):
+            row = {a: x, b: y}
+            if {a, b} == {"dtype", "scale"} and not allowed(row):
+                continue
+            if (a, b) == ("length", "dim"):
+                y = next(w for w in widths if w >= y)
+            wanted.add((a, b, x, y))
+    while wanted:
+        seed = min(wanted, key=repr)  # start from a pair nobody has met, so every row makes progress
+        best: dict[str, Any] = {}
+        gain = -1
+        for _ in range(40):
+            row = {name: draw.choice(levels) for name, levels in factors.items()}
+            row[seed[0]] = seed[2]
+            dims = factors["dim"]
+            row[seed[1]] = (
+                seed[3] if seed[:2] != ("length", "dim") else draw.choice([d for d in dims if next(w for w in widths if w >= d) == seed[3]])
+            )
+            if not allowed(row):
+                continue
+            found = sum(key in wanted for key in keys(row))
+            if found > gain:
+                best, gain = row, found
+        wanted.difference_update(keys(best))
+        yield best
+
+
+def verify(
+    computes: Iterable[str],
+    which: str = "quick",
+    *,
+    mode: str = "both",
+    device: str = "auto",
+    check: str | None = None,
+    schedule_seed: int | None = None,
+    case: int | None = None,
+    progress: Callable[[CaseResult], None] | None = None,
+) -> list[CaseResult]:
+    """Run each kernel (a name, number or path; every pass it has among mode's) over its matrix; nothing stops at a failure.
+
+    case runs one case alone. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
+    """
+    backends: dict[int, Backend] = {}
+    results = []
+    for chosen in _kernels(computes, mode):
+        first = open_backend(device, check, schedule_seed)
+        for each in matrix(chosen, which, first.name):
+            if case is not None and each.number != case:
+                continue
+            schedule = schedule_seed if schedule_seed is not None else each.schedule
+            if schedule not in backends:
+                backends[schedule] = open_backend(device, check, schedule) if schedule else first
+            result = run_case(backends[schedule], chosen, each, which)
+            results.append(result)
+            if progress:
+                progress(result)
+    if case is not None and not results:
+        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify without --case shows the numbers")
+    return results
+
+
+def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) -> CaseResult:
+    """One case; a fault is a failed result, not an exception."""
+    start = time.perf_counter()
+    spec = str(chosen.path) if chosen.number is None else chosen.name
+    repro = f"fa-cli verify {spec} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
+    largest: dict[str, float] = {}
+    message, code = "", 0
+    try:
+        yardstick = yardstick_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
+        inputs = dict(yardstick.inputs)
+        if chosen.pass_ == "backward":
+            inputs |= yardstick.forward_outputs()
+        done = run_pass(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]}, samples=0)
+        largest = {name: v.max_abs for name, v in done.verdicts.items()}
+        message = "; ".join(errors.message(v) for v in done.verdicts.values() if not v.passed)
+        code = 1 if message else 0
+    except Fault as fault:
+        message, code = str(fault), fault.exit_code
+    return CaseResult(chosen.name, chosen.pass_, case, not message, message, time.perf_counter() - start, repro, largest, code)
+
+
+def _kernels(computes: Iterable[str], mode: str) -> Iterator[kernel.Kernel]:
+    for compute in computes:
+        found = []
+        for pass_ in ("forward", "backward") if mode == "both" else (mode,):
+            try:
+                found.append(kernel.find(compute, pass_))
+            except UsageFault:
+                if mode != "both" or (pass_ == "backward" and not found):
+                    raise
+        yield from found
