@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from .problem import Problem
-from .reference import Reference, widen
+from .reference import Reference
+from .rounding import widen
 
 #: Stored mantissa bits, least normal exponent and largest finite value of each storage type.
 _TYPES = {
@@ -60,9 +61,10 @@ def budget(
 ) -> float:
     """The largest error a tensor may have, from the worst error e of the baselines and the largest finite reference value m.
 
-    O: 2e + 2 ulp(m) + 2^-24 sqrt(n) m; gradients: 3e and the same, n the terms a value sums. dQ and dK also get the noise of
-    dP - delta (row norms), which is all there is where seq_kv = 1. logsumexp: 2e + 4 ulp(m) + 2^-24 sqrt(seq_kv), in
-    float32. A float64 problem: 1e-11 m, and 1e-11 in place of 2^-24 in the noise.
+    O: 2e + 2 ulp(m) + 2^-24 sqrt(n) m; gradients: 3e and the same, n the terms a value sums. logsumexp: 2e + 4 ulp(m) +
+    2^-24 sqrt(seq_kv), in float32. All: + 4 2^-24 times Reference.noise, the effect of rounding the scores, where e is luck if
+    few rows have two competing keys. dQ and dK also get the noise of dP - delta (row norms), which is all there is where
+    seq_kv = 1. A float64 problem: 1e-11 m, and 1e-11 in place of 2^-24 in the noise of dP - delta.
     """
     expected = _expected(xp, problem, tensor, reference)
     largest = float(xp.where(xp.isfinite(expected), xp.abs(expected), 0.0).max())
@@ -80,9 +82,10 @@ def budget(
         noise *= math.sqrt(terms)
     if not single:
         return UNIT64 * largest + noise
+    noise += 4 * UNIT * reference.noise[tensor]
     errors = [_finite_error(xp, baseline[tensor], expected) for baseline in baselines if tensor in baseline]
     if tensor == "logsumexp":
-        return 2 * max(errors) + 4 * ulp(largest, dtype) + UNIT * math.sqrt(terms)
+        return 2 * max(errors) + 4 * ulp(largest, dtype) + UNIT * math.sqrt(terms) + noise
     times = 2 if tensor == "O" else 3
     return times * max(errors) + 2 * ulp(largest, dtype) + UNIT * math.sqrt(terms) * largest + noise
 

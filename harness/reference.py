@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from .problem import Problem
+from .rounding import round_to, tf32, through, widen
+
+__all__ = ["Reference", "baselines", "reference", "round_to", "sample", "widen"]
 
 #: Above this many scores a head only some rows are checked: the edges of 128-row tiles and SAMPLE seeded others.
 DENSE_SCORES = 1 << 28
@@ -26,12 +29,15 @@ _TILE_CPU, _TILE_GPU = 1 << 18, 1 << 26
 class Reference:
     """Float64 values by tensor name; rows says which rows (axis 2) of each tensor they are, None for all of them.
 
-    share is the part of all rows that was computed: what a report must say was checked.
+    share is the part of all rows that was computed: what a report must say was checked. noise is, for each tensor, the
+    greatest effect on an element of rounding the scores, were every score wrong by |q| |k| scale times a random number of
+    size 1 (row norms): what a peaked softmax does to the last bits of a long dot product, whatever their order.
     """
 
     values: Mapping[str, Any]
     rows: Mapping[str, Any] | None
     share: float
+    noise: Mapping[str, float]
 
     def __getitem__(self, tensor: str) -> Any:
         return self.values[tensor]
@@ -41,51 +47,16 @@ class Reference:
         return array if self.rows is None else array[:, :, self.rows[tensor]]
 
 
-# -- storage types ----------------------------------------------------------------------------------------------------
-
-
-def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
-    """Storage values as float64 (or `to`), exactly. bfloat16 may come as ml_dtypes.bfloat16 or as its bits in uint16."""
-    if dtype == "bfloat16":
-        bits = array if array.dtype == np.uint16 else array.view(np.uint16)
-        array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(to, copy=False)
-
-
-def round_to(xp: Any, array: Any, dtype: str) -> Any:
-    """Values rounded to nearest even in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
-    if dtype != "bfloat16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return array.astype(dtype, copy=False)
-    single = array.astype(np.float32)
-    bits = single.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    half = xp.where(xp.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
-    if xp is not np:
-        return half
-    import ml_dtypes
-
-    return half.view(ml_dtypes.bfloat16)
-
-
-def _through(xp: Any, array: Any, dtype: str) -> Any:
-    """The array with its values rounded to a storage type, still in its own type."""
-    if np.dtype(array.dtype).name == dtype:
-        return array
-    return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
-
-
-def _tf32(xp: Any, array: Any) -> Any:
-    """float32 values rounded to tf32's 10 bits of mantissa, ties away from zero, as cvt.rna does."""
-    rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    return xp.where(xp.isfinite(array), rounded, array)
-
-
 # -- one attention, at any precision ----------------------------------------------------------------------------------
 
 
 def _same(array: Any) -> Any:
     return array
+
+
+def _square(array: Any) -> Any:
+    """The squared length of each row, as a last axis of one."""
+    return (array * array).sum(axis=-1, keepdims=True)
 
 
 @dataclass(frozen=True)
@@ -98,6 +69,7 @@ class _Math:
     operand: Callable[[Any], Any] = _same
     narrow: Callable[[Any], Any] = _same
     reverse: bool = False  # visit the keys from the last to the first: another legal order of summation
+    noise: dict[str, float] | None = None  # where to note Reference.noise; None: do not
 
     def load(self, tensors: Mapping[str, Any], name: str) -> Any:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
@@ -111,6 +83,12 @@ class _Math:
     def key_order(self, keys: Any | None) -> Any:
         every = self.xp.arange(self.problem.seq_kv) if keys is None else keys
         return every[::-1] if self.reverse else every
+
+    def note(self, name: str, squares: Any, factor: Any) -> None:
+        """Keep the greatest sqrt(squares) * |scale| * factor as the noise of a tensor. squares may be a little below zero."""
+        assert self.noise is not None
+        size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
+        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
     def tiles(self, rows: Any, keys: int) -> Iterator[tuple[slice, Any]]:
         """(group slice, row indices) such that a tile of scores stays within the limit."""
@@ -149,9 +127,17 @@ class _Math:
             s -= m[..., None]
             p = xp.exp(s, out=s)
             top[heads, :, at], total[heads, :, at] = m, p.sum(axis=-1)
-            p = self.narrow(p).reshape(p.shape[0], -1, len(keys))
-            out[heads, :, at] = self.product(p, v[heads, 0][:, keys]).reshape(p.shape[0], group, len(some), dim)
-        out /= xp.where(total == 0, total.dtype.type(1), total)[..., None]
+            divisor = xp.where(total[heads, :, at] == 0, m.dtype.type(1), total[heads, :, at])[..., None]
+            p, vs = self.narrow(p).reshape(p.shape[0], -1, len(keys)), v[heads, 0][:, keys]
+            out[heads, :, at] = o = self.product(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
+            if self.noise is not None:  # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
+                lengths, norm = _square(k[heads, 0][:, keys]), xp.sqrt(_square(q[heads][:, :, some]))
+                p *= p
+                o = o.reshape(p.shape[0], -1, dim)
+                of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
+                shape = (p.shape[0], group, len(some), -1)
+                self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
+                self.note("logsumexp", whole.reshape(shape), norm / divisor)
         return out, top, total
 
     def logsumexp(self, top: Any, total: Any) -> Any:
@@ -168,6 +154,7 @@ class _Math:
         n, group, _, dim = q.shape
         dq = xp.empty((n, group, len(rows), dim), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
+        dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)
         total = xp.where(total == 0, total.dtype.type(1), total)
         done = 0
         for heads, some in self.tiles(rows, len(order)):
@@ -187,6 +174,17 @@ class _Math:
             dv[heads] += self.product(p.swapaxes(1, 2), flat_d)
             dk[heads] += self.product(dp.swapaxes(1, 2), flat_q)
             dq[heads, :, at] = self.product(dp, k[heads]).reshape(ds.shape)
+            if self.noise is not None:  # d P = P d s, and dP - delta as it is
+                p *= p
+                dp *= dp
+                of_q = _square(flat_q)
+                dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
+                dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
+                self.note("dQ", xp.matmul(dp, _square(k[heads]) * k[heads] * k[heads]), xp.sqrt(of_q) * abs(scale))
+        if self.noise is not None:
+            of_k = xp.sqrt(_square(k))
+            self.note("dV", dv_noise, of_k)
+            self.note("dK", dk_noise, of_k * abs(scale))
         dq *= scale
         dk *= scale
         if self.reverse:
@@ -243,7 +241,8 @@ def reference(xp: Any, problem: Problem, tensors: Mapping[str, Any]) -> Referenc
 
     A fully masked row gives O = 0, logsumexp = -inf, gradients 0.
     """
-    math, backward = _Math(xp, problem), "dO" in tensors
+    noise: dict[str, float] = {}
+    math, backward = _Math(xp, problem, noise=noise), "dO" in tensors
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -254,7 +253,7 @@ def reference(xp: Any, problem: Problem, tensors: Mapping[str, Any]) -> Referenc
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             values |= math.backward(x, out, top, total)
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    return Reference(values, picked, share)
+    return Reference(values, picked, share, noise)
 
 
 def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic: str) -> list[dict[str, Any]]:
@@ -263,7 +262,8 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
     arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type
     before their products; "tf32" every operand of a product rounded to tf32. Each dict holds O and logsumexp (plain; keys
     reversed) or, where tensors holds dO, dQ, dK, dV (P normalised; P from the float32 logsumexp; the same, keys reversed).
-    delta comes from O as stored (rounded to the problem's type), which is what a backward pass reads. Values are float32.
+    delta comes from O as stored (rounded to the problem's type), which is what a backward pass reads; in 16 bits the three O
+    differ by 2^-21 before that rounding, because a value half-way may go either way in a right kernel. Values are float32.
     A float64 problem has no baselines: its rule is absolute.
     """
     if problem.dtype == "float64":
@@ -272,10 +272,10 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
     dtype, backward = problem.dtype, "dO" in tensors
 
     def narrow(array: Any) -> Any:
-        return _through(xp, array, dtype) if arithmetic == "p16" else array
+        return through(xp, array, dtype) if arithmetic == "p16" else array
 
     def operand(array: Any) -> Any:
-        return _tf32(xp, array) if arithmetic == "tf32" else array
+        return tf32(xp, array) if arithmetic == "tf32" else array
 
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -283,16 +283,17 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
             math = _Math(xp, problem, "float32", operand, narrow, reverse)
             x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
             out, top, total = math.forward(x["Q"], x["K"], x["V"], rows)
-            out, lse = _through(xp, out, dtype), math.logsumexp(top, total)
-            values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", lse)}
+            lse = math.logsumexp(top, total)
+            values = {"O": math.shaped("O", through(xp, out, dtype)), "logsumexp": math.shaped("logsumexp", lse)}
             if backward and picked:
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             found.append(values)
             if not backward:
                 continue
-            one = xp.ones_like(lse)
-            from_lse = (xp.where(lse == -np.inf, lse.dtype.type(0), lse), one)
-            for shift, divisor in [from_lse] if reverse else [(top, total), from_lse]:
-                grads = math.backward(x, out, shift, divisor)
-                found.append({name: _through(xp, value, dtype) for name, value in grads.items()})
+            from_lse = (xp.where(lse == -np.inf, lse.dtype.type(0), lse), xp.ones_like(lse))
+            nudge = 2.0**-21 if dtype in ("float16", "bfloat16") else 0.0
+            ways = [(*from_lse, 1 + nudge)] if reverse else [(top, total, 1.0), (*from_lse, 1 - nudge)]
+            for shift, divisor, factor in ways:
+                grads = math.backward(x, through(xp, out * factor, dtype), shift, divisor)
+                found.append({name: through(xp, value, dtype) for name, value in grads.items()})
     return found

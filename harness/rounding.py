@@ -1,0 +1,47 @@
+"""The storage types of tensors: exact widening, rounding to nearest even, tf32. The same on numpy and cupy.
+
+bfloat16 is ml_dtypes.bfloat16 on numpy and its bits in uint16 on cupy, which has no such type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
+    """Storage values as float64 (or `to`), exactly. bfloat16 may come as ml_dtypes.bfloat16 or as its bits in uint16."""
+    if dtype == "bfloat16":
+        bits = array if array.dtype == np.uint16 else array.view(np.uint16)
+        array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(to, copy=False)
+
+
+def round_to(xp: Any, array: Any, dtype: str) -> Any:
+    """Values rounded to nearest even in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return array.astype(dtype, copy=False)
+    single = array.astype(np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    half = xp.where(xp.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    if xp is not np:
+        return half
+    import ml_dtypes
+
+    return half.view(ml_dtypes.bfloat16)
+
+
+def through(xp: Any, array: Any, dtype: str) -> Any:
+    """The array with its values rounded to a storage type, still in its own type."""
+    if np.dtype(array.dtype).name == dtype:
+        return array
+    return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
+
+
+def tf32(xp: Any, array: Any) -> Any:
+    """float32 values rounded to tf32's 10 bits of mantissa, ties away from zero, as cvt.rna does."""
+    rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return xp.where(xp.isfinite(array), rounded, array)
