@@ -1,0 +1,274 @@
+"""What works on this machine, what does not, and why. Quick: it asks metadata and the file system, imports no torch, starts nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import stat
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .backends import cache_dir, nvidia_driver, nvrtc
+from .backends.cuda import Cuda, driver_cuda, pip_line
+from .backends.host import compiler
+from .problem import Fault
+
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
+
+#: Less free than this (bytes) and a run of an ordinary size is likely to stop.
+_LITTLE = 1 << 30
+
+_TOOLS = ("ncu", "nsys", "compute-sanitizer")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor. FAIL only for what stops kernels from running here; WARN for what is missing or doubtful."""
+
+    name: str
+    status: str
+    detail: str
+    hint: str = ""
+
+
+def doctor() -> list[Check]:
+    """Look at everything the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
+    gpu, gpu_checks = _gpu()
+    return [
+        _runs(gpu),
+        Check("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        _fa_cli(),
+        _compiler(gpu is not None),
+        _driver(),
+        *gpu_checks,
+        _cupy_wheel(),
+        _nvrtc(),
+        _torch(),
+        _nccl(),
+        _mpi(),
+        _tools(gpu is not None),
+        _injection(),
+        _cache("cache", cache_dir(), "FA_CLI_CACHE_DIR", needed=gpu is None),
+        *([_cache("cupy cache", _cupy_cache(), "CUPY_CACHE_DIR", needed=True)] if gpu is not None else []),
+        _disk(),
+        _memory(),
+    ]
+
+
+# -- what kernels run on ----------------------------------------------------------------------------------------------
+
+
+def _gpu() -> tuple[Any, list[Check]]:
+    """The CUDA backend if it works, and what to say of it: nothing where there is no driver, which `_driver` says."""
+    if not nvidia_driver():
+        return None, []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's own about two wheels: `_cupy_wheel` says it
+            backend = Cuda(0)
+            count = backend.xp.cuda.runtime.getDeviceCount()
+    except Fault as fault:
+        return None, [Check("gpu", FAIL, f"{fault.what}: {fault.why}", fault.hint)]
+    except Exception as error:  # a CuPy that does not fit its libraries can raise anything
+        return None, [Check("gpu", FAIL, f"CuPy fails: {type(error).__name__}: {error}", f"{pip_line()}, or use --device cpu")]
+    device = backend.device()
+    sizes = f"{device.sms} multiprocessors, {device.shared_optin >> 10} KB shared memory a block, {device.l2_bytes >> 20} MB L2"
+    return backend, [Check("gpu", OK, f"{count} x {device.name}, {device.arch}, {sizes}")]
+
+
+def _runs(gpu: Any) -> Check:
+    if gpu is not None:
+        return Check("kernels", OK, "run on the GPU (--device cuda), and checked on the CPU (--device cpu) where there is a C++ compiler")
+    try:
+        compiler()
+    except Fault as fault:
+        return Check("kernels", FAIL, "can run nowhere here: no GPU that works, and no C++ compiler", fault.hint)
+    return Check("kernels", OK, "run on the CPU (--device cpu)")
+
+
+def _compiler(gpu: bool) -> Check:
+    try:
+        return Check("c++ compiler", OK, " ".join(compiler()))
+    except Fault as fault:
+        return Check("c++ compiler", WARN if gpu else FAIL, f"{fault.what}: {fault.why}", fault.hint)
+
+
+# -- packages ---------------------------------------------------------------------------------------------------------
+
+
+def _text(path: str | Path) -> str:
+    """A file's text, empty where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fa_cli() -> Check:
+    version = _version("fa-cli")
+    return Check("fa-cli", OK, f"{version}, from {Path(__file__).parent.parent}" if version else "a checkout that is not installed")
+
+
+def _driver() -> Check:
+    if not nvidia_driver():
+        return Check("nvidia driver", OK, "none, so no GPU: kernels run on the CPU backend")
+    number = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text("/proc/driver/nvidia/version"))
+    cuda = driver_cuda()
+    serves = f"serves CUDA up to {cuda[0]}.{cuda[1]}" if cuda else "its library libcuda.so.1 does not load"
+    hint = "" if cuda else "reinstall the driver, or in a container start it with --gpus all"
+    return Check("nvidia driver", OK if cuda else FAIL, f"{number[0] if number else 'version unknown'}, {serves}", hint)
+
+
+def _cupy_wheel() -> Check:
+    wheels = sorted(
+        {
+            f"{name} {package.version}"
+            for package in metadata.distributions()
+            if re.fullmatch(r"cupy(-cuda\d+x?|-rocm-[\d-]+)?", name := re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower())
+        }
+    )
+    if len(wheels) > 1:
+        hint = f"pip uninstall {' '.join(w.split()[0] for w in wheels)}, then {pip_line()}"
+        return Check("cupy", FAIL, f"two wheels overwrite each other: {', '.join(wheels)}", hint)
+    if wheels:
+        return Check("cupy", OK, wheels[0])
+    if nvidia_driver():
+        return Check("cupy", FAIL, "not installed, and it is how the GPU is reached", pip_line())
+    return Check("cupy", OK, "not installed, nor needed without a GPU")
+
+
+def _nvrtc() -> Check:
+    try:
+        return Check("nvrtc", OK, f"{nvrtc.version()}, compiles for {', '.join(nvrtc.architectures())}")
+    except Fault as fault:
+        return Check("nvrtc", WARN, f"{fault.what}: `fa-cli compile` needs it", fault.hint)
+
+
+def _cuda_major(name: str) -> str | None:
+    """The CUDA major in a package's name or version: 12 of cupy-cuda12x, nvidia-nccl-cu12, 2.11.0+cu128."""
+    found = re.search(r"cu(?:da)?(1\d)", name)
+    return found[1] if found else None
+
+
+def _torch() -> Check:
+    version = _version("torch")
+    if not version:
+        return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install 'fa-cli[torch]'")
+    spec = importlib.util.find_spec("torch")  # of a top-level package: finds it without importing it
+    stated = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", stated, re.M)
+    if not found:
+        return Check("torch", OK, f"{version}, for the CPU only")
+    cuda = found[1]
+    cupy = next((wheel for wheel in ("cupy-cuda12x", "cupy-cuda13x") if _version(wheel)), None)
+    if cupy and _cuda_major(cupy) != cuda.split(".")[0]:
+        hint = f"install the torch of CUDA {_cuda_major(cupy)}, or the CuPy wheel of CUDA {cuda.split('.')[0]}"
+        return Check("torch", WARN, f"{version} for CUDA {cuda} beside {cupy}: one may load the other's libraries", hint)
+    return Check("torch", OK, f"{version} for CUDA {cuda}")
+
+
+def _nccl() -> Check:
+    for wheel in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        if version := _version(wheel):
+            return Check("nccl", OK, f"{wheel} {version}")
+    number = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return Check("nccl", WARN, "not found: no ring over several GPUs", "pip install 'fa-cli[ring]'")
+    return Check("nccl", OK, f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}, the system's")
+
+
+def _mpi() -> Check:
+    version = _version("mpi4py")
+    beside = Path(sys.executable).parent / "mpiexec"  # a runtime wheel's, where the environment is not activated
+    launcher = shutil.which("mpiexec") or (str(beside) if beside.exists() else None)
+    if version and launcher:
+        return Check("mpi", OK, f"mpi4py {version}, {launcher}")
+    lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"
+    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", "pip install 'fa-cli[ring]'")
+
+
+# -- tools and the process --------------------------------------------------------------------------------------------
+
+
+def _tools(gpu: bool) -> Check:
+    found = [tool for tool in _TOOLS if shutil.which(tool)]
+    missing = [tool for tool in _TOOLS if tool not in found]
+    detail = ", ".join([*found, *(f"no {tool}" for tool in missing)])
+    if missing and gpu:
+        return Check("profilers", WARN, detail, "install the CUDA toolkit, and put its bin folder (/usr/local/cuda/bin) on PATH")
+    if gpu and "RmProfilingAdminOnly: 1" in _text("/proc/driver/nvidia/params") and os.geteuid() != 0:
+        return Check("profilers", WARN, f"{detail}; only root may read the GPU's counters", "run ncu with sudo")
+    return Check("profilers", OK, detail if gpu else f"{detail}; nothing to profile without a GPU")
+
+
+def _injection() -> Check:
+    library = os.environ.get("CUDA_INJECTION64_PATH")
+    if library:
+        detail = f"CUDA_INJECTION64_PATH={library}: that library is loaded into every CUDA program here, and its times mean little"
+        return Check("injection", WARN, detail, "unset CUDA_INJECTION64_PATH")
+    return Check("injection", OK, "no library is injected into CUDA programs")
+
+
+# -- room -------------------------------------------------------------------------------------------------------------
+
+
+def _cupy_cache() -> Path:
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
+    """A folder of compiled code: it must be writable, and by nobody else, since what lies in it is run."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        detail = f"{folder} cannot be written, so compiled kernels cannot be kept"
+        return Check(name, FAIL if needed else WARN, detail, f"set {variable} to a folder of yours")
+    about = there.stat()
+    if there == folder and _others_may_write(about):
+        hint = f"chmod go-w {folder}, or set {variable} to a folder of yours"
+        return Check(name, WARN, f"{folder} may be written by others, and what lies in it is run", hint)
+    return Check(name, OK, str(folder))
+
+
+def _others_may_write(about: os.stat_result) -> bool:
+    another_group = about.st_gid != os.getgid()  # many systems give each user a group of their own, writable
+    return bool(about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and another_group) or about.st_uid not in (0, os.geteuid()))
+
+
+def _room(name: str, free: Callable[[], int], of: str, hint: str) -> Check:
+    try:
+        have = free()
+    except (OSError, ValueError, IndexError) as error:
+        return Check(name, WARN, f"cannot tell: {error}")
+    return Check(name, WARN if have < _LITTLE else OK, f"{have / (1 << 30):.1f} GB free {of}", hint if have < _LITTLE else "")
+
+
+def _disk() -> Check:
+    return _room("disk", lambda: shutil.disk_usage(".").free, f"in {Path.cwd()}", "free some, or use --output-dir on another disk")
+
+
+def _memory() -> Check:
+    def available() -> int:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.M)
+        return int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    return _room("memory", available, "in this machine", "close something, or use smaller problems")

@@ -1,0 +1,234 @@
+"""doctor says what is wrong: each fault is planted, and only what stops kernels from running is a FAIL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness import doctor
+from harness.doctor import Check
+from harness.kernel import KERNELS, Device
+from harness.problem import EnvironmentFault
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU and with a C++ compiler, whatever runs the tests."""
+    monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_INJECTION64_PATH", raising=False)
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(doctor, "compiler", lambda: ("/usr/bin/g++",))
+    wheels(monkeypatch)
+
+
+def wheels(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    """Let these distributions, and no others, be installed (underscores stand for hyphens)."""
+    packages = {name.replace("_", "-"): version for name, version in installed.items()}
+
+    def version(name: str) -> str:
+        if name not in packages:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    found = [SimpleNamespace(metadata={"Name": name}, version=number) for name, number in packages.items()]
+    monkeypatch.setattr(doctor.metadata, "distributions", lambda: found)
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, backend: Callable[[int], Any] | None = None) -> None:
+    """Let there be a driver for CUDA 13.0 and a GPU, or what making the backend raises."""
+    device = Device("cuda", "NVIDIA H200", "sm_90")
+    runtime = SimpleNamespace(getDeviceCount=lambda: 8)
+    works = SimpleNamespace(device=lambda: device, xp=SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(doctor, "pip_line", lambda: "pip install 'fa-cli[cuda13]'")
+    monkeypatch.setattr(doctor, "Cuda", backend or (lambda index: works))
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def checks() -> dict[str, Check]:
+    found = doctor.doctor()
+    named = {check.name: check for check in found}
+    assert len(named) == len(found), "two lines of one name"
+    return named
+
+
+def failed() -> set[str]:
+    return {name for name, check in checks().items() if check.status == "FAIL"}
+
+
+def test_a_machine_with_a_compiler_and_no_gpu_is_in_order() -> None:
+    found = checks()
+    assert failed() == set()
+    assert found["kernels"].detail == "run on the CPU (--device cpu)"
+    assert found["c++ compiler"].detail == "/usr/bin/g++"
+    assert "gpu" not in found and "cupy cache" not in found
+
+
+def test_neither_compiler_nor_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "compiler", raising(EnvironmentFault("no C++ compiler", "why", "apt install g++")))
+    assert failed() == {"kernels", "c++ compiler"}
+    assert checks()["kernels"].hint == "apt install g++"
+
+
+def test_a_gpu_without_a_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    wheels(monkeypatch, cupy_cuda13x="14.2.0")
+    monkeypatch.setattr(doctor, "compiler", raising(EnvironmentFault("no C++ compiler", "why", "apt install g++")))
+    found = checks()
+    assert failed() == set()
+    assert found["c++ compiler"].status == "WARN"
+    assert found["gpu"].detail == "8 x NVIDIA H200, sm_90, 132 multiprocessors, 227 KB shared memory a block, 50 MB L2"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (EnvironmentFault("CuPy is not installed", "why", "pip install 'fa-cli[cuda13]'"), "CuPy is not installed: why"),
+        (OSError("libnvrtc.so.13: cannot open"), "CuPy fails: OSError: libnvrtc.so.13"),
+    ],
+)
+def test_a_driver_without_a_working_cupy_fails_with_the_pip_line(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    gpu(monkeypatch, raising(error))
+    found = checks()
+    assert failed() == {"gpu", "cupy"}
+    assert words in found["gpu"].detail
+    assert "pip install 'fa-cli[cuda13]'" in found["gpu"].hint
+    assert found["cupy"].hint == "pip install 'fa-cli[cuda13]'"
+
+
+def test_a_driver_whose_library_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    wheels(monkeypatch, cupy_cuda13x="14.2.0")
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
+    assert failed() == {"nvidia driver"}
+
+
+def test_two_cupy_wheels_fail_and_cupy_s_relatives_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    wheels(monkeypatch, cupy_cuda13x="14.2.0", cupy_xarray="0.1")
+    assert failed() == set()
+    wheels(monkeypatch, cupy_cuda13x="14.2.0", cupy_cuda12x="14.1.0")
+    assert failed() == {"cupy"}
+    assert checks()["cupy"].hint == "pip uninstall cupy-cuda12x cupy-cuda13x, then pip install 'fa-cli[cuda13]'"
+
+
+def test_no_nvrtc_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.nvrtc, "_nvrtc", raising(EnvironmentFault("NVRTC is not here", "why", "pip install it")))
+    assert checks()["nvrtc"] == Check("nvrtc", "WARN", "NVRTC is not here: `fa-cli compile` needs it", "pip install it")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wheel", "status"), [("'13.0'", "cupy_cuda13x", "OK"), ("'12.8'", "cupy_cuda13x", "WARN"), ("None", "cupy_cuda13x", "OK")]
+)
+def test_torch_of_another_cuda_than_cupy_s_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str, wheel: str, status: str
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('doctor imported torch')")
+    (package / "version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    wheels(monkeypatch, torch="2.11.0", **{wheel: "14.2.0"})
+    check = checks()["torch"]
+    assert check.status == status
+    assert ("CPU only" if cuda == "None" else f"CUDA {cuda[1:-1]}") in check.detail
+
+
+def test_nccl_and_mpi_are_named_or_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(doctor.ctypes, "CDLL", raising(OSError("no library")))
+    found = checks()
+    assert (found["nccl"].status, found["mpi"].status) == ("WARN", "WARN")
+    assert "mpi4py and mpiexec" in found["mpi"].detail
+    wheels(monkeypatch, nvidia_nccl_cu12="2.28", mpi4py="4.1.2")
+    assert "no mpiexec:" in checks()["mpi"].detail
+    (tmp_path / "mpiexec").touch(0o755)
+    found = checks()
+    assert (found["nccl"].detail, found["mpi"].status) == ("nvidia-nccl-cu12 2.28", "OK")
+
+
+def test_profilers_matter_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks()["profilers"].status == "OK"
+    gpu(monkeypatch)
+    (tmp_path / "nsys").touch(0o755)
+    check = checks()["profilers"]
+    assert (check.status, check.detail) == ("WARN", "nsys, no ncu, no compute-sanitizer")
+    for tool in ("ncu", "compute-sanitizer"):
+        (tmp_path / tool).touch(0o755)
+    monkeypatch.setattr(doctor, "_text", lambda path: "RmProfilingAdminOnly: 1" if str(path).endswith("params") else "")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "only root" in checks()["profilers"].detail
+
+
+def test_an_injected_library_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks()["injection"].status == "OK"
+    monkeypatch.setenv("CUDA_INJECTION64_PATH", "/opt/libspy.so")
+    assert checks()["injection"].status == "WARN"
+    assert "/opt/libspy.so" in checks()["injection"].detail
+
+
+def test_a_cache_others_may_write_is_a_warning(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert checks()["cache"].status == "OK", "one that is not there yet is as good as made"
+    cache.mkdir(mode=0o755)
+    assert checks()["cache"].status == "OK"
+    cache.chmod(0o757)
+    assert checks()["cache"].status == "WARN"
+    assert checks()["cache"].hint.startswith(f"chmod go-w {cache}")
+
+
+def test_a_cache_of_another_user_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o755)
+    owner = (tmp_path / "cache").stat()
+    planted = SimpleNamespace(st_mode=owner.st_mode, st_gid=owner.st_gid, st_uid=4242)
+    assert doctor._others_may_write(planted)  # type: ignore[arg-type]
+    assert not doctor._others_may_write(owner)
+
+
+def test_a_cache_that_cannot_be_made_fails_where_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert failed() == {"cache"}
+    gpu(monkeypatch)
+    wheels(monkeypatch, cupy_cuda13x="14.2.0")
+    assert checks()["cache"].status == "WARN"
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cupy"))
+    assert failed() == {"cupy cache"}
+
+
+def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 29))
+    monkeypatch.setattr(doctor, "_text", lambda path: "MemTotal: 9 kB\nMemAvailable:   524288 kB\n")
+    found = checks()
+    assert (found["disk"].status, found["memory"].status) == ("WARN", "WARN")
+    assert found["memory"].detail == "0.5 GB free in this machine"
+
+
+def test_it_is_quick_and_imports_neither_torch_nor_pandas() -> None:
+    code = (
+        "import sys; from harness.doctor import doctor; doctor(); "
+        "sys.exit(' '.join({'torch', 'pandas', 'matplotlib', 'mpi4py'} & set(sys.modules)) or 0)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 10, "under a second alone; machines that run tests are busy"
