@@ -107,7 +107,8 @@ __device__ __forceinline__ int first_query(const fa::Args& args, int key) {
 }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
-extern "C" __global__ void __launch_bounds__(THREADS) dk_and_dv(const __grid_constant__ fa::Args args) {
+// The 4: that many blocks to a multiprocessor are enough. Left to itself the compiler makes room for 10 by spilling registers.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int key = index / columns, d = index % columns * vec, head_kv = blockIdx.y, batch = blockIdx.z;
