@@ -19,225 +19,115 @@
 // block = "BLOCK_Q // 8 * LANES"
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM)"
 // ///
-#include <fa/copy.cuh>
+#include <fa/tile.cuh>
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr int VEC = fa::vec_width<scalar>;           // elements of a 16-byte load: 4 of float32, 8 of the others
-constexpr int ROWS = 8;                              // query rows a thread owns, in the scores and in the output
-constexpr int KEYS = BLOCK_K / LANES;                // keys a thread owns in the scores
-constexpr int COLS = HEAD_DIM / LANES;               // columns a thread owns in the output
-constexpr int THREADS = BLOCK_Q / ROWS * LANES;
-constexpr int KEY_VEC = KEYS < 4 ? KEYS : 4;         // neighbouring keys a thread reads at once
-constexpr int ROW_STEP = THREADS / 4;                // a warp's load is 8 rows of 4 * 16 bytes; the block's is ROW_STEP rows
-constexpr int COLUMN_STEP = 4 * VEC;
-constexpr int PARTS = BLOCK_K / ROW_STEP;
-constexpr float LOWEST = -3.402823466e38f;
+constexpr int THREADS = BLOCK_Q / fa::owned * LANES;
+constexpr int KEYS = BLOCK_K / LANES;       // keys of a thread in the scores: 8 x KEYS numbers
+constexpr int COLUMNS = HEAD_DIM / LANES;   // columns of a thread in O: 8 x COLUMNS numbers
+constexpr int V_ROWS = THREADS / 4;         // V comes in pieces of as many rows as one load of the block covers
+constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
-static_assert(BLOCK_K % 32 == 0 && BLOCK_Q % 32 == 0 && HEAD_DIM % 32 == 0, "swizzles permute whole lines of 32 banks");
-static_assert(LANES == 8 || LANES == 16, "a row's lanes are neighbours in one warp");
-static_assert(KEYS % KEY_VEC == 0 && COLS % 4 == 0, "tiles divide evenly");
+static_assert(BLOCK_Q % 32 == 0 && BLOCK_K % V_ROWS == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
 
-template <int ROWS_OF_TILE> __device__ __forceinline__ int transposed(int column, int row) {
-    return column * ROWS_OF_TILE + (row ^ (column / VEC % 4 * 8));
-}
-
-__device__ __forceinline__ int v_at(int key, int column) { return key * HEAD_DIM + (column ^ (key % 2 * (VEC == 4 ? 16 : 4))); }
-
-__device__ __forceinline__ int p_at(int key, int row) { return key * BLOCK_Q + (row ^ (key / KEY_VEC % 8 * 4)); }
-
-// A tile of N rows on its way: the part of it that a thread carries.
-template <int N> struct Tile {
-    static constexpr int steps = N / ROW_STEP;
-    static_assert(steps * ROW_STEP == N, "warps divide the tile's rows evenly");
-    fa::Vec128<scalar> reg[steps][HEAD_DIM / COLUMN_STEP];
-
-    __device__ __forceinline__ void fetch(const scalar* from, int pitch, int rows, int head_dim) {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * VEC;
-#pragma unroll
-        for (int r = 0; r < steps; ++r)
-#pragma unroll
-            for (int c = 0; c < HEAD_DIM / COLUMN_STEP; ++c)
-                reg[r][c] = fa::load_128_upto(
-                    from + (row + r * ROW_STEP) * pitch + column + c * COLUMN_STEP,
-                    row + r * ROW_STEP < rows ? head_dim - column - c * COLUMN_STEP : 0);
-    }
-
-    __device__ __forceinline__ void store_transposed(float* smem, float factor = 1.0f) const {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * VEC;
-#pragma unroll
-        for (int r = 0; r < steps; ++r) {
-            // r * ROW_STEP in multiples of 32 stays outside the swizzle, and so becomes part of the instruction
-            float* to = smem + transposed<N>(column, row + r * ROW_STEP % 32) + r * ROW_STEP / 32 * 32;
-#pragma unroll
-            for (int c = 0; c < HEAD_DIM / COLUMN_STEP; ++c)
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) to[(c * COLUMN_STEP + e) * N] = fa::widen(reg[r][c][e]) * factor;
-        }
-    }
-
-    __device__ __forceinline__ void store_rows(float* smem) const {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * VEC;
-#pragma unroll
-        for (int r = 0; r < steps; ++r)
-#pragma unroll
-            for (int c = 0; c < HEAD_DIM / COLUMN_STEP; ++c)
-#pragma unroll
-                for (int e = 0; e < VEC; e += 4) {
-                    fa::Vec<float, 4> quad;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) quad[i] = fa::widen(reg[r][c][e + i]);
-                    fa::store_vec(smem + v_at(row, column + (c * COLUMN_STEP + e) % 32) + r * ROW_STEP * HEAD_DIM + (c * COLUMN_STEP + e) / 32 * 32, quad);
-                }
-    }
-};
+template <int N> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();
-    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;
-    float* v_smem = k_smem + HEAD_DIM * BLOCK_K;
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;
+    float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][BLOCK_Q] transposed
+    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;    // [BLOCK_K][HEAD_DIM]
+    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][HEAD_DIM]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][BLOCK_Q]
 
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
-    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
-    const int key_pitch = int(args.K.row), value_pitch = int(args.V.row);
-    const float scale = float(args.scale), sharpness = (scale < 0 ? -scale : scale) * fa::log2e;
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
 
-    const int limit = fa::visible_keys(args, q_end - 1);
-    const int unmasked = fa::visible_keys(args, q_first);
+    // The largest score is only the largest logit where the scale is positive. A negative one goes into Q, exactly.
+    const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
+
+    const int keys = fa::visible_keys(args, q_end - 1);     // what the last query sees is what any query of the tile sees
+    const int unmasked = fa::visible_keys(args, q_first);   // what every query of the tile sees
 
     {
-        Tile<BLOCK_Q> q_next;
-        q_next.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-        q_next.store_transposed(q_smem, scale < 0 ? -1.0f : 1.0f);
+        Staged<BLOCK_Q> q;
+        q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+        q.store_transposed(q_smem, sign);
     }
-    Tile<BLOCK_K> next;
-    next.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), key_pitch, limit, args.head_dim);
-    next.store_transposed(k_smem);
+    Staged<BLOCK_K> k;
+    k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+    k.store_by_rows(k_smem);
     __syncthreads();
 
-    float out_reg[ROWS][COLS] = {};
-    float max_reg[ROWS], sum_reg[ROWS] = {};
+    float out_reg[fa::owned][COLUMNS] = {};                 // O, not yet divided by the sum
+    float max_reg[fa::owned], sum_reg[fa::owned] = {};      // sum_reg: only of this lane's keys
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) max_reg[i] = LOWEST;
+    for (int i = 0; i < fa::owned; ++i) max_reg[i] = LOWEST;
 
-    for (int k_first = 0; k_first < limit; k_first += BLOCK_K) {
-        // 1. scores
-        float score_reg[ROWS][KEYS] = {};
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        // S = Q K^T
+        float score_reg[KEYS][fa::owned] = {};
 #pragma unroll 1
-        for (int part = 0; part < PARTS; ++part) {
-            const int v_first = k_first + part * ROW_STEP;
-            Tile<ROW_STEP> v_next;
-            v_next.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, v_first), value_pitch, limit - v_first, args.head_dim);
-#pragma unroll 1
-            for (int chunk = part * (HEAD_DIM / PARTS); chunk < (part + 1) * (HEAD_DIM / PARTS); chunk += VEC) {
-            const float* q_from = q_smem + transposed<BLOCK_Q>(chunk, row);
-            const float* k_from = k_smem + chunk * BLOCK_K;
-#pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                fa::Vec<float, 4> q[ROWS / 4];
-                fa::Vec<float, KEY_VEC> k[KEYS / KEY_VEC];
-#pragma unroll
-                for (int h = 0; h < ROWS / 4; ++h) q[h] = fa::load_vec<4>(q_from + e * BLOCK_Q + 4 * h);
-#pragma unroll
-                for (int c = 0; c < KEYS / KEY_VEC; ++c)
-                    k[c] = fa::load_vec<KEY_VEC>(
-                        k_from + e * BLOCK_K + ((KEY_VEC * (lane + LANES * c)) ^ (chunk / VEC % 4 * 8)));
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-                    for (int j = 0; j < KEYS; ++j) score_reg[i][j] += q[i / 4][i % 4] * k[j / KEY_VEC][j % KEY_VEC];
-            }
+        for (int piece = 0; piece < BLOCK_K; piece += V_ROWS) {
+            constexpr int columns = HEAD_DIM * V_ROWS / BLOCK_K;
+            const int from = piece / V_ROWS * columns;
+            Staged<V_ROWS> v;
+            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first + piece), int(args.V.row), keys - k_first - piece, args.head_dim);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, from, from + columns);
+            v.store_by_rows(v_smem + piece * HEAD_DIM);
         }
-            v_next.store_rows(v_smem + part * ROW_STEP * HEAD_DIM);
-        }
-        __syncthreads();
+        __syncthreads();  // V is there, and nobody needs K any more
 
-        // 2. softmax
+        // P = exp(scale * (S - max)), unnormalised
         const bool masked = k_first + BLOCK_K > unmasked;
         if (masked) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
+            for (int i = 0; i < fa::owned; ++i) {
+                const int visible = fa::visible_keys(args, q_first + row + i);
 #pragma unroll
-                for (int j = 0; j < KEYS; ++j) {
-                    int key = k_first + KEY_VEC * (lane + LANES * (j / KEY_VEC)) + j % KEY_VEC;
-                    if (key >= fa::visible_keys(args, q_first + row + i)) score_reg[i][j] = LOWEST;
-                }
+                for (int j = 0; j < KEYS; ++j)
+                    if (k_first + lane + LANES * j >= visible) score_reg[j][i] = LOWEST;
+            }
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            float largest = score_reg[i][0];
+        for (int i = 0; i < fa::owned; ++i) {
+            float largest = score_reg[0][i];
 #pragma unroll
-            for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[i][j]);
+            for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][i]);
             largest = max(max_reg[i], fa::group_max<LANES>(largest));
-            float shrink = fa::exp2_approx((max_reg[i] - largest) * sharpness);
+            const float shrink = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
             max_reg[i] = largest;
             sum_reg[i] *= shrink;
 #pragma unroll
-            for (int c = 0; c < COLS; ++c) out_reg[i][c] *= shrink;
+            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] *= shrink;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
-                float p = fa::exp2_approx((score_reg[i][j] - largest) * sharpness);
-                if (masked && score_reg[i][j] == LOWEST) p = 0.0f;
-                score_reg[i][j] = p;
+                float p = fa::exp2_approx((score_reg[j][i] - largest) * scale_log2e);
+                if (masked && score_reg[j][i] == LOWEST) p = 0.0f;
+                score_reg[j][i] = p;
                 sum_reg[i] += p;
             }
         }
+        fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
+        __syncwarp();  // the lanes of a row are lanes of one warp
 
-        // 3. P to shared
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-            for (int h = 0; h < ROWS; h += 4) {
-                fa::Vec<float, 4> quad;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) quad[i] = score_reg[h + i][j];
-                fa::store_vec(p_smem + p_at(KEY_VEC * (lane + LANES * (j / KEY_VEC)) + j % KEY_VEC, row + h), quad);
-            }
-        __syncwarp();
-        next.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first + BLOCK_K), key_pitch, limit - k_first - BLOCK_K, args.head_dim);
-
-        // 4. O += P V
-#pragma unroll 1
-        for (int key = 0; key < BLOCK_K; key += KEY_VEC) {
-#pragma unroll
-            for (int e = 0; e < KEY_VEC; ++e) {
-                fa::Vec<float, 4> p[ROWS / 4], v[COLS / 4];
-#pragma unroll
-                for (int h = 0; h < ROWS / 4; ++h)
-                    p[h] = fa::load_vec<4>(p_smem + p_at(key, row + 4 * h) + e * BLOCK_Q);
-#pragma unroll
-                for (int c = 0; c < COLS / 4; ++c)
-                    v[c] = fa::load_vec<4>(v_smem + key * HEAD_DIM + v_at(e, 4 * (lane + LANES * c)));
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-                    for (int c = 0; c < COLS; ++c) out_reg[i][c] += p[i / 4][i % 4] * v[c / 4][c % 4];
-            }
-        }
-        next.store_transposed(k_smem);
-        __syncthreads();
+        // O += P V
+        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first + BLOCK_K), int(args.K.row), keys - k_first - BLOCK_K, args.head_dim);
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(out_reg, p_smem, v_smem, row, lane);
+        k.store_by_rows(k_smem);
+        __syncthreads();  // the next K is there, and nobody needs V or P any more
     }
 
-    // epilogue
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);               // [8 rows], O.row apart
+    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        float sum = fa::group_sum<LANES>(sum_reg[i]);
+    for (int i = 0; i < fa::owned; ++i) {
+        const float sum = fa::group_sum<LANES>(sum_reg[i]);
         if (q_first + row + i >= q_end) continue;
-        float inverse = sum > 0 ? 1.0f / sum : 0.0f;
-#pragma unroll
-        for (int c = 0; c < COLS; c += 4) {
-            int column = 4 * lane + LANES * c;
-            fa::Vec<scalar, 4> quad;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) quad[e] = fa::narrow<scalar>(out_reg[i][c + e] * inverse);
-            fa::store_vec_upto(out + i * int(args.O.row) + column, quad, args.head_dim - column);
-        }
-        if (lane == 0) logsumexp[i] = sum > 0 ? max_reg[i] * (scale < 0 ? -scale : scale) + fa::log(sum) : -fa::infinity();
+        fa::store_output<scalar, LANES>(out + i * args.O.row, out_reg[i], sum > 0 ? 1.0f / sum : 0.0f, lane, args.head_dim);
+        if (lane == 0) logsumexp[i] = sum > 0 ? max_reg[i] * scale + fa::log(sum) : -fa::infinity();
     }
 }

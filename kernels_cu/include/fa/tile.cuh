@@ -1,20 +1,180 @@
-// Tiles of rows brought into shared memory, as the float32 kernels of the ladder's first half do it: one element a thread.
+// Tiles of rows in shared memory, and the two products that attention on CUDA cores is made of.
+//
+// A block is Threads threads. Lanes neighbours of one warp work on the same 8 rows ("owned" rows: of the output, and of the
+// scores); lane and the number of its first owned row say all there is to know about a thread. The rows of the other side
+// ("passing" rows) come by tile after tile. Everything in shared memory is float, whatever the storage type T.
+//
+//   Two layouts:
+//     transposed [Width][N]   the owned rows' operand, loaded once: a thread reads its 8 rows of one column in two loads
+//     by rows    [N][Width]   passing rows: one layout serves both products, which read it along and across
+//   and P [passing][owned], the scores on their way from the lanes that made them to the lanes that use them.
+//
+// Banks. Shared memory has 32 banks of 4 bytes; a 16-byte access is served 8 lanes at a time, so 8 lanes must touch the 8
+// different quads (4 floats, 4 banks) of a 128-byte line, or the same address. Every layout here is a multiple of 32 floats
+// wide, so rows alone would collide; each is made free of conflicts by XORing the place in the line with a few bits of the
+// row. An XOR permutes the line and needs no padding, so tiles stay 16-byte aligned and of round size.
 #pragma once
 
-#include <fa/types.cuh>
+#include <fa/copy.cuh>
 
 namespace fa {
 
-// Rows first, first + 1, ... of one head to shared memory: `rows` of them, `width` elements each, `pitch` elements apart. What
-// lies beyond row `end` or element `head_dim` (the row's poison) becomes zero. `threads` threads do it together, this one being
-// `thread`: neighbouring threads take neighbouring elements, so a warp's loads coalesce. The barrier is the caller's.
-template <int rows, int width, int pitch, int threads, class T>
-__device__ __forceinline__ void load_rows(T* to_smem /* [rows][pitch] */, const T* from /* [rows], stride apart */, int64_t stride,
-                                          int first, int end, int head_dim, int thread) {
-#pragma unroll 4
-    for (int i = thread; i < rows * width; i += threads) {
-        int row = i / width, d = i % width;
-        to_smem[row * pitch + d] = first + row < end && d < head_dim ? from[row * stride + d] : T{};
+constexpr int owned = 8;  // rows a thread owns
+
+// Which quad of its line a passing row's first quad stands in. Any 8 neighbouring rows get 8 different ones (scores() reads 8
+// rows at one column). A warp writes 8 rows by 4 chunks of 16 bytes of T, two rows every 8 lanes: those two get the two halves
+// of the line where a chunk is one quad (float), the odd and the even quads where it is two (16-bit types).
+template <class T> __device__ __forceinline__ int spread(int row) {
+    return sizeof(T) == 4 ? row % 2 * 4 + row / 2 % 4 : row % 8;
+}
+
+// Element (row, column) of a passing tile.
+template <class T, int Width> __device__ __forceinline__ int by_rows(int row, int column) {
+    return row * Width + (column ^ (4 * spread<T>(row)));
+}
+
+// Element (row, column) of an owned tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
+template <class T, int N> __device__ __forceinline__ int transposed(int row, int column) {
+    return column * N + (row ^ (8 * (column / vec_width<T> % 4)));
+}
+
+// P of one passing and one owned row, N owned rows in all. Written 8 passing rows at a time, 4 owned rows each: 8 quads.
+template <int N> __device__ __forceinline__ int score_at(int passing, int row) {
+    return passing * N + (row ^ (4 * (passing % 8)));
+}
+
+// N rows of a tensor on their way from memory to shared memory: the part of them that one thread carries in registers. A warp
+// takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
+template <class T, int Width, int Threads, int N> struct Staged {
+    static constexpr int vec = vec_width<T>, row_step = Threads / 4, column_step = 4 * vec;
+    static constexpr int row_steps = N / row_step, column_steps = Width / column_step;
+    static_assert(row_steps * row_step == N && column_steps * column_step == Width, "patches cover the tile exactly");
+    Vec128<T> reg[row_steps][column_steps];
+
+    // from: the tile's first row, rows `pitch` elements apart. What is not there (row >= rows, column >= head_dim) is zero.
+    __device__ __forceinline__ void fetch(const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim) {
+        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
+#pragma unroll
+        for (int r = 0; r < row_steps; ++r)
+#pragma unroll
+            for (int c = 0; c < column_steps; ++c)
+                reg[r][c] = load_128_upto(
+                    from + (row + r * row_step) * pitch + column + c * column_step,
+                    row + r * row_step < rows ? head_dim - column - c * column_step : 0);
+    }
+
+    // In both stores, what a step adds to an address in whole lines is kept out of the XOR: it becomes part of the instruction.
+    __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, float factor = 1.0f) const {
+        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
+#pragma unroll
+        for (int r = 0; r < row_steps; ++r) {
+            float* to = smem + transposed<T, N>(row + r * row_step % 32, column) + r * row_step / 32 * 32;
+#pragma unroll
+            for (int c = 0; c < column_steps; ++c)
+#pragma unroll
+                for (int e = 0; e < vec; ++e) to[(c * column_step + e) * N] = widen(reg[r][c][e]) * factor;
+        }
+    }
+
+    __device__ __forceinline__ void store_by_rows(float* smem /* [N][Width] */) const {
+        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
+#pragma unroll
+        for (int c = 0; c < column_steps; ++c)
+#pragma unroll
+            for (int e = 0; e < vec; e += 4) {
+                const int far = c * column_step + e;
+                float* to = smem + by_rows<T, Width>(row, column + far % 32) + far / 32 * 32;
+#pragma unroll
+                for (int r = 0; r < row_steps; ++r) {
+                    Vec<float, 4> quad;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) quad[i] = widen(reg[r][c][e + i]);
+                    store_vec(to + r * row_step * Width, quad);
+                }
+            }
+    }
+};
+
+// score_reg[j][i] += sum over columns [first, last) of owned row (row + i) * passing row (lane + Lanes j). Four columns at a
+// time: 8 + Count loads of 16 bytes for 32 * Count multiplications.
+template <class T, int Width, int Lanes, int N, int Count>
+__device__ __forceinline__ void multiply_rows(
+    float (&score_reg)[Count][owned], const float* owned_smem /* [Width][N] transposed */,
+    const float* passing_smem /* [Lanes * Count][Width] by rows */, int row, int lane, int first = 0, int last = Width) {
+#pragma unroll 1
+    for (int column = first; column < last; column += 4) {
+        const float* a_from = owned_smem + transposed<T, N>(row, column);
+        const float* b_from = passing_smem + by_rows<T, Width>(lane, column);
+        Vec<float, 4> b[Count];
+#pragma unroll
+        for (int j = 0; j < Count; ++j) b[j] = load_vec<4>(b_from + j * Lanes * Width);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            Vec<float, 4> a[2] = {load_vec<4>(a_from + e * N), load_vec<4>(a_from + e * N + 4)};
+#pragma unroll
+            for (int j = 0; j < Count; ++j)
+#pragma unroll
+                for (int i = 0; i < owned; ++i) score_reg[j][i] += a[i / 4][i % 4] * b[j][e];
+        }
+    }
+}
+
+// Puts score_reg[j][i] where every lane of the row finds it: Count * 2 stores of 16 bytes.
+template <int Lanes, int N, int Count>
+__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][owned], int row, int lane) {
+#pragma unroll
+    for (int j = 0; j < Count; ++j)
+#pragma unroll
+        for (int h = 0; h < owned; h += 4) {
+            Vec<float, 4> quad = {score_reg[j][h], score_reg[j][h + 1], score_reg[j][h + 2], score_reg[j][h + 3]};
+            store_vec(score_smem + score_at<N>(lane, row + h) + j * Lanes * N, quad);
+        }
+}
+
+// Columns of the output that a thread owns: vectors of output_vec, Lanes vectors apart.
+template <int Columns> constexpr int output_vec = Columns % 4 == 0 ? 4 : 2;
+template <int Columns, int Lanes> __device__ __forceinline__ int output_column(int lane, int c) {
+    constexpr int v = output_vec<Columns>;
+    return v * (lane + Lanes * (c / v)) + c % v;
+}
+
+// out_reg[i][c] += sum over Passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
+// 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only.
+template <class T, int Width, int Lanes, int N, int Passing>
+__device__ __forceinline__ void multiply_scores(
+    float (&out_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */, const float* passing_smem /* [Passing][Width] */,
+    int row, int lane) {
+    constexpr int columns = Width / Lanes, v = output_vec<columns>;
+#pragma unroll 1
+    for (int first = 0; first < 8; ++first) {
+        const float* p_low = score_smem + score_at<N>(first, row);
+        const float* p_high = score_smem + score_at<N>(first, row + 4);
+        const float* b_from = passing_smem + by_rows<T, Width>(first, output_column<columns, Lanes>(lane, 0));
+#pragma unroll
+        for (int m = 0; m < Passing; m += 8) {
+            Vec<float, 4> p[2] = {load_vec<4>(p_low + m * N), load_vec<4>(p_high + m * N)};
+            Vec<float, v> b[columns / v];
+#pragma unroll
+            for (int c = 0; c < columns / v; ++c) b[c] = load_vec<v>(b_from + m * Width + c * v * Lanes);
+#pragma unroll
+            for (int i = 0; i < owned; ++i)
+#pragma unroll
+                for (int c = 0; c < columns; ++c) out_reg[i][c] += p[i / 4][i % 4] * b[c / v][c % v];
+        }
+    }
+}
+
+// Writes factor * out_reg of one owned row, narrowed to T, to a row of memory: the columns below head_dim.
+template <class T, int Lanes, int Columns>
+__device__ __forceinline__ void store_output(T* to /* [head_dim] */, const float (&out_reg)[Columns], float factor, int lane, int head_dim) {
+    constexpr int v = output_vec<Columns>;
+#pragma unroll
+    for (int c = 0; c < Columns; c += v) {
+        const int column = output_column<Columns, Lanes>(lane, c);
+        Vec<T, v> some;
+#pragma unroll
+        for (int e = 0; e < v; ++e) some[e] = narrow<T>(factor * out_reg[c + e]);
+        store_vec_upto(to + column, some, head_dim - column);
     }
 }
 
