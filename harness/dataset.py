@@ -20,7 +20,7 @@ import numpy as np
 from .files import disk_fault, json_bytes, locked, read_exact, read_json, sha256, write_files
 from .problem import READS, WRITES, DataFault, Problem, UsageFault
 
-__all__ = ["STORAGE", "Dataset", "check_size", "generate", "locked", "open_", "read_forward", "write", "write_outputs"]
+__all__ = ["STORAGE", "Dataset", "check_size", "disk_fault", "generate", "locked", "open_", "read_forward", "write", "write_outputs"]
 
 Array = np.ndarray[Any, Any]
 

@@ -6,17 +6,25 @@ import csv
 import io
 import os
 import platform
+import secrets
 import subprocess
 import sys
+import time
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from .files import disk_fault, json_bytes, read_json, write_files
-from .problem import DataFault
+from .problem import PASSES, DataFault, Problem
+
+if TYPE_CHECKING:
+    from .backends import Backend
+    from .run import Result
 
 #: Packages whose versions a measurement depends on, asked for by name, never imported.
 PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
@@ -78,6 +86,9 @@ class Row:
     MaxError_dV: float | None = None
 
 
+#: What the column Type says of each mode.
+TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
+
 _TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_type_hints(Row).items()}
 
 
@@ -131,7 +142,7 @@ def read(path: Path) -> list[Row]:
     for cells in lines:
         try:
             rows.append(Row(**{name: _value(name, cell) for name, cell in zip(header(), cells, strict=True)}))
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise DataFault(f"{path}:{lines.line_num}: not a row of results", str(error), hint) from None
     return rows
 
@@ -143,10 +154,8 @@ def _line(cells: list[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return repr(float(value))  # numpy's own repr says np.float64(...)
     text = str(value)
@@ -161,20 +170,94 @@ def _value(name: str, cell: str) -> Any:
             return None
         raise ValueError(f"{name} is empty")
     if bool in kinds:
-        if cell not in ("true", "false"):
-            raise ValueError(f"{name} is {cell!r}, not true or false")
-        return cell == "true"
+        return {"true": True, "false": False}[cell]
     for kind in (int, float):
         if kind in kinds:
             return kind(cell)
     return cell.removeprefix("'")
 
 
+# -- rows from results ------------------------------------------------------------------------------------------------
+
+
+def new_run_id() -> str:
+    """A name for a run that no other has: when it started (UTC), and four random letters."""
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(2)
+
+
+def rows_of(result: Result, test: str, run_id: str) -> list[Row]:
+    """The rows of a result: one a pass, and for mode both a third of the two together. A failed check has no speeds."""
+    modes = (*PASSES, "both") if result.mode == "both" else (result.mode,)
+    return [_row(result, mode, test, run_id) for mode in modes]
+
+
+def rows_without(
+    test: str, kernel: str, mode: str, problem: Problem, backend: Backend, run_id: str, seed: int, status: str, why: str
+) -> list[Row]:
+    """The rows of a kernel that gave no result: status REFUSED, ERROR or ABSENT, and why."""
+    modes = (*PASSES, "both") if mode == "both" else (mode,)
+    message = " ".join(why.split())
+    facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
+    return [Row(**_of_problem(test, kernel, m, problem), Status=status, ErrorMessage=message, **facts) for m in modes]
+
+
+def _of_problem(test: str, kernel: str, mode: str, problem: Problem) -> dict[str, Any]:
+    p = problem
+    return {
+        "Test": test, "Kernel": kernel, "Type": TYPES[mode], "Batch": p.batch, "Heads": p.heads_q, "SeqLen": p.seq_q,
+        "HeadDim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv, "dtype": p.dtype, "causal": p.causal, "scale": p.scale,
+        "repro": _repro(kernel, mode, p),
+    }  # fmt: skip
+
+
+def _row(result: Result, mode: str, test: str, run_id: str) -> Row:
+    problem = result.problem
+    passes = [result.passes[name] for name in (PASSES if mode == "both" else (mode,))]
+    verdicts = {name: v for p in passes for name, v in p.verdicts.items()}
+    worst = max(verdicts.values(), key=lambda v: v.max_abs)
+    # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
+    times = sorted(sum(each) * 1e3 for each in zip(*(p.seconds for p in passes), strict=True)) if result.passed else []
+    low, middle, high = np.percentile(times, (20, 50, 80)).tolist() if times else (None, None, None)
+    of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
+    loaded = [p.loaded for p in passes]
+
+    def most(name: str) -> int | None:
+        return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
+
+    return Row(
+        **_of_problem(test, result.compute, mode, problem),
+        Status="PASS" if all(v.passed for v in verdicts.values()) else "FAIL",
+        MaxError=worst.max_abs, MeanError=worst.mean_abs, MSE=worst.mse, MaxRelError=worst.max_rel,
+        KernelTime_ms=middle,
+        TFLOPS=problem.flops(mode) / (middle * 1e9) if middle else None,
+        Bandwidth_GBps=problem.bytes(mode) / (middle * 1e6) if middle else None,
+        ErrorMessage="; ".join(f"{name}: {v.reason} at {v.place}" for name, v in verdicts.items() if not v.passed) or None,
+        seed=result.seed, device=result.device, device_name=result.device_name,
+        timing="warm",  # the same buffers again and again
+        n_samples=len(times) or None, p20_ms=low, p80_ms=high,
+        peak_bytes=max(p.device_bytes for p in passes),
+        registers=most("registers"), spill_bytes=most("spill_bytes"), shared_bytes=most("shared_bytes"),
+        deterministic=all(p.kernel.deterministic for p in passes),
+        source_hash="+".join(dict.fromkeys(p.kernel.source_hash for p in passes)), run_id=run_id,
+        **of_tensors,
+    )  # fmt: skip
+
+
+def _repro(kernel: str, mode: str, problem: Problem) -> str:
+    """The command that runs this row again."""
+    p = problem
+    words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
+    words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
+    words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
+    words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal
+    return " ".join(words + [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5))
+
+
 # -- the environment --------------------------------------------------------------------------------------------------
 
 
-def environment(command: list[str] | None = None, **facts: Any) -> dict[str, Any]:
-    """What a run of record was measured on: Python, platform, package versions, git commit, command, and the facts given.
+def environment(**facts: Any) -> dict[str, Any]:
+    """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
 
     facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
     """
@@ -185,15 +268,9 @@ def environment(command: list[str] | None = None, **facts: Any) -> dict[str, Any
         except metadata.PackageNotFoundError:
             continue
     return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "packages": versions,
-        "git_commit": _git_commit(),
-        "command": sys.argv if command is None else command,
-        **facts,
-    }
+        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "packages": versions,
+        "git_commit": _git_commit(), "command": sys.argv, **facts,
+    }  # fmt: skip
 
 
 def _git_commit() -> str | None:
@@ -213,13 +290,9 @@ def _git_commit() -> str | None:
 
 def write_env(path: Path, record: Mapping[str, Any] | None = None) -> None:
     """Write an environment record (:func:`environment` of now by default) as JSON, atomically. Raises DiskFault."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(path.parent, error) from None
     write_files(path.parent, {path.name: json_bytes(environment() if record is None else record)})
 
 
 def read_env(path: Path) -> dict[str, Any]:
     """The record that :func:`write_env` wrote. Raises DataFault."""
-    return read_json(path, "fa-cli experiment --record writes it beside results.csv")
+    return read_json(path, "fa-cli experiment writes it beside results.csv")
