@@ -38,10 +38,11 @@ def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
         raise DataFault(f"{path} is missing", "there is no such file", hint) from None
     except OSError as error:
         raise DataFault(f"{path} cannot be read", error.strerror or str(error), "check the file and its permissions") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataFault(f"{path} is not a regular file", "it is a folder, a pipe or a device", hint)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DataFault(f"{path} is not a regular file", "it is a folder, a pipe or a device", hint)
         if size is None and found.st_size > JSON_LIMIT:
             raise DataFault(f"{path} is too large to be a record", f"{found.st_size} bytes; at most {JSON_LIMIT} are read", hint)
         if size is not None and found.st_size != size:
