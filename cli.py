@@ -111,42 +111,52 @@ def experiment(
     """Run a sweep: kernels x shapes, checked and timed, into results.csv, env.json and a plot. A failure does not stop it."""
     outcome = harness.experiment.run_sweep(
         "seqlen" if seqlen else name or mode or "forward", mode, computes, device, output_dir, record, full,
-        harness.show.progress(context.obj["verbosity"]),
+        harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
     return harness.show.experiment(outcome, as_json, context.obj["verbosity"])
 
 
 @main.command(
     epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples(
-        "fa-cli verify", "fa-cli verify --compute fa2 --matrix full", "fa-cli verify --compute ./mine_forward.cu --device cpu --check race"
-    )
+    + options.examples("fa-cli verify fa2", "fa-cli verify --matrix full", "fa-cli verify ./mine_forward.cu --device cpu --check race")
 )
+@options.kernels
 @options.compute
+@click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
+@click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
 @options.device
 @options.checks
 @options.printing
 @click.pass_context
 def verify(
-    context: Context, computes: list[str], matrix: str, device: str, check: str | None, schedule_seed: int | None, as_json: bool
-) -> int:
-    """Check kernels over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
+    context: Context, kernels: tuple[str, ...], computes: list[str], mode: str, matrix: str, case: int | None, device: str,
+    check: str | None, schedule_seed: int | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
         return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
-    cases = harness.verify.verify(computes, matrix, device, check, schedule_seed, harness.show.progress(context.obj["verbosity"]))
+    step = harness.printing.progress(context.obj["verbosity"])
+    cases = harness.verify.verify(
+        [*kernels, *computes] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check, schedule_seed=schedule_seed, case=case,
+        progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
+    )  # fmt: skip
     return harness.show.cases(cases, as_json, context.obj["verbosity"])
 
 
-@main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile --compute fa2 --all"))
+@main.command(
+    "compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile ./mine_forward.cu --arch sm_90")
+)
+@options.kernels
 @options.compute
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
 @options.printing
 @click.pass_context
-def compile_(context: Context, computes: list[str], arch: str | None, every: bool, as_json: bool) -> int:
-    """Compile kernels for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
-    rows = harness.compile.compile_all(options.kernels_of(computes), arch, every)
+def compile_(context: Context, kernels: tuple[str, ...], computes: list[str], arch: str | None, every: bool, as_json: bool) -> int:
+    """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
+    step = harness.printing.progress(context.obj["verbosity"])
+    rows = harness.compile.compile_all([*kernels, *computes], every, step, arch)
     return harness.show.compiled(rows, as_json, context.obj["verbosity"])
 
 
@@ -175,7 +185,7 @@ def list_(context: Context, as_json: bool) -> int:
 @options.printing
 @click.pass_context
 def doctor(context: Context, as_json: bool) -> int:
-    """What works on this machine, what does not, and why. Exit code 4 where no kernel can run at all."""
+    """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
     return harness.show.doctor(harness.doctor.doctor(), as_json, context.obj["verbosity"])
 
 

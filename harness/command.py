@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-from .problem import PASSES, DiskFault, Fault, Problem, UsageFault
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .problem import DiskFault, Fault, Problem, UsageFault
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,7 +105,8 @@ def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return [name for value in values for name in value.split(",") if name]
 
 
-def _mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """The mode by its own name or by a seed's."""
     known = {"forward": "forward", "backward": "backward", "both": "both", "forward_backward": "both", None: None}
     if value not in known:
         raise click.BadParameter(f"{value!r} is not one of forward, backward, both.")
@@ -138,24 +136,6 @@ def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None 
     """The problem that the shape options state."""
     sizes = (shape[name] for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype"))
     return Problem.of(*sizes, causal, scale)
-
-
-def kernels_of(computes: list[str]) -> list[Kernel]:
-    """Every pass of the kernels named, or of all. Raises UsageFault for an unknown name."""
-    from .kernel import catalogue, find
-
-    if not computes:
-        return list(catalogue())
-    found = []
-    for spec in computes:
-        for pass_ in PASSES:
-            try:
-                found.append(find(spec, pass_))
-            except UsageFault as fault:
-                missing = fault
-        if not found:
-            raise missing
-    return found
 
 
 def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
@@ -198,12 +178,13 @@ compute = click.option(
     help="Kernels by name, number or path to a .cu file.",
 )  # fmt: skip
 mode = click.option(
-    "--mode", default="forward", show_default=True, callback=_mode, metavar="forward|backward|both",
+    "--mode", default="forward", show_default=True, callback=parse_mode, metavar="forward|backward|both",
     help="backward alone reads O and logsumexp from the folder.",
 )  # fmt: skip
-sweep_mode = click.option("--mode", callback=_mode, metavar="forward|backward|both", help="[default: the sweep's]")
+sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
     click.option("--schedule-seed", type=int, metavar="N", help="Host backend: run the threads in another order."),
 )
+kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 tile = click.option("--tile", "tiles", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import backends, results
+from . import backends, results, run
 from .kernel import KERNELS, catalogue, find
 from .problem import PASSES, DataFault, DiskFault, EnvironmentFault, Fault, Problem, UsageFault
 
 if TYPE_CHECKING:
     from .results import Row
+    from .run import Yardstick
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
 KEYS = {"title", "mode", "kernels", "shapes", "cpu"}
 SHAPE_KEYS = {"test", "batch", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
+SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
 SAMPLES, SEED = 5, 42
 
 
@@ -116,13 +118,24 @@ def run_sweep(
     notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
     run_id = results.new_run_id()
     environment, table = folder / "env.json", folder / "results.csv"
-    results.write_environment(environment, backend, run_id)
+    _write_environment(environment, backend, run_id)
     rows: list[Row] = []
-    for number, ((test, problem), kernel) in enumerate(itertools.product(shapes, kernels), 1):
-        progress(f"{number}/{len(shapes) * len(kernels)} {test} {kernel}")
-        for row in _measure(test, problem, kernel, mode, backend, run_id):
-            results.append(table, row)
-            rows.append(row)
+    for number, (test, problem) in enumerate(shapes):
+        yardstick: Yardstick | None = None  # the reference of a shape serves every kernel
+        for place, kernel in enumerate(kernels, 1):
+            progress(f"{number * len(kernels) + place}/{len(shapes) * len(kernels)} {test} {kernel}")
+            try:
+                yardstick = yardstick or run.yardstick_for(problem, backend, mode, SEED)
+                result = run.measure_in_memory(kernel, mode, problem, backend, SEED, SAMPLES, yardstick)
+                found = results.rows_of(result, test, run_id)
+            except (EnvironmentFault, DiskFault):
+                raise  # every other row would meet it too
+            except Exception as error:
+                status = "REFUSED" if isinstance(error, UsageFault) else "ERROR"
+                found = results.rows_without(test, kernel, mode, problem, backend, run_id, SEED, status, str(error))
+            for row in found:
+                results.append(table, row)
+                rows.append(row)
     progress("")
     files = [table, environment]
     from . import report  # pandas and seaborn take a second to load
@@ -168,7 +181,7 @@ def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tup
         except (TypeError, Fault) as error:
             raise wrong(f"shape {item}: {error}") from None
         label = item.get("test", "")
-        varied = "_".join(f"{key}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1)
+        varied = "_".join(f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1)
         found.append(("-".join(filter(None, (label, varied))) or problem.folder, problem))
     return found
 
@@ -199,15 +212,11 @@ def _place(sweep: Sweep, output_dir: Path, record: bool, device: str) -> tuple[P
     return folder, picture
 
 
-def _measure(test: str, problem: Problem, kernel: str, mode: str, backend: backends.Backend, run_id: str) -> list[Row]:
-    """The rows of one kernel on one shape: one a pass, for both three. What goes wrong is in the row, not raised."""
-    from .run import measure_in_memory
-
-    try:
-        return results.rows_of(measure_in_memory(kernel, mode, problem, backend, SEED, SAMPLES), test, run_id, SEED, SAMPLES)
-    except (EnvironmentFault, DiskFault):
-        raise  # so would every other row
-    except UsageFault as fault:
-        return results.rows_without(test, kernel, mode, problem, backend, run_id, SEED, "REFUSED", str(fault))
-    except Exception as error:
-        return results.rows_without(test, kernel, mode, problem, backend, run_id, SEED, "ERROR", str(error))
+def _write_environment(path: Path, backend: backends.Backend, run_id: str) -> None:
+    """The record of this run; those of earlier runs into the same table stay, under their run_id."""
+    earlier: dict[str, Any] = {}
+    if path.exists():
+        last = results.read_env(path)
+        earlier = last.pop("earlier", {}) | {str(last.get("run_id")): last}
+    facts = {"run_id": run_id, "device": backend.name, "device_name": backend.device().name}
+    results.write_env(path, results.environment(**facts, **({"earlier": earlier} if earlier else {})))

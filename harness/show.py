@@ -1,90 +1,26 @@
-"""What verbs print: tables for people (plain text where stdout is no terminal), or one JSON document; results on stdout, the rest on stderr.
-
-Every function here returns the exit code of its verb. Verdicts are words, never only colours.
-"""
+"""What each verb prints of what the harness gave it, and the exit code that follows. Every public function returns the exit code."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from . import errors
+from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
 
 if TYPE_CHECKING:
     from .compile import CompileRow
     from .dataset import Dataset
     from .experiment import Outcome
+    from .doctor import Check
     from .kernel import Kernel
     from .run import Result
+    from .verify import CaseResult
 
-QUIET, VERBOSE = -1, 1
 HOST_TIME = "CPU time (host backend), not GPU performance"
-_STYLES = {"PASS": "bold green", "OK": "green", "FAIL": "bold red", "ERROR": "bold red", "SPILLS": "bold red", "WARN": "yellow"}
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, numbers to the right. Where stdout is no terminal it is plain aligned text, nothing cut or wrapped."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    cells = [[_cell(value) for value in row] for row in rows]
-    for index, column in enumerate(columns):
-        numbers = any(isinstance(row[index], (int, float)) for row in cells)
-        made.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    for row in cells:
-        made.add_row(*(Text(text := _text(value), style=_STYLES.get(text, "")) for value in row))
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(made)
-        return
-    console = Console(highlight=False, width=100_000)
-    with console.capture() as captured:
-        console.print(made)
-    print("\n".join(text.rstrip() for text in captured.get().splitlines()))
-
-
-def line(*parts: str) -> None:
-    """One line of result on stdout; of one that starts with a verdict, the verdict is coloured on a terminal."""
-    word, space, rest = " ".join(p for p in parts if p).partition(" ")
-    Console(highlight=False, soft_wrap=True).print(Text(word, style=_STYLES.get(word, "")) + space + rest)
-
-
-def note(text: str) -> None:
-    """A line about the result, on stderr."""
-    print(f"note: {text}", file=sys.stderr)
-
-
-def document(value: Any) -> None:
-    """The one JSON document of a verb. What is not finite or not measured is null."""
-    print(json.dumps(_plain(value), indent=2, allow_nan=False))
-
-
-def near(path: Path) -> Path:
-    """A path as a person would type it: relative where it lies below the current folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
-
-
-def progress(verbosity: int) -> Callable[[str], None]:
-    """A function that shows what is being done in one line of stderr, on a terminal only; the empty text clears it."""
-    if verbosity <= QUIET or not sys.stderr.isatty():
-        return lambda text: None
-
-    def step(text: str) -> None:
-        sys.stderr.write("\r\x1b[K" + text[:120])
-        sys.stderr.flush()
-
-    return step
-
-
-# -- verbs ------------------------------------------------------------------------------------------------------------
 
 
 def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:
@@ -182,6 +118,8 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": passed, "rows": outcome.rows})
         return 0 if passed else 1
+    for text in outcome.notes:
+        note(text)
     if verbosity > QUIET:
         table(
             ("test", "kernel", "pass", "max |error|", "ms", "verdict", "why"),
@@ -191,12 +129,38 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             ],
         )
         if any(row.device == "cpu" for row in outcome.rows):
-            print(HOST_TIME)
+            print(f"({HOST_TIME})")
         for path in outcome.files:
             print(f"written  {path}")
     failed = sum(row.Status != "PASS" for row in outcome.rows)
     line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
     return 0 if passed else 1
+
+
+def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
+    """verify: a line a kernel and pass, and each case that failed with the command that runs it alone."""
+    wrong = [case for case in found if not case.passed]
+    code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
+    if as_json:
+        document({"passed": not wrong, "rows": found})
+        return code
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in found:
+        groups.setdefault((case.kernel, case.pass_), []).append(case)
+    if verbosity > QUIET:
+        progress(verbosity)("")
+        rows = []
+        for (name, pass_), group in groups.items():
+            failed = sum(not case.passed for case in group)
+            rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
+        table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
+        if verbosity >= VERBOSE:
+            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
+    for case in wrong:
+        line("FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {case.message}")
+        print(f"     {case.repro}")
+    line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
+    return code
 
 
 def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
@@ -205,6 +169,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": code == 0, "rows": rows})
         return code
+    progress(verbosity)("")
     if verbosity > QUIET:
         columns = ("kernel", "pass", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
         table(
@@ -264,30 +229,17 @@ def new_kernel(path: Path) -> int:
     return 0
 
 
-# -- details ----------------------------------------------------------------------------------------------------------
-
-
-def _cell(value: object) -> object:
-    return value.item() if hasattr(value, "item") else value  # a numpy scalar
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) and (value == 0 or 1e-2 <= abs(value) < 1e5) else f"{value:.2e}"
-    return str(value)
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses and mappings as objects, paths as text, NaN and infinity as null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    value = _cell(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def doctor(checks: Sequence[Check], as_json: bool, verbosity: int) -> int:
+    """doctor: a line a check, and what to do about those that are not OK. Exit code 4 where one FAILs."""
+    failed = [check for check in checks if check.status == "FAIL"]
+    if as_json:
+        document({"passed": not failed, "rows": checks})
+        return 4 if failed else 0
+    if verbosity > QUIET:
+        table(("", "what", "found"), [(check.status, check.name, check.detail) for check in checks])
+        print()
+    for check in checks:
+        if check.hint and (verbosity > QUIET or check in failed):
+            line(check.status, f"{check.name}: {check.hint}")
+    line("FAIL" if failed else "PASS", f"{len(failed)} of {len(checks)} checks fail" if failed else "kernels run here")
+    return 4 if failed else 0

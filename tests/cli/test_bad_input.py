@@ -1,0 +1,232 @@
+"""Bad inputs through the command line: each has its exit code, one reason, a hint, no traceback, nothing half written, under 2 s."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+Run = Callable[..., Result]
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHAPE = ("--batch", 1, "--heads", 2, "--seq", 16, "--dim", 16)
+FOLDER = "B1_H2_S16_D16"
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2  # linux/prctl.h, linux/capability.h
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a folder with its size and the time it was written."""
+    return {str(p.relative_to(folder)): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in folder.rglob("*") if not p.is_dir()}
+
+
+@pytest.fixture
+def data(fa_cli: Run, tmp_path: Path) -> Path:
+    """A good data folder, made by gen-data."""
+    assert fa_cli("gen-data", *SHAPE).exit_code == 0
+    return tmp_path / "data" / FOLDER
+
+
+def refused(fa_cli: Run, code: int, why: str, *words: Any) -> None:
+    """Run a command that must fail: with this exit code, a message that holds `why`, a hint, and the disk as it was."""
+    before, start = listing(Path.cwd()), time.perf_counter()
+    result = fa_cli(*words)
+    seconds = time.perf_counter() - start
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("error: ") and why in result.stderr, result.stderr
+    assert lines[-1].startswith("hint: ") and len(lines) <= 3, result.stderr
+    assert listing(Path.cwd()) == before
+    assert seconds < 2
+
+
+def meta(data: Path, **changes: Any) -> None:
+    """Change keys of meta.json."""
+    path = data / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def poke(data: Path, name: str, value: float) -> None:
+    """Put a value into a tensor, with its hash put right, so that the value itself is what is wrong."""
+    import hashlib
+
+    array = np.fromfile(data / f"{name}.bin", "<f4")
+    array[100] = value
+    array.tofile(data / f"{name}.bin")
+    hashes = json.loads((data / "meta.json").read_text())["sha256"]
+    meta(data, sha256=hashes | {f"{name}.bin": hashlib.sha256(array.tobytes()).hexdigest()})
+
+
+def resize(data: Path, change: int) -> None:
+    """Make Q.bin longer or shorter by some bytes."""
+    content = (data / "Q.bin").read_bytes()
+    (data / "Q.bin").write_bytes(content[: len(content) + change] + b"\0" * max(0, change))
+
+
+def replace(data: Path, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of Q.bin."""
+    (data / "Q.bin").unlink()
+    make(data / "Q.bin")
+
+
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "Q.bin missing": (lambda d: (d / "Q.bin").unlink(), "missing"),
+    "folder missing": (lambda d: shutil.rmtree(d), "no such folder"),
+    "4 bytes short": (lambda d: resize(d, -4), "too short"),
+    "2 bytes short": (lambda d: resize(d, -2), "too short"),
+    "3 bytes long": (lambda d: resize(d, 3), "too long"),
+    "empty": (lambda d: (d / "Q.bin").write_bytes(b""), "empty"),
+    "another dtype in meta": (lambda d: meta(d, dtype="float16"), "another problem"),
+    "unknown dtype in meta": (lambda d: meta(d, dtype="int8"), "int8"),
+    "another shape in meta": (lambda d: meta(d, shape={"batch": 1, "heads": 2, "seq": 8, "dim": 16, "heads_kv": 2, "seq_kv": 8}), "another problem"),
+    "meta not JSON": (lambda d: (d / "meta.json").write_text("{"), "not JSON"),
+    "another hash": (lambda d: meta(d, sha256={f"{n}.bin": "0" * 64 for n in ("Q", "K", "V", "dO")}), "SHA-256"),
+    "NaN in Q": (lambda d: poke(d, "Q", float("nan")), "nan"),
+    "infinity in K": (lambda d: poke(d, "K", float("inf")), "inf"),
+    "a FIFO": (lambda d: replace(d, os.mkfifo), "not a regular file"),
+    "a link to /dev/zero": (lambda d: replace(d, lambda p: p.symlink_to("/dev/zero")), "not a regular file"),
+    "a folder": (lambda d: replace(d, lambda p: p.mkdir()), "not a regular file"),
+    "a dangling link": (lambda d: replace(d, lambda p: p.symlink_to("nowhere")), "missing"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_data_is_exit_3(case: str, fa_cli: Run, data: Path) -> None:
+    """What is wrong with a data folder is said, and nothing is run."""
+    spoil, why = CASES[case]
+    spoil(data)
+    refused(fa_cli, 3, why, "run", "--data", data)
+
+
+def test_data_without_meta_runs_with_a_warning(fa_cli: Run, data: Path) -> None:
+    """A folder of seed 002, without meta.json, is read by its name."""
+    (data / "meta.json").unlink()
+    result = fa_cli("run", "--compute", "naive", "--data", data)
+    assert result.exit_code == 0, result.output
+    assert "note: " in result.stderr and "meta.json" in result.stderr
+
+
+def test_nonfinite_inputs_can_be_allowed(fa_cli: Run, data: Path) -> None:
+    """--allow-nonfinite runs NaN through: the rows that see it are NaN in the reference too, so the check passes."""
+    poke(data, "Q", float("nan"))
+    assert fa_cli("run", "--compute", "naive", "--data", data, "--allow-nonfinite").exit_code == 0
+
+
+def test_backward_needs_a_forward(fa_cli: Run, data: Path) -> None:
+    """--mode backward without outputs of a forward, or with those of another mask, is exit 3 with the way out."""
+    refused(fa_cli, 3, "--mode both", "run", "--compute", "naive", "--mode", "backward", "--data", data)
+    assert fa_cli("run", "--compute", "naive", "--data", data).exit_code == 0
+    refused(fa_cli, 3, "causal", "run", "--compute", "naive", "--mode", "backward", "--data", data, "--causal")
+    assert fa_cli("run", "--compute", "naive", "--mode", "backward", "--data", data).exit_code == 0
+
+
+def test_other_data_is_not_overwritten(fa_cli: Run, data: Path) -> None:
+    """gen-data leaves the same data alone, refuses another seed, and replaces it with --force."""
+    before = listing(data)
+    assert fa_cli("gen-data", *SHAPE).exit_code == 0
+    assert listing(data) == before
+    refused(fa_cli, 3, "--force", "gen-data", *SHAPE, "--seed", 7)
+    assert fa_cli("gen-data", *SHAPE, "--seed", 7, "--force").exit_code == 0
+    assert json.loads((data / "meta.json").read_text())["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--compute", "nosuch"), "unknown kernel"),
+        (("--compute", "nosuch.cu"), "no kernel file"),
+        (("--dim", 257), "head dim"),
+        (("--seq", 0), "at least 1"),
+        (("--batch", -1), "at least 1"),
+        (("--heads", 3, "--kv-heads", 2), "evenly"),
+        (("--dtype", "float8"), "float8"),
+        (("--batch", 10**9), "too large"),
+        (("--mode", "sideways"), "sideways"),
+        (("--seed", -1), "seed"),
+        (("--scale", "nan"), "scale"),
+        (("--tile", "BLOCK_Q"), "NAME=VALUE"),
+        (("--compute", "fa1", "--mode", "backward"), "no backward pass"),
+    ],
+)
+def test_usage_is_exit_2(words: tuple[Any, ...], why: str, fa_cli: Run) -> None:
+    """What cannot be meant is refused before anything is written."""
+    given = dict(zip(SHAPE[::2], SHAPE[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
+    refused(fa_cli, 2, why, "run", *(word for pair in given.items() for word in pair))
+
+
+@pytest.mark.parametrize(("words", "why"), [(("--tile", "NOSUCH=4"), "NOSUCH"), (("--device", "tpu"), "tpu")])
+def test_usage_with_data_is_exit_2(words: tuple[str, str], why: str, fa_cli: Run, data: Path) -> None:
+    """What only the kernel or the machine can refuse leaves the data folder as it was."""
+    refused(fa_cli, 2, why, "run", "--data", data, *words)
+
+
+def test_data_and_a_shape_together_are_exit_2(fa_cli: Run, data: Path) -> None:
+    """--seq beside --data would be ignored, so it is refused."""
+    refused(fa_cli, 2, "--seq", "run", "--data", data, "--seq", 32)
+
+
+def test_a_folder_in_use_is_exit_6(fa_cli: Run, data: Path) -> None:
+    """Two runs on one folder: the second leaves the folder as it is."""
+    from harness.files import locked
+
+    with locked(data):
+        refused(fa_cli, 6, "in use", "run", "--compute", "naive", "--data", data)
+
+
+# -- what needs a process of its own ------------------------------------------------------------------------------------
+
+
+def as_plain_user(folder: Path, *words: object, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process for which permissions hold, also where the tests are root's. limit: the largest file it may write."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def restrict() -> None:
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    environment = os.environ | {"FA_CLI_DEVICE": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, preexec_fn=restrict)
+
+
+def refused_apart(folder: Path, code: int, why: str, *words: object, limit: int | None = None) -> None:
+    """As `refused`, in a process of its own."""
+    before = listing(folder)
+    done = as_plain_user(folder, *words, limit=limit)
+    assert done.returncode == code, done.stderr
+    assert why in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert listing(folder) == before
+
+
+def test_an_unreadable_file_is_exit_3(tmp_path: Path) -> None:
+    """Q.bin with mode 0000."""
+    assert as_plain_user(tmp_path, "gen-data", *SHAPE).returncode == 0
+    (tmp_path / "data" / FOLDER / "Q.bin").chmod(0)
+    refused_apart(tmp_path, 3, "cannot be read", "run", "--data", f"data/{FOLDER}")
+
+
+def test_a_read_only_folder_is_exit_6(tmp_path: Path) -> None:
+    """Told before anything is computed."""
+    assert as_plain_user(tmp_path, "gen-data", *SHAPE).returncode == 0
+    (tmp_path / "data" / FOLDER).chmod(0o555)
+    refused_apart(tmp_path, 6, "cannot write", "run", "--data", f"data/{FOLDER}")
+    (tmp_path / "data").chmod(0o555)
+    refused_apart(tmp_path, 6, "cannot write", "gen-data", "--seq", 8)
+
+
+def test_a_full_disk_is_exit_6(tmp_path: Path) -> None:
+    """A file that cannot grow to its size leaves nothing behind."""
+    refused_apart(tmp_path, 6, "no room", "gen-data", *SHAPE, limit=1000)

@@ -1,0 +1,190 @@
+"""The house keeps its shape: imports run one way, files stay small, heavy packages load late, one name is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
+SOURCES = [ROOT / "cli.py", *MODULES.values()]
+
+#: Layers from the bottom up: a module may import its own layer and those below, except that problem imports nothing of ours.
+LAYERS = (
+    {"problem", "expression", "files", "rounding"},
+    {"header"},
+    {"kernel"},
+    {"dataset", "reference", "errors", "results", "backends", "backends.cuda", "backends.host", "backends.nvrtc"},
+    {"bind", "printing"},
+    {"run", "compile", "doctor", "new", "report"},
+    {"verify", "experiment"},
+    {"show", "command"},
+)
+HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")
+
+
+def level(module: str) -> int:
+    """The layer of a harness module; -1 where no layer names it, which test_every_module_is_in_one_layer reports."""
+    return next((i for i, layer in enumerate(LAYERS) if module in layer), -1)
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """What a file imports: outside packages by their first name, our own as `.module`. TYPE_CHECKING blocks do not count."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(ROOT / "harness").parent.parts if path.is_relative_to(ROOT / "harness") else ()
+    found: set[str] = set()
+
+    def visit(node: ast.AST, deep: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                if not child.level:
+                    found.add((child.module or "").split(".")[0])
+                    continue
+                base = [*package[: len(package) - child.level + 1], *((child.module or "").split(".") if child.module else ())]
+                for alias in child.names:
+                    whole = ".".join([*base, alias.name])
+                    found.add("." + (whole if f"harness.{whole}" in MODULES else ".".join(base)))
+            if deep or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                visit(child, deep)
+
+    visit(tree, not top_level_only)
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if not name.endswith("harness.__init__")))
+def test_imports_run_one_way(module: str) -> None:
+    """Each module imports only its own layer and lower ones; backends know only kernel and problem."""
+    name = module.removeprefix("harness.").removesuffix(".__init__")
+    ours = {item[1:] for item in imports(MODULES[module]) if item.startswith(".") and item != "."} - {name}
+    for other in ours:
+        assert level(other) <= level(name), f"{name} imports {other}, which is above it"
+    if name == "problem":
+        assert not ours
+    if name.startswith("backends"):
+        allowed = {"kernel", "problem", "expression", "backends", "backends.nvrtc", "backends.cuda", "backends.host"}
+        assert ours <= allowed, f"a backend imports {ours - allowed}"
+
+
+def test_every_module_is_in_one_layer() -> None:
+    """The layers name what there is, once, and nothing that is gone."""
+    names = {name.removeprefix("harness.").removesuffix(".__init__") for name in MODULES} - {"harness", "__init__"}
+    listed = [name for layer in LAYERS for name in layer]
+    assert len(listed) == len(set(listed))
+    assert names <= set(listed), f"give a layer to {names - set(listed)}"
+
+
+@pytest.mark.parametrize(
+    ("package", "home"),
+    [
+        ("cupy", {"harness/backends/cuda.py"}),
+        ("subprocess", {"harness/backends/host.py", "harness/results.py", "harness/doctor.py"}),
+        ("pandas", {"harness/report.py", "harness/compare.py"}),
+        ("seaborn", {"harness/report.py", "harness/compare.py"}),
+        ("matplotlib", {"harness/report.py", "harness/compare.py"}),
+        ("click", {"cli.py", "harness/command.py"}),
+        ("rich", {"harness/printing.py"}),
+    ],
+)
+def test_packages_have_one_home(package: str, home: set[str]) -> None:
+    """Only cuda.py imports CuPy, only host.py starts a compiler, only report.py and compare.py import pandas and seaborn."""
+    users = {path.relative_to(ROOT).as_posix() for path in SOURCES if package in imports(path)}
+    assert users <= home
+    assert users, f"nothing imports {package}: the rule, or this test, is out of date"
+
+
+def test_files_stay_small() -> None:
+    """A .py has under 300 lines, a .cu under 400 lines of code."""
+    long = {path.name: n for path in SOURCES if (n := len(path.read_text().splitlines())) >= 300}
+    for path in ROOT.glob("kernels_cu/*.cu"):
+        code = [line for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("//")]
+        if len(code) >= 400:
+            long[path.name] = len(code)
+    assert not long
+
+
+def test_kernels_speak_words_only() -> None:
+    """The tree's kernels include only <fa/...> and hold no inline PTX and no backend #ifdef."""
+    for path in ROOT.glob("kernels_cu/*.cu"):
+        code = re.sub(r"//.*", "", path.read_text())
+        assert set(re.findall(r"#\s*include\s*(\S)(\w+)", code)) <= {("<", "fa")}, path.name
+        assert not re.search(r"\basm\b|__CUDA_ARCH__|__CUDACC|FA_HOST", code), path.name
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`fa-cli --help` imports neither cupy, torch, pandas, matplotlib nor numpy."""
+    code = f"import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nsys.stderr.write(' '.join(m for m in {HEAVY} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Usage: fa-cli" in done.stdout
+    assert done.stderr == ""
+
+
+def test_help_is_quick() -> None:
+    """`fa-cli --help` takes under 150 ms more than Python alone: the best of five, for machines that do other things too."""
+
+    def best(*arguments: str) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert best("cli.py", "--help") - best("-c", "pass") < 0.15
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built of the checkout, from a copy so that no build folder is left behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    leave = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "B?*_H*", "experiment_results", "tests")
+    shutil.copytree(ROOT, source, ignore=leave)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)], check=True, capture_output=True
+    )
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def test_wheel_holds_one_name(wheel: zipfile.ZipFile) -> None:
+    """A wheel installs the package fa_cli and nothing else: `data`, `cli` and `harness` stay the user's."""
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fa_cli"}
+
+
+def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
+    """Every module, kernel, header and sweep of the checkout is in the wheel; tests, data and plots are not."""
+    names = {name.removeprefix("fa_cli/") for name in wheel.namelist() if name.startswith("fa_cli/")}
+    wanted = {path.relative_to(ROOT).as_posix() for path in SOURCES}
+    for pattern in ("kernels_cu/*.cu", "kernels_cu/*.md", "kernels_cu/include/**/*.cuh", "kernels_cu/host/**/*.[chS]*", "experiments/*/sweep.toml"):
+        found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
+        assert found, pattern
+        wanted |= found
+    assert wanted <= names, f"missing: {sorted(wanted - names)}"
+    assert not [name for name in names if name.startswith(("tests", "data/", "plots", ".")) or name.endswith((".bin", ".png"))]
+
+
+def test_editable_install_is_live() -> None:
+    """Where fa-cli is installed in editable form, its files are these files, and an edit needs no new install."""
+    code = "import fa_cli.cli, fa_cli.harness.problem as p; print(fa_cli.cli.__file__); print(p.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("fa-cli is not installed in this environment")
+    assert done.stdout.split() == [str(ROOT / "cli.py"), str(ROOT / "harness" / "problem.py")]
+
+
+def test_generated_documents_are_up_to_date() -> None:
+    """README tables, --help blocks and .clangd are what `make docs` would write."""
+    done = subprocess.run([sys.executable, "tests/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
