@@ -42,8 +42,8 @@
 // is 1 where the maximum stays, and exp(-inf) = 0 at the first tile, so it needs no case of its own. m and l then
 // leave as one number, logsumexp = m + log(l), which is all that the backward pass wants.
 //
-// What is still plain: tiles are loaded one float a thread while nobody computes; a lane multiplies with one load for each
-// product of its 8 rows; the masked half of a causal tile is computed and thrown away. Step 07 takes these up.
+// What is still plain: tiles are loaded one float a thread while nobody computes; a lane takes 8 + 2 numbers from shared memory
+// for 16 products (at head dim 64); the masked half of a causal tile is computed and thrown away. Step 07 takes these up.
 #include <fa/row.cuh>
 #include <fa/warp.cuh>
 
