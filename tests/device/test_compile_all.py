@@ -90,6 +90,7 @@ def test_static_shared_memory_counts_too(tmp_path: Path) -> None:
 
 def test_everything_adds_widths_and_both_masks(tmp_path: Path) -> None:
     kernel = planted.kernel(tmp_path, head_dims="[32, 64]")
+    assert [(row.head_dim, row.causal) for row in compile_kernels([kernel], arch="sm_80")] == [(64, True)]
     rows = compile_kernels([kernel], arch="sm_80", everything=True)
     assert [(row.head_dim, row.causal) for row in rows] == [(32, True), (32, False), (64, True), (64, False)]
 

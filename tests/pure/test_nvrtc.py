@@ -68,6 +68,7 @@ def test_options_hold_macros_hash_include_and_arch_and_no_fast_math(tmp_path: Pa
         assert option in given
     assert f"-DFA_SOURCE_HASH=0x{kernel.source_hash}" in given
     assert f"-I{harness.kernel.INCLUDE}" in given
+    assert f"-I{tmp_path}" in given, 'a user\'s #include "mine.cuh": CuPy compiles in a folder of its own'
     assert isinstance(given, tuple), "CuPy takes nothing else"
     assert not any("fast" in option or "ftz" in option for option in given)
     assert not any("arch" in option for option in nvrtc.options(kernel, plan_of(kernel), None))
