@@ -1,0 +1,192 @@
+"""Every kernel file of the tree keeps the form that readers and tools rely on: name, header, essay, words only, a plan for all it promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.kernel import INCLUDE, KERNELS, Device, Kernel, catalogue, include_closure
+from harness.problem import DTYPE_BYTES, Problem
+
+TREE = catalogue()
+each_kernel = pytest.mark.parametrize("kernel", TREE, ids=lambda kernel: kernel.label)
+
+#: The least shared memory a block can have on the architectures we compile for (sm_75), and the most (sm_90).
+SMALL, LARGE = Device("cuda", "small", "sm_75", 40, 4 << 20, 65536), Device("cuda", "large", "sm_90")
+
+_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)')
+_CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b(.*)$", re.M)
+
+
+def code(text: str) -> str:
+    """A kernel's text without its comments; the lines stay where they are."""
+    return re.sub(r"//.*|/\*.*?\*/", "", text)
+
+
+def essay(text: str) -> str:
+    """The comment between the header's end and the first line of code."""
+    after = text.split("// ///\n", 1)[1]
+    return "\n".join(line[2:].strip() for line in re.match(r"(?://.*\n)*", after)[0].splitlines())  # type: ignore[index]
+
+
+def faults(text: str, macros: set[str]) -> set[str]:
+    """What in a kernel's text breaks the rules of design section 2, each in a word."""
+    body, found = code(text), set()
+    for include in re.findall(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*$", body, re.M):
+        if not (re.fullmatch(r"<fa/\w+\.cuh>", include) and (INCLUDE / include[1:-1]).is_file()):
+            found.add("include")
+    if re.search(r"\b(?:asm|__asm__)\b", body):
+        found.add("asm")
+    for condition in _CONDITION.findall(body):
+        if not set(re.findall(r"[A-Za-z_]\w*", condition)) <= macros:
+            found.add("condition")
+    if len([line for line in body.splitlines() if line.strip()]) >= 400:
+        found.add("length")
+    return found
+
+
+def macros_of(kernel: Kernel) -> set[str]:
+    """The names that come from outside as -D."""
+    dtype = "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
+    return {name for name, _ in kernel.plan(Problem.of(1, 2, 32, kernel.head_dims[-1], dtype=dtype), LARGE).macros}
+
+
+@each_kernel
+def test_the_file_name_is_the_number_the_name_and_the_pass(kernel: Kernel) -> None:
+    """NN_name_pass.cu, so that `ls` is the reading order and a file is one pass; a number belongs to one name."""
+    assert re.fullmatch(r"\d\d_[a-z][a-z0-9_]*_(forward|backward)\.cu", kernel.path.name)
+    assert {other.name for other in TREE if other.number == kernel.number} == {kernel.name}
+
+
+def test_no_two_kernels_answer_to_one_name() -> None:
+    """Names and aliases, `-` and `_` alike as `--compute` has them: each means one step of the ladder."""
+    owners: dict[str, set[str]] = {}
+    for kernel in TREE:
+        for name in (kernel.name, *kernel.aliases):
+            owners.setdefault(name.lower().replace("-", "_"), set()).add(kernel.name)
+    assert {name: kernels for name, kernels in owners.items() if len(kernels) > 1} == {}
+
+
+@each_kernel
+def test_it_speaks_words_only_and_stays_short(kernel: Kernel) -> None:
+    """Only <fa/...> includes that exist, no inline PTX, no condition but on the header's own macros, under 400 lines of code."""
+    assert faults(kernel.path.read_text(), macros_of(kernel)) == set()
+
+
+@each_kernel
+def test_it_opens_with_an_essay_that_names_its_step(kernel: Kernel) -> None:
+    """At least fifteen lines of prose, `Step NN` first. A backward pass says which pass it is."""
+    text = essay(kernel.path.read_text())
+    lines = [line for line in text.splitlines() if line]
+    assert len(lines) >= 15, f"{kernel.path.name}: {len(lines)} lines of essay"
+    opening = lines[0]
+    assert re.match(rf"Step {kernel.number:02d}\b", opening), f"{kernel.path.name} opens with {opening!r}"
+    assert ("backward" in opening) == (kernel.pass_ == "backward"), opening
+
+
+@each_kernel
+def test_entries_are_those_of_the_header(kernel: Kernel) -> None:
+    """Each entry that is launched is there, is launched, and takes the one struct."""
+    found = dict(_ENTRY.findall(code(kernel.path.read_text())))
+    assert set(found) == set(kernel.entries)
+    assert code(kernel.path.read_text()).count("__global__") == len(found), "a __global__ function that no launch names"
+    for entry, parameters in found.items():
+        assert parameters == "const __grid_constant__ fa::Args args", entry
+
+
+@each_kernel
+def test_what_the_header_declares_is_used(kernel: Kernel) -> None:
+    """Every tile value and workspace stands in the code, or in an included word: else it says nothing."""
+    text = code("\n".join(path.read_text() for path in include_closure(kernel.path) if "host" not in path.parts))
+    for name in (*kernel.tile, *(f"WORKSPACE_{name.upper()}" for name in kernel.workspace)):
+        assert re.search(rf"\b{name}\b", text), f"{kernel.path.name} never uses {name}"
+    if kernel.aliases:
+        assert all(re.fullmatch(r"[a-z0-9][a-z0-9_-]*", alias) for alias in kernel.aliases)
+
+
+@each_kernel
+def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
+    """Each dtype, each width and one less, each mask: blocks of whole warps, workspaces with a size, one set of macros a compile."""
+    for dtype in (d for d in kernel.dtypes if d in DTYPE_BYTES):
+        for dim in sorted({1, *kernel.head_dims, *(w - 1 for w in kernel.head_dims if w > 1)}):
+            for causal in {False, kernel.causal}:
+                heads_kv = 1 if kernel.gqa else 3
+                for seq_q, seq_kv in {(1, 1), (65, 65), *({(65, 33), (33, 65)} if kernel.cross else set())}:
+                    problem = Problem.of(2, 3, seq_q, dim, heads_kv, seq_kv, dtype, causal)
+                    plan = kernel.plan(problem, LARGE)
+                    macros = dict(plan.macros)
+                    assert int(macros["HEAD_DIM"]) == min(w for w in kernel.head_dims if w >= dim)
+                    assert (macros["DTYPE"], macros["CAUSAL"]) == (dtype, str(int(causal)))
+                    assert plan.launches, problem
+                    assert all(launch.block % 32 == 0 for launch in plan.launches)
+                    assert all(space.elements > 0 for space in plan.workspaces)
+
+
+@each_kernel
+def test_one_compile_serves_every_length(kernel: Kernel) -> None:
+    """The macros are the compile key, so sizes that change from call to call (batch, heads, lengths) must not be in them."""
+    dtype = kernel.dtypes[0] if kernel.dtypes[0] in DTYPE_BYTES else "float32"
+    plans = [
+        kernel.plan(Problem.of(batch, heads, seq, 64, dtype=dtype), LARGE).macros
+        for batch, heads, seq in ((1, 1, 1), (2, 8, 512), (3, 5, 4097))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+
+
+@each_kernel
+def test_notes_say_what_was_predicted_and_what_came_out(kernel: Kernel) -> None:
+    """NOTES.md has a section a kernel file, with prediction, outcome and counter."""
+    title = f"## {kernel.number:02d} {kernel.name} {kernel.pass_}\n"
+    notes = (KERNELS / "NOTES.md").read_text()
+    assert notes.count(title) == 1, f"kernels_cu/NOTES.md needs one section {title.strip()!r}"
+    section = notes.split(title)[1].split("\n## ")[0]
+    for part in ("**Prediction.**", "**Outcome.**", "**Counter.**"):
+        assert section.count(part) == 1, f"{title.strip()} lacks {part}"
+
+
+def test_a_small_gpu_can_run_the_first_steps() -> None:
+    """A kernel that says >=sm_70 fits the 64 KB of shared memory that sm_75 has, at its narrowest width at least."""
+    for kernel in TREE:
+        if kernel.runs_on("sm_75", kernel.dtypes[0]):
+            assert kernel.plan(Problem.of(1, 1, 64, kernel.head_dims[0], dtype=kernel.dtypes[0]), SMALL).launches
+
+
+def planted(change: Callable[[str], str]) -> set[str]:
+    """The faults of a tree kernel with one thing done to its text."""
+    kernel = next(kernel for kernel in TREE if kernel.tile)
+    text = kernel.path.read_text()
+    changed = change(text)
+    assert changed != text
+    return faults(changed, macros_of(kernel))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("#include <cuda_fp16.h>", "include"),
+        ('#include "mine.cuh"', "include"),
+        ("#include <fa/no_such_word.cuh>", "include"),
+        ('asm volatile("bar.sync 0;");', "asm"),
+        ("#ifdef __CUDA_ARCH__\n#endif", "condition"),
+        ("#if CAUSAL && defined(FA_HOST)\n#endif", "condition"),
+        ("int a;\n" * 400, "length"),
+    ],
+)  # fmt: skip
+def test_each_rule_is_seen_when_broken(line: str, fault: str) -> None:
+    """The rules above can fail: one bad line, its fault and no other."""
+    assert planted(lambda text: f"{text}\n{line}\n") == {fault}
+
+
+def test_comments_and_the_headers_macros_break_no_rule() -> None:
+    """What only talks of asm, or asks for the mask, is right."""
+    assert planted(lambda text: text + "// asm, #include <cuda.h>, __CUDA_ARCH__\n#if CAUSAL\nint c;\n#endif\n") == set()
+
+
+def test_the_parts_are_found_in_a_file_as_small_as_can_be(tmp_path: Path) -> None:
+    """essay() and code() on a known text."""
+    text = '// /// kernel\n// title = "x"\n// ///\n// Step 00. One.\n//\n// Two.\nint a; // no\n/* b */ int c;\n'
+    assert essay(text) == "Step 00. One.\n\nTwo."
+    assert code(text).split() == ["int", "a;", "int", "c;"]
