@@ -77,8 +77,12 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _value(body, names) if _value(test, names) else _value(orelse, names)
         case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
-            values = [_value(v, names) for v in (left, *right)]
-            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
+            sides = [_value(v, names) for v in (left, *right)]
+            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return FUNCTIONS[name](*(_value(a, names) for a in args))
+            numbers = [_value(a, names) for a in args]
+            try:
+                return FUNCTIONS[name](*numbers)
+            except (TypeError, ValueError) as error:
+                raise ExpressionError(f"{ast.unparse(node)!r}: {name} does not take these values ({error})") from None
     raise ExpressionError(f"{ast.unparse(node)!r} is not allowed in a header expression")

@@ -146,7 +146,7 @@ class Problem:
     @classmethod
     def from_folder(cls, name: str) -> Problem | None:
         """The problem a folder's name states, or None where the name is not of that form."""
-        match = _FOLDER.match(name)
+        match = _FOLDER.fullmatch(name)
         if not match:
             return None
         b, h, s, d, hkv, skv, dtype = match.groups()

@@ -1,0 +1,62 @@
+"""Header expressions: the values they have, and that nothing else is an expression."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.expression import ExpressionError, evaluate
+
+NAMES = {"seq_q": 100, "BLOCK_Q": 64, "HEAD_DIM": 128, "causal": 0, "batch": 3}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("ceil_div(seq_q, BLOCK_Q) * batch", 6),
+        ("round_up(seq_q, 16)", 112),
+        ("floor_pow2(seq_q)", 64),
+        ("176 if HEAD_DIM == 128 and not causal else 128", 176),
+        ("176 if HEAD_DIM == 128 and causal else 128", 128),
+        ("1 < 2 < 3", 1),
+        ("1 < 3 < 2", 0),
+        ("HEAD_DIM > 64 or batch", 1),
+        ("min(seq_q, BLOCK_Q, 3) + max(1, 2)", 5),
+        ("-seq_q // 7 % 4", -100 // 7 % 4),
+    ],
+)
+def test_values(expression: int | str, value: int) -> None:
+    """Arithmetic, comparisons, and the functions, as Python has them; always an integer."""
+    found = evaluate(expression, NAMES)
+    assert found == value
+    assert type(found) is int
+
+
+@pytest.mark.parametrize(
+    ("expression", "word"),
+    [
+        ("seq", "unknown name 'seq'"),
+        ("1 +", "not an expression"),
+        ("1 // (batch - 3)", "divides by zero"),
+        ("seq_q % 0", "divides by zero"),
+        ("__import__('os')", "not allowed"),
+        ("seq_q.real", "not allowed"),
+        ("2 ** 99999999", "not allowed"),
+        ("1 / 2", "not allowed"),
+        ("1.5", "not allowed"),
+        ("'a'", "not allowed"),
+        ("[1][0]", "not allowed"),
+        ("(lambda: 1)()", "not allowed"),
+        ("min(a=1)", "not allowed"),
+        ("(x := 1)", "not allowed"),
+        ("ceil_div(1)", "ceil_div"),
+        ("min(1)", "min"),
+        ("floor_pow2(0)", "floor_pow2"),
+        ("", "not an expression"),
+    ],
+)
+def test_everything_else_is_refused(expression: str, word: str) -> None:
+    """Nothing but the small language is evaluated, and what is wrong is named."""
+    with pytest.raises(ExpressionError, match=word):
+        evaluate(expression, NAMES)

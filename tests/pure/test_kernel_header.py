@@ -1,0 +1,204 @@
+"""Kernel files: headers read and refused with their line, names resolved, launches planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import kernel
+from harness.kernel import Device, Kernel
+from harness.problem import Problem, UsageFault
+
+HEADER = """\
+// /// kernel
+// title = "a test"
+// dtypes = ["float32", "float16"]
+// head_dims = [32, 64, 128]
+// arch = ">=sm_70"
+// causal = true
+// gqa = false
+// cross = false
+// logits = 100
+// deterministic = true
+// aliases = ["other-name"]
+// [tile]
+// BLOCK_Q = 64
+// BLOCK_K = "32 if HEAD_DIM == 128 else BLOCK_Q"
+// [workspace.delta]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q"
+// init = "none"
+// [[launch]]
+// entry = "prepare"
+// grid = "batch"
+// block = 32
+// when = "causal"
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 128
+// shared = "(BLOCK_Q + 2 * BLOCK_K) * HEAD_DIM * sizeof_dtype"
+// ///
+// The essay.
+"""
+DEVICE = Device("cpu", "a processor")
+
+
+def write(folder: Path, name: str = "mine_forward.cu", text: str = HEADER) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_header_is_read(tmp_path: Path) -> None:
+    """Every key, and number, name and pass from the file name."""
+    found = Kernel.read(write(tmp_path, "41_my_kernel_backward.cu"))
+    assert (found.number, found.name, found.pass_, found.label) == (41, "my_kernel", "backward", "my_kernel_backward")
+    assert found.dtypes == ("float32", "float16")
+    assert found.logits == 100
+    assert found.arithmetic == "f32"
+    assert list(found.entries) == ["prepare", "forward"]
+    assert Kernel.read(write(tmp_path, "mine.cu")).pass_ == "forward"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "word"),
+    [
+        ("// gqa = false\n", "// gqa = false\n// swizzle = 3\n", 8, "unknown key 'swizzle'"),
+        ("// gqa = false\n", "", 1, "lacks the required key 'gqa'"),
+        ("// gqa = false\n", "// gqa = 0\n", 7, "gqa must be true or false"),
+        ('["float32", "float16"]', '["float32", "int8"]', 3, "dtypes must be"),
+        ("[32, 64, 128]", "[64, 32]", 4, "head_dims must be"),
+        ("logits = 100", 'logits = "all"', 9, "logits must be"),
+        ('arch = ">=sm_70"', 'arch = "newest"', 5, "arch must be"),
+        ('init = "none"', 'init = "ones"', 18, "init"),
+        ('// entry = "prepare"\n', "", 19, "lacks the required key 'entry'"),
+        ("// block = 32\n", "// block = 32\n// color = 1\n", 23, "unknown key 'color'"),
+        ("// cross = false", "// cross = ", 8, "not TOML"),
+    ],
+)
+def test_header_faults_name_file_and_line(tmp_path: Path, old: str, new: str, line: int, word: str) -> None:
+    """A wrong header is exit 2 and says where: path:line."""
+    assert old in HEADER
+    path = write(tmp_path, text=HEADER.replace(old, new, 1))
+    with pytest.raises(UsageFault, match=word) as caught:
+        Kernel.read(path)
+    place, _, _ = caught.value.what.partition(": ")
+    assert place.startswith(f"{path}:")
+    assert abs(int(place.rsplit(":", 1)[1]) - line) <= 1, caught.value.what
+
+
+def test_files_without_header(tmp_path: Path) -> None:
+    """No header, no text, no file: each says so."""
+    with pytest.raises(UsageFault, match="no kernel header"):
+        Kernel.read(write(tmp_path, text="__global__ void f() {}\n"))
+    (tmp_path / "b.cu").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageFault, match="cannot read"):
+        Kernel.read(tmp_path / "b.cu")
+    with pytest.raises(UsageFault, match="cannot read"):
+        Kernel.read(tmp_path / "none.cu")
+
+
+def test_plan(tmp_path: Path) -> None:
+    """The smallest compiled width that holds D; tiles, launches, workspaces and macros with their numbers."""
+    found = Kernel.read(write(tmp_path))
+    plan = found.plan(Problem.of(3, 4, 100, 65), DEVICE)
+    macros = dict(plan.macros)
+    assert (macros["HEAD_DIM"], macros["BLOCK_K"], macros["CAUSAL"], macros["WORKSPACE_DELTA"]) == ("128", "32", "0", "0")
+    assert [launch.entry for launch in plan.launches] == ["forward"]  # `when` is false
+    assert plan.launches[0].grid == (2, 4, 3)
+    assert plan.launches[0].shared == (64 + 64) * 128 * 4
+    assert plan.workspaces[0].elements == 1200
+    causal = found.plan(Problem.of(3, 4, 100, 32, causal=True, dtype="float16"), DEVICE, {"BLOCK_Q": 32})
+    assert [launch.entry for launch in causal.launches] == ["prepare", "forward"]
+    assert causal.launches[0].grid == (3, 1, 1)
+    assert causal.launches[1].shared == 3 * 32 * 32 * 2
+    assert plan.macros != causal.macros  # another compile key
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({"dim": 129}, "does not take head dim 129"),
+        ({"dtype": "bfloat16"}, "does not take bfloat16"),
+        ({"heads_kv": 1}, "grouped heads"),
+        ({"seq_kv": 5}, "unequal lengths"),
+        ({"batch": 70000}, "grid.z would be 70000"),
+    ],
+)
+def test_what_a_header_does_not_promise_is_refused(tmp_path: Path, sizes: dict[str, object], word: str) -> None:
+    """Before launch, with exit 2 and a hint; never computed wrongly."""
+    found = Kernel.read(write(tmp_path))
+    with pytest.raises(UsageFault, match=word) as caught:
+        found.plan(Problem.of(**sizes), DEVICE)  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+def test_plans_that_do_not_fit(tmp_path: Path) -> None:
+    """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
+    problem = Problem.of(dim=128)
+    found = Kernel.read(write(tmp_path))
+    with pytest.raises(UsageFault, match="does not fit"):
+        found.plan(problem, Device("cuda", "a small GPU", shared_optin=49152))
+    with pytest.raises(UsageFault, match="no tile value BLOCK"):
+        found.plan(problem, DEVICE, {"BLOCK": 1})
+    with pytest.raises(UsageFault, match="2048 threads"):
+        Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", "block = 2048"))).plan(problem, DEVICE)
+    with pytest.raises(UsageFault, match="unknown name 'seq'"):
+        Kernel.read(write(tmp_path, text=HEADER.replace("ceil_div(seq_q", "ceil_div(seq"))).plan(problem, DEVICE)
+
+
+def test_find_by_path(tmp_path: Path) -> None:
+    """--compute ./mine_forward.cu takes ./mine_backward.cu beside it; one that is not there is exit 2 with a hint to write it."""
+    path = write(tmp_path)
+    assert kernel.find(str(path), "forward").path == path
+    with pytest.raises(UsageFault, match=r"no kernel file .*mine_backward\.cu") as caught:
+        kernel.find(str(path), "backward")
+    assert "fa-cli new mine --pass backward" in caught.value.hint
+    write(tmp_path, "mine_backward.cu")
+    assert kernel.find(str(path), "backward").pass_ == "backward"
+
+
+def test_find_by_name() -> None:
+    """Name, number, alias and the seeds' spellings mean the same file; an unknown one lists what there is."""
+    naive = kernel.find("naive", "forward")
+    assert naive is kernel.find("0", "forward") is kernel.find("00", "forward") is kernel.find("naive-attn", "forward")
+    assert kernel.find("NAIVE", "backward").pass_ == "backward"
+    with pytest.raises(UsageFault, match="unknown kernel 'nothing'") as caught:
+        kernel.find("nothing", "forward")
+    assert "naive" in caught.value.why
+
+
+def test_architectures(tmp_path: Path) -> None:
+    """>= compares numbers; an exact rule means that architecture only; rules may differ by dtype."""
+    found = Kernel.read(write(tmp_path))
+    assert found.runs_on("sm_70", "float32") and found.runs_on("sm_120", "float32") and not found.runs_on("sm_60", "float32")
+    rule = '{ float32 = ">=sm_80", float16 = "sm_90a" }'
+    mixed = Kernel.read(write(tmp_path, text=HEADER.replace('">=sm_70"', rule)))
+    assert mixed.runs_on("sm_90", "float16") and not mixed.runs_on("sm_100", "float16") and not mixed.runs_on("sm_75", "float32")
+
+
+def test_source_hash_covers_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changing a header that is included by a header changes the hash; changing one that is not included does not."""
+    monkeypatch.setattr(kernel, "INCLUDE", tmp_path / "include")
+    monkeypatch.setattr(kernel, "KERNELS", tmp_path)
+    fa = tmp_path / "include" / "fa"
+    fa.mkdir(parents=True)
+    (fa / "a.cuh").write_text("#include <fa/b.cuh>\n")
+    (fa / "b.cuh").write_text("int b;\n")
+    (fa / "c.cuh").write_text("int c;\n")
+    path = write(tmp_path, text=HEADER + "#include <fa/a.cuh>\n")
+    before = Kernel.read(path).source_hash
+    (fa / "c.cuh").write_text("int changed;\n")
+    assert Kernel.read(path).source_hash == before
+    (fa / "b.cuh").write_text("int changed;\n")
+    assert Kernel.read(path).source_hash != before
+
+
+def test_row_pitch() -> None:
+    """Rows start 16-byte aligned."""
+    assert kernel.row_pitch(Problem.of(dim=59), "Q") == 60
+    assert kernel.row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
+    assert kernel.row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
+    assert kernel.row_pitch(Problem.of(dim=59), "logsumexp") == 1

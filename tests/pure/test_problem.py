@@ -1,0 +1,96 @@
+"""Problem: checked sizes, folder names and back, cost counted pair by pair."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from harness import problem
+from harness.problem import Fault, Problem, UsageFault
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({}, "B2_H8_S512_D64"),
+        ({"heads_kv": 2}, "B2_H8_S512_D64_Hkv2"),
+        ({"seq_kv": 77, "dtype": "bfloat16"}, "B2_H8_S512_D64_Skv77_bfloat16"),
+        ({"heads_kv": 1, "seq_kv": 3, "dtype": "float64"}, "B2_H8_S512_D64_Hkv1_Skv3_float64"),
+        ({"heads_kv": 8, "seq_kv": 512, "causal": True, "scale": 0.5}, "B2_H8_S512_D64"),
+    ],
+)
+def test_folder_name_and_back(sizes: dict[str, object], name: str) -> None:
+    """Suffixes appear only where they differ; the name gives shape and dtype back."""
+    made = Problem.of(**sizes)  # type: ignore[arg-type]
+    assert made.folder == name
+    again = Problem.from_folder(name)
+    assert again == made.with_(causal=False, scale=64**-0.5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["B2_H8_S512", "B2_H8_S512_D64_", "xB2_H8_S512_D64", "B2_H8_S512_D64_int8", "B-1_H8_S512_D64", "B2_H8_S512_D64\n", "B9999999_H1_S1_D1"],
+)
+def test_other_names_are_no_problem(name: str) -> None:
+    """A name of another form, also one that only nearly fits, says nothing."""
+    assert Problem.from_folder(name) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({"seq": 0}, "seq is 0"),
+        ({"batch": -1}, "batch is -1"),
+        ({"heads_kv": 0}, "heads-kv is 0"),
+        ({"heads": 8, "heads_kv": 3}, "cannot share"),
+        ({"dtype": "int8"}, "unknown dtype"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": float("inf")}, "scale is inf"),
+    ],
+)
+def test_bad_sizes_are_usage(sizes: dict[str, object], word: str) -> None:
+    """Each is exit 2 with a hint."""
+    with pytest.raises(UsageFault, match=word) as caught:
+        Problem.of(**sizes)  # type: ignore[arg-type]
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), list(itertools.product([1, 2, 5, 8], repeat=2)))
+def test_visible_pairs_by_counting(seq_q: int, seq_kv: int) -> None:
+    """The closed form agrees with counting every pair, causal bottom-right or not."""
+    made = Problem.of(1, 1, seq_q, 4, seq_kv=seq_kv, causal=True)
+    assert made.visible_pairs == sum(k <= q + seq_kv - seq_q for q in range(seq_q) for k in range(seq_kv))
+    assert made.with_(causal=False).visible_pairs == seq_q * seq_kv
+
+
+def test_cost() -> None:
+    """4 B H D pairs forward, 2.5 times that backward, 3.5 for both; every input and output once."""
+    made = Problem.of(2, 4, 16, 8, heads_kv=2, dtype="float16")
+    assert made.flops("forward") == 4 * 2 * 4 * 8 * 16 * 16
+    assert made.flops("backward") * 2 == made.flops("forward") * 5
+    assert made.flops("both") == made.flops("forward") + made.flops("backward")
+    q, kv, lse = 2 * 4 * 16 * 8 * 2, 2 * 2 * 16 * 8 * 2, 2 * 4 * 16 * 4
+    assert made.bytes("forward") == 2 * q + 2 * kv + lse
+    assert made.bytes("backward") == (3 * q + 2 * kv + lse) + (q + 2 * kv)
+    assert made.bytes("both") == made.bytes("forward") + made.bytes("backward")
+
+
+def test_shapes_and_types() -> None:
+    """Shapes by name; logsumexp is float32 whatever the dtype, but float64 for float64; bytes do not overflow."""
+    made = Problem.of(1, 6, 5, 3, heads_kv=2, seq_kv=7, dtype="bfloat16")
+    assert made.shape("dQ") == (1, 6, 5, 3)
+    assert made.shape("dV") == (1, 2, 7, 3)
+    assert made.shape("logsumexp") == (1, 6, 5)
+    assert made.tensor_dtype("logsumexp") == "float32"
+    assert made.with_(dtype="float64").tensor_dtype("logsumexp") == "float64"
+    assert Problem.of(2**20, 2**20, 2**20, 64).tensor_bytes("Q") == 2**68
+
+
+def test_faults_say_what_why_and_hint() -> None:
+    """A fault prints its three parts; each kind has its own exit code."""
+    assert str(Fault("what", "why", "do this")) == "what\nwhy\nhint: do this"
+    assert str(Fault("what")) == "what"
+    kinds = [problem.UsageFault, problem.DataFault, problem.EnvironmentFault, problem.KernelFault, problem.DiskFault]
+    assert [kind.exit_code for kind in kinds] == [2, 3, 4, 5, 6]
