@@ -38,10 +38,10 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Replace a folder that holds other data.")
 @options.printing
 @click.pass_context
-def gen_data(context: Context, output_dir: Path, force: bool, as_json: bool, **shape: Any) -> int:
+def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **shape: Any) -> int:
     """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
     written = harness.dataset.write(options.problem_of(shape), shape["seed"], output_dir, force)
-    return harness.show.dataset(written, as_json, context.obj["verbosity"])
+    return harness.show.dataset(written, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -68,8 +68,8 @@ def gen_data(context: Context, output_dir: Path, force: bool, as_json: bool, **s
 @options.printing
 @click.pass_context
 def run(
-    context: Context, computes: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
-    tiles: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, as_json: bool,
+    context: Context, /, compute: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
+    tile: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, json: bool,
     **shape: Any,
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
@@ -78,11 +78,11 @@ def run(
     if data:
         options.refuse_shape_beside_data(context, shape)
     results = harness.run.run(
-        computes or ["fa2"], mode, data_folder=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
-        data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tiles, check=check,
+        compute or ["fa2"], mode, data_folder=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
+        data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tile, check=check,
         schedule_seed=schedule_seed, causal=causal, scale=scale,
     )  # fmt: skip
-    return harness.show.results(results, as_json, context.obj["verbosity"])
+    return harness.show.results(results, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -105,15 +105,15 @@ def run(
 @options.printing
 @click.pass_context
 def experiment(
-    context: Context, name: str | None, seqlen: bool, mode: str | None, computes: list[str], output_dir: Path, record: bool, full: bool,
-    device: str, as_json: bool,
+    context: Context, name: str | None, seqlen: bool, mode: str | None, compute: list[str], output_dir: Path, record: bool, full: bool,
+    device: str, json: bool,
 ) -> int:  # fmt: skip
     """Run a sweep: kernels x shapes, checked and timed, into results.csv, env.json and a plot. A failure does not stop it."""
     outcome = harness.experiment.run_sweep(
-        "seqlen" if seqlen else name or mode or "forward", mode, computes, device, output_dir, record, full,
+        "seqlen" if seqlen else name or mode or "forward", mode, compute, device, output_dir, record, full,
         harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
-    return harness.show.experiment(outcome, as_json, context.obj["verbosity"])
+    return harness.show.experiment(outcome, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -130,18 +130,18 @@ def experiment(
 @options.printing
 @click.pass_context
 def verify(
-    context: Context, kernels: tuple[str, ...], computes: list[str], mode: str, matrix: str, case: int | None, device: str,
-    check: str | None, schedule_seed: int | None, as_json: bool,
+    context: Context, kernels: tuple[str, ...], compute: list[str], mode: str, matrix: str, case: int | None, device: str,
+    check: str | None, schedule_seed: int | None, json: bool,
 ) -> int:  # fmt: skip
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
         return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
-        [*kernels, *computes] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check, schedule_seed=schedule_seed, case=case,
+        [*kernels, *compute] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check, schedule_seed=schedule_seed, case=case,
         progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
     )  # fmt: skip
-    return harness.show.cases(cases, as_json, context.obj["verbosity"])
+    return harness.show.cases(cases, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -153,11 +153,11 @@ def verify(
 @click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
 @options.printing
 @click.pass_context
-def compile_(context: Context, kernels: tuple[str, ...], computes: list[str], arch: str | None, every: bool, as_json: bool) -> int:
+def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.printing.progress(context.obj["verbosity"])
-    rows = harness.compile.compile_all([*kernels, *computes], every, step, arch)
-    return harness.show.compiled(rows, as_json, context.obj["verbosity"])
+    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch)
+    return harness.show.compiled(rows, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -176,17 +176,17 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
 @options.printing
 @click.pass_context
-def list_(context: Context, as_json: bool) -> int:
+def list_(context: Context, json: bool) -> int:
     """The kernels and the sweeps there are."""
-    return harness.show.catalogue(harness.kernel.catalogue(), harness.experiment.sweeps(), as_json, context.obj["verbosity"])
+    return harness.show.catalogue(harness.kernel.catalogue(), harness.experiment.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))
 @options.printing
 @click.pass_context
-def doctor(context: Context, as_json: bool) -> int:
+def doctor(context: Context, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    return harness.show.doctor(harness.doctor.doctor(), as_json, context.obj["verbosity"])
+    return harness.show.doctor(harness.doctor.doctor(), json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

@@ -134,8 +134,8 @@ def print_version(context: click.Context, _parameter: click.Parameter, value: bo
 
 def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
     """The problem that the shape options state."""
-    sizes = (shape[name] for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype"))
-    return Problem.of(*sizes, causal, scale)
+    sizes = {name: shape[name] for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
+    return Problem.of(**sizes, heads_kv=shape["kv_heads"], causal=causal, scale=scale)
 
 
 def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> N
 
 folder = click.Path(path_type=Path)
 printing = options(
-    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+    click.option("--json", is_flag=True, help="One JSON document on stdout."),
     click.option("-q", "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=_verbosity, help="Only the verdict."),
     click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_verbosity, help="More; -vv adds tracebacks."),
 )
@@ -174,7 +174,7 @@ device = click.option(
     help="auto takes a GPU if there is one; cpu is the host backend.",
 )  # fmt: skip
 compute = click.option(
-    "--compute", "--kernel", "computes", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
+    "--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
     help="Kernels by name, number or path to a .cu file.",
 )  # fmt: skip
 mode = click.option(
@@ -187,4 +187,4 @@ checks = options(
     click.option("--schedule-seed", type=int, metavar="N", help="Host backend: run the threads in another order."),
 )
 kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-tile = click.option("--tile", "tiles", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")
+tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

@@ -51,8 +51,8 @@ def times(rows: Sequence[Row], title: str, path: Path) -> Path | None:
     figure.suptitle(f"{title}\n{unit}")
     absent = data[data["KernelTime_ms"].isna()]
     if not absent.empty:
-        counts = absent.groupby(["Kernel", "Status"]).size()
-        words = ", ".join(f"{kernel} {status} ({count})" for (kernel, status), count in counts.items())
+        counts = (absent["Kernel"] + " " + absent["Status"]).value_counts(sort=False)
+        words = ", ".join(f"{what} ({count})" for what, count in counts.items())
         figure.supxlabel(f"not drawn: {words}", fontsize="small", color="firebrick")
     figure.savefig(path, dpi=150)
     plt.close(figure)

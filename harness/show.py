@@ -188,7 +188,7 @@ def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, 
     groups: dict[tuple[int | None, str], list[Kernel]] = {}
     for kernel in kernels:
         groups.setdefault((kernel.number, kernel.name), []).append(kernel)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (number, name), group in groups.items():
         first = group[0]
         can = [word for word, yes in (("causal", first.causal), ("gqa", first.gqa), ("cross", first.cross)) if yes]
@@ -205,10 +205,9 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
     columns, rows = ladder(kernels)
     if as_json:
         names = ("no", "name", "passes", "dtypes", "max_head_dim", "also", "arch", "title")
-        listed = [dict(zip(names, row, strict=True)) for row in rows]
+        listed: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
         for row in listed:
-            row |= {key: row[key].split() for key in ("passes", "dtypes", "also")}  # type: ignore[dict-item]
-            row |= {"max_head_dim": int(row["max_head_dim"])}  # type: ignore[dict-item]
+            row.update({key: row[key].split() for key in ("passes", "dtypes", "also")}, max_head_dim=int(row["max_head_dim"]))
         document({"passed": True, "rows": listed, "sweeps": sweeps})
         return 0
     if verbosity <= QUIET:

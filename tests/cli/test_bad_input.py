@@ -89,7 +89,10 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda d: (d / "Q.bin").write_bytes(b""), "empty"),
     "another dtype in meta": (lambda d: meta(d, dtype="float16"), "another problem"),
     "unknown dtype in meta": (lambda d: meta(d, dtype="int8"), "int8"),
-    "another shape in meta": (lambda d: meta(d, shape={"batch": 1, "heads": 2, "seq": 8, "dim": 16, "heads_kv": 2, "seq_kv": 8}), "another problem"),
+    "another shape in meta": (
+        lambda d: meta(d, shape={"batch": 1, "heads": 2, "seq": 8, "dim": 16, "heads_kv": 2, "seq_kv": 8}),
+        "another problem",
+    ),
     "meta not JSON": (lambda d: (d / "meta.json").write_text("{"), "not JSON"),
     "another hash": (lambda d: meta(d, sha256={f"{n}.bin": "0" * 64 for n in ("Q", "K", "V", "dO")}), "SHA-256"),
     "NaN in Q": (lambda d: poke(d, "Q", float("nan")), "nan"),

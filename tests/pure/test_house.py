@@ -167,7 +167,13 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
     """Every module, kernel, header and sweep of the checkout is in the wheel; tests, data and plots are not."""
     names = {name.removeprefix("fa_cli/") for name in wheel.namelist() if name.startswith("fa_cli/")}
     wanted = {path.relative_to(ROOT).as_posix() for path in SOURCES}
-    for pattern in ("kernels_cu/*.cu", "kernels_cu/*.md", "kernels_cu/include/**/*.cuh", "kernels_cu/host/**/*.[chS]*", "experiments/*/sweep.toml"):
+    for pattern in (
+        "kernels_cu/*.cu",
+        "kernels_cu/*.md",
+        "kernels_cu/include/**/*.cuh",
+        "kernels_cu/host/**/*.[chS]*",
+        "experiments/*/sweep.toml",
+    ):
         found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
         assert found, pattern
         wanted |= found

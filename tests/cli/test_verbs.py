@@ -1,0 +1,355 @@
+"""The verbs: help, exit codes, JSON, streams, spellings, environment variables. Small shapes on the CPU backend."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+import cli
+
+Run = Callable[..., Result]
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHAPE = ("--batch", 1, "--heads", 2, "--seq", 33, "--dim", 16)
+SWEEP = 'title = "Two lengths"\nshapes = [{ batch = 1, heads = 2, seq = [16, 33], dim = 16 }]\n'
+
+#: A kernel that writes zeros: it compiles and runs, and is wrong.
+WRONG = """\
+// /// kernel
+// title = "zeros"
+// dtypes = ["float32"]
+// head_dims = [64]
+// arch = ">=sm_70"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// [[launch]]
+// entry = "zeros"
+// grid = ["seq_q", "heads_q", "batch"]
+// block = 32
+// ///
+#include <fa/args.cuh>
+
+extern "C" __global__ void zeros(const __grid_constant__ fa::Args args) {
+    float* row = fa::row_pointer<float>(args.O, blockIdx.z, blockIdx.y, blockIdx.x);
+    for (int d = threadIdx.x; d < args.head_dim; d += blockDim.x) row[d] = 0;
+    if (threadIdx.x == 0) *fa::row_pointer<float>(args.logsumexp, blockIdx.z, blockIdx.y, blockIdx.x) = 0;
+}
+"""
+
+
+def table_of(path: Path) -> list[dict[str, str]]:
+    """A CSV file's rows."""
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> str:
+    """A kernel whose check fails."""
+    (tmp_path / "wrong_forward.cu").write_text(WRONG)
+    return "./wrong_forward.cu"
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["", *cli.main.commands])
+def test_help(verb: str, fa_cli: Run) -> None:
+    """-h and --help of every verb say the same, on stdout, and end with examples that parse."""
+    words = [verb] if verb else []
+    result = fa_cli(*words, "--help")
+    assert result.exit_code == 0 and result.stderr == ""
+    assert fa_cli(*words, "-h").stdout == result.stdout
+    examples = result.stdout.split("Examples:\n")[1].splitlines()
+    assert 2 <= len(examples) <= 3
+    for line in examples:
+        program, name, *rest = line.split()
+        assert program == "fa-cli"
+        cli.main.commands[name].make_context(name, rest, parent=cli.main.make_context("fa-cli", [name], obj={"verbosity": 0}))
+
+
+def test_no_arguments_is_help_and_exit_2(fa_cli: Run) -> None:
+    """As click has it: what could be meant, and that nothing was done."""
+    result = fa_cli()
+    assert result.exit_code == 2 and "Commands:" in result.stderr and result.stdout == ""
+
+
+def test_run_help_says_which_causal_and_which_exit_codes(fa_cli: Run) -> None:
+    """The two things that surprise: alignment of the mask, and what 3 means."""
+    text = fa_cli("run", "--help").stdout
+    assert "bottom-right" in text and "top-left" in text and "Exit codes:" in text
+
+
+def test_version(fa_cli: Run) -> None:
+    """One line."""
+    result = fa_cli("--version")
+    assert result.exit_code == 0 and result.stdout.startswith("fa-cli")
+
+
+@pytest.mark.parametrize(("words", "hint"), [(("rnu",), "Did you mean 'run'"), (("run", "--kausal"), "--causal"), (("new",), "NAME")])
+def test_a_typing_mistake_is_exit_2(words: tuple[str, ...], hint: str, fa_cli: Run) -> None:
+    """What was probably meant is said, and where to look."""
+    result = fa_cli(*words)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert hint in result.stderr and "hint: fa-cli" in result.stderr
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_run_writes_and_tells(fa_cli: Run, tmp_path: Path) -> None:
+    """Both passes: every tensor by name with PASS, CPU time called so, the files there."""
+    result = fa_cli("run", "--compute", "naive", "--mode", "both", *SHAPE)
+    assert result.exit_code == 0, result.output
+    for tensor in ("O", "logsumexp", "dQ", "dK", "dV"):
+        row = next(line.split() for line in result.stdout.splitlines() if line.split()[1:2] == [tensor])
+        assert row[-1] == "PASS" and float(row[2]) <= float(row[6])
+        assert (tmp_path / "data/B1_H2_S33_D16" / f"{tensor}.bin").stat().st_size > 0
+    assert "CPU time (host backend)" in result.stdout and "\x1b" not in result.stdout
+    assert result.stdout.splitlines()[-1] == "PASS naive both B1_H2_S33_D16 on cpu"
+
+
+@needs_compiler
+def test_a_wrong_kernel_is_exit_1_without_a_speed(fa_cli: Run, wrong: str) -> None:
+    """FAIL, the worst place in words, and no time: also in JSON, which is printed all the same."""
+    result = fa_cli("run", "--compute", wrong, *SHAPE)
+    assert result.exit_code == 1
+    assert "FAIL wrong forward" in result.stdout and "O is wrong at batch" in result.stdout
+    found = json.loads(fa_cli("run", "--compute", wrong, "--json", *SHAPE).stdout)
+    assert found["passed"] is False
+    assert found["time_ms"] == {"forward": None, "backward": None} == found["tflops"] == found["gbps"]
+    assert found["errors"]["O"]["passed"] is False and found["errors"]["O"]["max_abs"] > 0.1
+
+
+@needs_compiler
+def test_tolerance_is_an_absolute_limit(fa_cli: Run) -> None:
+    """The seeds' rule on top of the budget."""
+    assert fa_cli("run", "--compute", "naive", "--tolerance", 1e-12, *SHAPE).exit_code == 1
+    assert fa_cli("run", "--compute", "naive", "--tolerance", 1e-3, *SHAPE).exit_code == 0
+
+
+@needs_compiler
+def test_json_of_one_kernel(fa_cli: Run, tmp_path: Path) -> None:
+    """The document's keys are a contract."""
+    result = fa_cli("run", "--compute", "naive", "--causal", "--json", *SHAPE)
+    found = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert list(found) == ["compute", "mode", "device", "problem", "passed", "time_ms", "tflops", "gbps", "errors", "outputs"]
+    assert (found["compute"], found["mode"], found["device"], found["passed"]) == ("naive", "forward", "cpu", True)
+    assert found["problem"]["causal"] is True and found["problem"]["seq_q"] == 33
+    assert found["time_ms"]["forward"] > 0 and found["time_ms"]["backward"] is None
+    assert list(found["errors"]["O"]) == ["max_abs", "mean_abs", "mse", "max_rel", "budget", "passed"]
+    assert found["outputs"] == str(tmp_path / "data" / "B1_H2_S33_D16")
+    work = 4 * 1 * 2 * 16 * (33 * 34 // 2)
+    assert found["tflops"]["forward"] == pytest.approx(work / (found["time_ms"]["forward"] * 1e9))
+
+
+@needs_compiler
+def test_json_of_several_kernels(fa_cli: Run, wrong: str) -> None:
+    """Rows, and passed only if all did."""
+    result = fa_cli("run", "--compute", f"naive,{wrong}", "--json", *SHAPE)
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and found["passed"] is False
+    assert [(row["compute"], row["passed"]) for row in found["rows"]] == [("naive", True), ("wrong", False)]
+
+
+@needs_compiler
+def test_quiet_and_verbose(fa_cli: Run) -> None:
+    """-q: the verdict only; -v: the source and its hash too."""
+    assert fa_cli("run", "--compute", "naive", "-q", *SHAPE).stdout == "PASS naive forward B1_H2_S33_D16 on cpu\n"
+    assert "00_naive_forward.cu, source " in fa_cli("run", "--compute", "naive", "-v", *SHAPE).stdout
+
+
+@needs_compiler
+def test_spellings_of_the_seeds(fa_cli: Run, tmp_path: Path) -> None:
+    """--batch_size and the like, forward_backward, --kernel."""
+    sizes = ("--batch_size", 1, "--num_heads", 2, "--seq_len", 33, "--head_dim", 16, "--output_dir", "elsewhere")
+    assert fa_cli("gen-data", *sizes).exit_code == 0
+    folder = tmp_path / "elsewhere" / "B1_H2_S33_D16"
+    assert (folder / "Q.bin").stat().st_size == 2 * 33 * 16 * 4
+    result = fa_cli("run", "--kernel", "naive", "--mode", "forward_backward", "--no-gpu-reference", "--data", folder, "-q")
+    assert (result.exit_code, result.stdout) == (0, "PASS naive both B1_H2_S33_D16 on cpu\n")
+
+
+@needs_compiler
+def test_environment_variables(fa_cli: Run) -> None:
+    """FA_CLI_<VERB>_<OPTION> is below a flag and above the default; FA_CLI_DEVICE is every verb's."""
+    names = {"FA_CLI_RUN_COMPUTE": "naive", "FA_CLI_RUN_SEQ": "17"}
+    assert "naive forward B1_H2_S17_D16" in fa_cli("run", "-q", "--batch", 1, "--heads", 2, "--dim", 16, env=names).stdout
+    assert "naive forward B1_H2_S33_D16" in fa_cli("run", "-q", *SHAPE, env=names).stdout
+    assert fa_cli("run", *SHAPE, env={"FA_CLI_DEVICE": "tpu"}).exit_code == 2
+
+
+def test_a_kernel_that_does_not_compile_is_exit_5(fa_cli: Run, tmp_path: Path) -> None:
+    """With the compiler's message, which names the file and the line."""
+    (tmp_path / "broken_forward.cu").write_text(WRONG.replace("= 0;", "= nosuch;", 1))
+    result = fa_cli("run", "--compute", "./broken_forward.cu", *SHAPE)
+    assert result.exit_code == 5, result.output
+    assert "broken_forward.cu:20" in result.stderr and "nosuch" in result.stderr and "hint: " in result.stderr
+
+
+def test_no_compiler_is_exit_4(tmp_path: Path) -> None:
+    """The package to install is named."""
+    environment = {**os.environ, "FA_CLI_CXX": "no-such-compiler", "FA_CLI_DEVICE": "cpu"}
+    command = [sys.executable, str(ROOT / "cli.py"), "run", "--compute", "naive", *map(str, SHAPE)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 4 and "apt install g++" in done.stderr
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_no_gpu_is_exit_4(fa_cli: Run) -> None:
+    """--device cuda is never exchanged for the CPU."""
+    result = fa_cli("run", "--compute", "naive", "--device", "cuda", *SHAPE)
+    assert result.exit_code == 4 and "hint: " in result.stderr
+
+
+def test_an_internal_error_is_one_line_and_a_traceback_only_with_vv(fa_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours is called that."""
+    import harness.kernel
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(harness.kernel, "catalogue", broken)
+    result = fa_cli("list")
+    assert result.exit_code == 1 and "internal error: RuntimeError: planted" in result.stderr and "Traceback" not in result.stderr
+    assert "Traceback" in fa_cli("list", "-vv").stderr
+
+
+# -- the other verbs --------------------------------------------------------------------------------------------------
+
+
+def test_gen_data_json(fa_cli: Run, tmp_path: Path) -> None:
+    """Where it is and what it holds."""
+    found = json.loads(fa_cli("gen-data", "--json", *SHAPE).stdout)
+    assert found["passed"] is True
+    assert found["rows"][0]["folder"] == str(tmp_path / "data" / "B1_H2_S33_D16")
+    assert found["rows"][0]["tensors"] == ["Q", "K", "V", "dO"]
+
+
+def test_list(fa_cli: Run) -> None:
+    """Every kernel file is in a row, every sweep has its title; -q gives names to loop over."""
+    found = json.loads(fa_cli("list", "--json").stdout)
+    files = {(row["no"], row["name"], pass_) for row in found["rows"] for pass_ in row["passes"]}
+    assert files == {(p.name[:2], p.stem[3:].rsplit("_", 1)[0], p.stem.rsplit("_", 1)[1]) for p in ROOT.glob("kernels_cu/*.cu")}
+    assert set(found["sweeps"]) == {p.parent.name for p in ROOT.glob("experiments/*/sweep.toml")}
+    assert fa_cli("list", "-q").stdout.split() == list(dict.fromkeys(row["name"] for row in found["rows"]))
+
+
+def test_doctor(fa_cli: Run) -> None:
+    """It says that kernels can run on a machine with a compiler, and which."""
+    result = fa_cli("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == (0 if found["passed"] else 4)
+    assert {"name", "status", "detail", "hint"} == set(found["rows"][0])
+
+
+@needs_compiler
+def test_verify(fa_cli: Run, wrong: str) -> None:
+    """One case: counted, and for a wrong kernel the command that runs it alone."""
+    result = fa_cli("verify", "naive", "--mode", "forward", "--case", 0, "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["rows"][0]["passed"] is True
+    result = fa_cli("verify", wrong, "--mode", "forward", "--case", 0)
+    assert result.exit_code == 1 and "FAIL wrong forward case 0" in result.stdout and "--case 0" in result.stdout
+
+
+@needs_compiler
+def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
+    """A failing kernel does not stop the sweep: its rows say FAIL without a time, the exit code is 1, a second run appends."""
+    (tmp_path / "two.toml").write_text(SWEEP)
+    result = fa_cli("experiment", "two.toml", "--compute", f"naive,{wrong}")
+    assert result.exit_code == 1, result.output
+    folder = tmp_path / "experiment_results"
+    rows = table_of(folder / "results.csv")
+    assert [(r["Test"], r["Kernel"], r["Type"], r["Status"], bool(r["KernelTime_ms"])) for r in rows] == [
+        ("S16", "naive", "FOR", "PASS", True), ("S16", "wrong", "FOR", "FAIL", False),
+        ("S33", "naive", "FOR", "PASS", True), ("S33", "wrong", "FOR", "FAIL", False),
+    ]  # fmt: skip
+    assert (folder / "two.png").read_bytes()[:4] == b"\x89PNG"
+    assert fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q").exit_code == 0
+    rows = table_of(folder / "results.csv")
+    assert [r["Type"] for r in rows[4:]] == ["FOR", "BAC", "BOT"] * 2
+    record = json.loads((folder / "env.json").read_text())
+    assert record["run_id"] == rows[-1]["run_id"] and list(record["earlier"]) == [rows[0]["run_id"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "why"),
+    [
+        ("shapes = [", 3, "TOML"),
+        ("shapes = []", 3, "shapes"),
+        ("shapes = [{ sequence = 3 }]", 3, "sequence"),
+        ("shapes = [{ seq = 0 }]", 3, "at least 1"),
+        ('mode = "up"\nshapes = [{ seq = 1 }]', 3, "mode"),
+        ("speed = 1\nshapes = [{ seq = 1 }]", 3, "speed"),
+        ('kernels = ["nosuch"]\nshapes = [{ seq = 1 }]', 2, "nosuch"),
+        ('mode = "backward"\nkernels = ["fa1"]\nshapes = [{ seq = 1 }]', 2, "backward"),
+    ],
+)
+def test_a_bad_sweep(text: str, code: int, why: str, fa_cli: Run, tmp_path: Path) -> None:
+    """Told before anything is run or written."""
+    (tmp_path / "bad.toml").write_text(text)
+    result = fa_cli("experiment", "bad.toml")
+    assert result.exit_code == code, result.output
+    assert why in result.stderr and "hint: " in result.stderr
+    assert os.listdir(tmp_path) == ["bad.toml"]
+
+
+def test_an_unknown_sweep_is_exit_2(fa_cli: Run) -> None:
+    """With those there are."""
+    result = fa_cli("experiment", "nosuch")
+    assert result.exit_code == 2 and "seqlen" in result.stderr
+
+
+@needs_compiler
+def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
+    """Exit code 130, every row in the file whole."""
+    (tmp_path / "long.toml").write_text(SWEEP.replace("[16, 33]", str([16, *range(400, 800)])))
+    command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    table = tmp_path / "experiment_results" / "results.csv"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (table.exists() and table.read_text().count("\n") >= 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted" in err and "Traceback" not in err and out == ""
+    rows = table_of(table)
+    assert len(rows) >= 2 and all(row["Status"] == "PASS" and row["repro"] for row in rows)
+
+
+def test_python_runs_the_file_in_a_checkout(tmp_path: Path) -> None:
+    """`python3 cli.py list` needs no installation of fa-cli, from any folder."""
+    done = subprocess.run([sys.executable, str(ROOT / "cli.py"), "list", "-q"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "fa2" in done.stdout.split()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "experiments/README.md", "kernels_cu/README.md"])
+def test_commands_in_documents_exist(name: str) -> None:
+    """Every `fa-cli ...` line of a code block parses: verbs, options and choices are real."""
+    blocks = "\n".join("".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli .*)\n", (ROOT / name).read_text(), re.S | re.M))
+    for line in blocks.splitlines():
+        for command in line.partition("#")[0].split("&&"):
+            program, *words = shlex.split(command) or [""]
+            if program == "fa-cli":
+                verb, *rest = words
+                cli.main.commands[verb].make_context(verb, rest, parent=cli.main.make_context("fa-cli", [verb], obj={"verbosity": 0}))
