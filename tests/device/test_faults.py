@@ -115,7 +115,9 @@ def test_a_missing_barrier_reads_poison(tmp_path: Path) -> None:
     assert not judge(Host(), mutant(tmp_path, FORWARD, MISSING_BARRIER), PLAIN).passed
 
 
-@pytest.mark.parametrize("edit", [MISSING_BARRIER, MISSING_TRAILING_BARRIER, MISSING_SYNCWARP], ids=["barrier", "trailing barrier", "syncwarp"])
+@pytest.mark.parametrize(
+    "edit", [MISSING_BARRIER, MISSING_TRAILING_BARRIER, MISSING_SYNCWARP], ids=["barrier", "trailing barrier", "syncwarp"]
+)
 def test_a_missing_barrier_is_a_race_with_both_lines(edit: tuple[str, str], tmp_path: Path) -> None:
     """--check race names file and line of both accesses, whatever the schedule and even where the result is right."""
     with pytest.raises(CheckFault) as caught:
@@ -133,7 +135,9 @@ def test_the_race_check_is_silent_on_right_kernels() -> None:
 
 def test_a_divergent_barrier_is_reported_not_hung(tmp_path: Path) -> None:
     """Warp 0 leaves the loop early: the others would wait for ever."""
-    wrong = mutant(tmp_path, FORWARD, ("        __syncthreads();  // no warp reads", "        if (warp) __syncthreads();  // no warp reads"))
+    wrong = mutant(
+        tmp_path, FORWARD, ("        __syncthreads();  // no warp reads", "        if (warp) __syncthreads();  // no warp reads")
+    )
     with pytest.raises(KernelFault) as caught:
         judge(Host(), wrong, PLAIN)
     assert "divergent barrier" in caught.value.why and "fa2_naive_forward.cu:" in caught.value.why

@@ -201,10 +201,10 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
 
 with np.errstate(all="ignore"):
     EXP2 = np.where(X < -126, 0.0, np.exp2(X.astype(np.float64)))
-    EXP2 = np.where(EXP2 > np.finfo(np.float32).max, np.inf, EXP2)
+    EXP2 = np.where(np.finfo(np.float32).max < EXP2, np.inf, EXP2)
     LOG = np.where(FLUSHED < 0, np.nan, np.log(np.abs(FLUSHED.astype(np.float64))))
     EXP = np.exp(X.astype(np.float64))
-    EXP = np.where(EXP > np.finfo(np.float32).max, np.inf, np.where(EXP < np.finfo(np.float32).tiny, 0, EXP))
+    EXP = np.where(np.finfo(np.float32).max < EXP, np.inf, np.where(np.finfo(np.float32).tiny > EXP, 0, EXP))
 #: name: kernel body, the answer in float64, how many ulp of float32 it may be off, and an absolute slack (near a zero of log2).
 APPROXIMATE: dict[str, tuple[str, Any, float, float]] = {
     "exp2_approx": ("y = __float_as_uint(fa::exp2_approx(x));", EXP2, 2, 0),
@@ -218,8 +218,8 @@ APPROXIMATE: dict[str, tuple[str, Any, float, float]] = {
 
 def ulps(bits: Any, wanted: Any, slack: float = 0.0) -> Any:
     """How many ulp of float32 the answers are from what is wanted; 0 for equal infinities and NaN; inf for one of them alone."""
-    got, wanted = bits.view(np.float32).astype(np.float64), np.asarray(wanted, np.float64)
     with np.errstate(all="ignore"):
+        got, wanted = bits.view(np.float32).astype(np.float64), np.asarray(wanted, np.float64)
         spacing = np.spacing(np.maximum(np.abs(wanted), np.finfo(np.float32).tiny).astype(np.float32)).astype(np.float64)
         off = np.maximum(np.abs(got - wanted) - slack, 0) / spacing
     same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))

@@ -20,11 +20,14 @@ using half_t = __fp16;
 using half_t = _Float16;
 #endif
 
-__forceinline__ float cvt_f32_f16(float16 x) { return float(__builtin_bit_cast(half_t, x.bits)); }
+// NaN becomes PTX's canonical one here and in cvt_rn_f16_f32, as an H200 answers.
+__forceinline__ float cvt_f32_f16(float16 x) {
+    float y = float(__builtin_bit_cast(half_t, x.bits));
+    return y != y ? __uint_as_float(0x7fffffffu) : y;
+}
 
 __forceinline__ float16 cvt_rn_f16_f32(float x) {
-    if (x != x) return {0x7fff};  // PTX's canonical NaN
-    return {__builtin_bit_cast(uint16_t, half_t(x))};
+    return {x != x ? uint16_t(0x7fff) : __builtin_bit_cast(uint16_t, half_t(x))};
 }
 
 __forceinline__ float cvt_f32_bf16(bfloat16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
