@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import files as files
     from . import header as header
     from . import kernel as kernel
+    from . import new as new
     from . import printing as printing
     from . import problem as problem
     from . import reference as reference
