@@ -291,6 +291,18 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
     assert record["run_id"] == rows[-1]["run_id"] and list(record["earlier"]) == [rows[0]["run_id"]]
 
 
+@needs_compiler
+def test_a_new_kernel_works_as_it_is(fa_cli: Run, tmp_path: Path) -> None:
+    """new, then the command its hint gives; a second time the file is not overwritten."""
+    result = fa_cli("new", "mine", "--from", "naive")
+    assert result.exit_code == 0 and (tmp_path / "mine_forward.cu").is_file()
+    hint = result.stderr.splitlines()[-1].removeprefix("hint: fa-cli ").split()
+    assert fa_cli(*hint, *SHAPE).exit_code == 0
+    assert fa_cli("new", "mine").exit_code == 2
+    assert fa_cli("new", "mine", "--from", "naive", "--pass", "backward").exit_code == 0
+    assert fa_cli("run", "--compute", "./mine_forward.cu", "--mode", "both", *SHAPE).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("text", "code", "why"),
     [
@@ -346,7 +358,7 @@ def test_python_runs_the_file_in_a_checkout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "experiments/README.md", "kernels_cu/README.md"])
 def test_commands_in_documents_exist(name: str) -> None:
     """Every `fa-cli ...` line of a code block parses: verbs, options and choices are real."""
-    blocks = "\n".join("".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli .*)\n", (ROOT / name).read_text(), re.S | re.M))
+    blocks = "\n".join("".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli [^\n]*)\n", (ROOT / name).read_text(), re.S | re.M))
     for line in blocks.splitlines():
         for command in line.partition("#")[0].split("&&"):
             program, *words = shlex.split(command) or [""]
