@@ -27,12 +27,12 @@ using scalar = fa::DTYPE;
 constexpr int THREADS = BLOCK_Q / fa::owned * LANES;
 constexpr int KEYS = BLOCK_K / LANES;       // keys of a thread in the scores: 8 x KEYS numbers
 constexpr int COLUMNS = HEAD_DIM / LANES;   // columns of a thread in O: 8 x COLUMNS numbers
-constexpr int V_ROWS = THREADS / 4;         // V comes in pieces of as many rows as one load of the block covers
+constexpr int PIECE = 32;                   // V comes in pieces of 32 columns: fewer registers for what is on its way
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
-static_assert(BLOCK_Q % 32 == 0 && BLOCK_K % V_ROWS == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
+static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
 
-template <int N> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N>;
+template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
     float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][BLOCK_Q] transposed
@@ -55,11 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     {
         Staged<BLOCK_Q> q;
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-        q.store_transposed(q_smem, sign);
+        q.store_transposed(q_smem, args.head_dim, sign);
     }
     Staged<BLOCK_K> k;
     k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
-    k.store_by_rows(k_smem);
+    k.store_by_rows(k_smem, args.head_dim);
     __syncthreads();
 
     float out_reg[fa::owned][COLUMNS] = {};                 // O, not yet divided by the sum
@@ -71,13 +71,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         // S = Q K^T
         float score_reg[KEYS][fa::owned] = {};
 #pragma unroll 1
-        for (int piece = 0; piece < BLOCK_K; piece += V_ROWS) {
-            constexpr int columns = HEAD_DIM * V_ROWS / BLOCK_K;
-            const int from = piece / V_ROWS * columns;
-            Staged<V_ROWS> v;
-            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first + piece), int(args.V.row), keys - k_first - piece, args.head_dim);
-            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, from, from + columns);
-            v.store_by_rows(v_smem + piece * HEAD_DIM);
+        for (int first = 0; first < HEAD_DIM; first += PIECE) {
+            Staged<BLOCK_K, PIECE> v;
+            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first, args.head_dim - first);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
+            v.store_by_rows(v_smem + first, args.head_dim - first);
         }
         __syncthreads();  // V is there, and nobody needs K any more
 
@@ -117,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         // O += P V
         k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first + BLOCK_K), int(args.K.row), keys - k_first - BLOCK_K, args.head_dim);
         fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(out_reg, p_smem, v_smem, row, lane);
-        k.store_by_rows(k_smem);
+        k.store_by_rows(k_smem, args.head_dim);
         __syncthreads();  // the next K is there, and nobody needs V or P any more
     }
 

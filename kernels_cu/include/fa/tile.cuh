@@ -43,54 +43,75 @@ template <int N> __device__ __forceinline__ int score_at(int passing, int row) {
     return passing * N + (row ^ (4 * (passing % 8)));
 }
 
-// N rows of a tensor on their way from memory to shared memory: the part of them that one thread carries in registers. A warp
-// takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
-template <class T, int Width, int Threads, int N> struct Staged {
-    static constexpr int vec = vec_width<T>, row_step = Threads / 4, column_step = 4 * vec;
-    static constexpr int row_steps = N / row_step, column_steps = Width / column_step;
-    static_assert(row_steps * row_step == N && column_steps * column_step == Width, "patches cover the tile exactly");
-    Vec128<T> reg[row_steps][column_steps];
+// N rows by Columns of a tensor on their way from memory to shared memory, into a tile Width columns wide: the part of them
+// that one thread carries in registers. A warp takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
+// Between fetch and store lies a product that takes longer than the load. So fetch must not look at what it loads (the thread
+// would wait right there), and it keeps 32-bit words as they come: 16-bit elements one by one would take twice the registers.
+template <class T, int Width, int Threads, int N, int Columns = Width> struct Staged {
+    static constexpr int vec = vec_width<T>, in_word = 4 / sizeof(T), row_step = Threads / 4, column_step = 4 * vec;
+    static constexpr int row_steps = N / row_step, column_steps = Columns / column_step;
+    static_assert(row_steps * row_step == N && column_steps * column_step == Columns, "patches cover the tile exactly");
+    Vec<uint32_t, 4> reg[row_steps][column_steps];
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / 4; }
+    static __device__ __forceinline__ int column() { return threadIdx.x % 4 * vec; }
 
     // from: the tile's first row, rows `pitch` elements apart. What is not there (row >= rows, column >= head_dim) is zero.
     __device__ __forceinline__ void fetch(const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim) {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
 #pragma unroll
         for (int r = 0; r < row_steps; ++r)
 #pragma unroll
-            for (int c = 0; c < column_steps; ++c)
-                reg[r][c] = load_128_upto(
-                    from + (row + r * row_step) * pitch + column + c * column_step,
-                    row + r * row_step < rows ? head_dim - column - c * column_step : 0);
+            for (int c = 0; c < column_steps; ++c) {
+                const T* at = from + (row() + r * row_step) * pitch + column() + c * column_step;
+                const bool there = row() + r * row_step < rows && column() + c * column_step < head_dim;
+                reg[r][c] = there ? load_vec<4>(reinterpret_cast<const uint32_t*>(at)) : Vec<uint32_t, 4>{};
+            }
+    }
+
+    // Where head_dim does not fill its last 16 bytes, the rest of them is the row's poison: make it zero.
+    __device__ __forceinline__ void clear_beyond(int head_dim) {
+        if (head_dim % vec == 0) return;
+#pragma unroll
+        for (int c = 0; c < column_steps; ++c)
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const int valid = head_dim - column() - c * column_step - w * in_word;  // elements of the word
+                const uint32_t keep = valid <= 0 ? 0 : valid < in_word ? 0xffff : 0xffffffff;
+#pragma unroll
+                for (int r = 0; r < row_steps; ++r) reg[r][c][w] &= keep;
+            }
+    }
+
+    __device__ __forceinline__ float element(int r, int c, int e) const {
+        const uint32_t word = reg[r][c][e / in_word];
+        if constexpr (sizeof(T) == 4) return __uint_as_float(word);
+        else return widen(T{uint16_t(word >> (16 * (e % 2)))});
     }
 
     // In both stores, what a step adds to an address in whole lines is kept out of the XOR: it becomes part of the instruction.
-    __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, float factor = 1.0f) const {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
+    __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, int head_dim, float factor = 1.0f) {
+        clear_beyond(head_dim);
 #pragma unroll
         for (int r = 0; r < row_steps; ++r) {
-            float* to = smem + transposed<T, N>(row + r * row_step % 32, column) + r * row_step / 32 * 32;
+            float* to = smem + transposed<T, N>(row() + r * row_step % 32, column()) + r * row_step / 32 * 32;
 #pragma unroll
             for (int c = 0; c < column_steps; ++c)
 #pragma unroll
-                for (int e = 0; e < vec; ++e) to[(c * column_step + e) * N] = widen(reg[r][c][e]) * factor;
+                for (int e = 0; e < vec; ++e) to[(c * column_step + e) * N] = element(r, c, e) * factor;
         }
     }
 
-    __device__ __forceinline__ void store_by_rows(float* smem /* [N][Width] */) const {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * vec;
+    __device__ __forceinline__ void store_by_rows(float* smem /* [N][Width] */, int head_dim) {
+        clear_beyond(head_dim);
 #pragma unroll
         for (int c = 0; c < column_steps; ++c)
 #pragma unroll
             for (int e = 0; e < vec; e += 4) {
                 const int far = c * column_step + e;
-                float* to = smem + by_rows<T, Width>(row, column + far % 32) + far / 32 * 32;
+                float* to = smem + by_rows<T, Width>(row(), column() + far % 32) + far / 32 * 32;
 #pragma unroll
-                for (int r = 0; r < row_steps; ++r) {
-                    Vec<float, 4> quad;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) quad[i] = widen(reg[r][c][e + i]);
-                    store_vec(to + r * row_step * Width, quad);
-                }
+                for (int r = 0; r < row_steps; ++r)
+                    store_vec(to + r * row_step * Width, Vec<float, 4>{element(r, c, e), element(r, c, e + 1), element(r, c, e + 2), element(r, c, e + 3)});
             }
     }
 };

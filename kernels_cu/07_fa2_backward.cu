@@ -1,0 +1,272 @@
+// /// kernel
+// title = "FlashAttention-2's gradients on CUDA cores: no S x S memory, no atomics"
+// dtypes = ["float32", "float16", "bfloat16"]
+// head_dims = [32, 64, 96, 128]
+// arch = ">=sm_70"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// aliases = ["flash"]
+// [tile]
+// LANES = "8 if HEAD_DIM <= 64 else 16"
+// STREAMED = "4 * LANES if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM <= 96 else 16"
+// OWNED = "128 if shared_optin >= 4 * (256 * HEAD_DIM + STREAMED * (2 * HEAD_DIM + 130)) else 64 if shared_optin >= 4 * (128 * HEAD_DIM + STREAMED * (2 * HEAD_DIM + 66)) else 32"
+// [workspace.delta]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q"
+// init = "none"
+// [[launch]]
+// entry = "delta"
+// grid = ["ceil_div(seq_q, 16)", "heads_q", "batch"]
+// block = 128
+// [[launch]]
+// entry = "dkdv"
+// grid = ["ceil_div(seq_kv, OWNED)", "heads_kv", "batch"]
+// block = "OWNED // 8 * LANES"
+// shared = "4 * (2 * OWNED * HEAD_DIM + STREAMED * (2 * HEAD_DIM + OWNED + 2))"
+// [[launch]]
+// entry = "dq"
+// grid = ["ceil_div(seq_q, OWNED)", "heads_q", "batch"]
+// block = "OWNED // 8 * LANES"
+// shared = "4 * (2 * OWNED * HEAD_DIM + STREAMED * (2 * HEAD_DIM + OWNED))"
+// ///
+#include <fa/tile.cuh>
+#include <fa/warp.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int THREADS = OWNED / fa::owned * LANES;
+constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread in the scores: 8 x COUNT numbers
+constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread in a gradient: 8 x COLUMNS numbers
+constexpr int PIECE = 32;                  // dO comes in pieces of 32 columns: fewer registers for what is on its way
+
+template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
+
+// Where a workspace row of (batch, head, query) numbers starts: [seq_q]
+__device__ __forceinline__ float* delta_of(const fa::Args& args, int batch, int head) {
+    return static_cast<float*>(args.workspace[WORKSPACE_DELTA]) + (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;
+}
+
+// The first query that sees a key: under the causal mask key <= query + causal_shift.
+__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
+
+__device__ __forceinline__ float probability(float score, float logsumexp, float scale) {
+    return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
+}
+
+// Launch 1. delta[query] = dO · O. 8 lanes make one row.
+extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ fa::Args args) {
+    constexpr int vec = fa::vec_width<scalar>;
+    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
+    float sum = 0;
+    if (query < args.seq_q) {
+        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
+        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
+        for (int column = lane * vec; column < args.head_dim; column += 8 * vec) {
+            fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
+            fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
+#pragma unroll
+            for (int i = 0; i < vec; ++i) sum += fa::widen(o_reg[i]) * fa::widen(do_reg[i]);
+        }
+    }
+    sum = fa::group_sum<8>(sum);
+    if (query < args.seq_q && lane == 0) delta_of(args, batch, head)[query] = sum;
+}
+
+// Launch 2. A block owns OWNED keys and meets every query that sees them, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_constant__ fa::Args args) {
+    float* k_smem = fa::dynamic_shared<float>();         // [HEAD_DIM][OWNED] transposed
+    float* v_smem = k_smem + HEAD_DIM * OWNED;           // [HEAD_DIM][OWNED] transposed
+    float* q_smem = v_smem + HEAD_DIM * OWNED;           // [STREAMED][HEAD_DIM]
+    float* do_smem = q_smem + STREAMED * HEAD_DIM;       // [STREAMED][HEAD_DIM]
+    float* p_smem = do_smem + STREAMED * HEAD_DIM;       // [STREAMED][OWNED]: P, then dS
+    float* lse_smem = p_smem + STREAMED * OWNED;         // [STREAMED]
+    float* delta_smem = lse_smem + STREAMED;             // [STREAMED]
+
+    const int k_first = blockIdx.x * OWNED, head_kv = blockIdx.y, batch = blockIdx.z;
+    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int group = args.heads_q / args.heads_kv;
+    const float scale = float(args.scale);
+
+    {
+        Staged<OWNED> tile;
+        tile.fetch(fa::row_pointer<scalar>(args.K, batch, head_kv, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
+        tile.store_transposed(k_smem, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.V, batch, head_kv, k_first), int(args.V.row), args.seq_kv - k_first, args.head_dim);
+        tile.store_transposed(v_smem, args.head_dim);
+    }
+
+    // The tiles of queries to meet: for each head of the group, from the first query that sees a key of the block.
+    const int q_start = first_query(args, k_first) / STREAMED * STREAMED, head_end = (head_kv + 1) * group;
+    int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
+
+    // Q, logsumexp and delta of the tile at (head, q_first), on their way to shared memory.
+    struct Queries {
+        Staged<STREAMED> q;
+        float lse, delta;
+
+        __device__ __forceinline__ void fetch(const fa::Args& args, int batch, int head, int q_first) {
+            q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+            const int query = q_first + int(threadIdx.x);
+            const bool there = threadIdx.x < STREAMED && query < args.seq_q;
+            lse = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : fa::infinity();  // P = 0
+            delta = there ? delta_of(args, batch, head)[query] : 0.0f;
+        }
+
+        __device__ __forceinline__ void store(float* q_smem, float* lse_smem, float* delta_smem, int head_dim) {
+            q.store_by_rows(q_smem, head_dim);
+            if (threadIdx.x >= STREAMED) return;
+            lse_smem[threadIdx.x] = lse;
+            delta_smem[threadIdx.x] = delta;
+        }
+    };
+
+    if (head < head_end) {
+        Queries first;
+        first.fetch(args, batch, head, q_first);
+        first.store(q_smem, lse_smem, delta_smem, args.head_dim);
+    }
+    __syncthreads();
+
+    float dk_reg[fa::owned][COLUMNS] = {}, dv_reg[fa::owned][COLUMNS] = {};
+    while (head < head_end) {
+        // P^T = exp(scale * K Q^T - logsumexp), while dO comes
+        float score_reg[COUNT][fa::owned] = {};
+#pragma unroll 1
+        for (int first = 0; first < HEAD_DIM; first += PIECE) {
+            Staged<STREAMED, PIECE> d_o;
+            d_o.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first) + first, int(args.dO.row), args.seq_q - q_first, args.head_dim - first);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, k_smem, q_smem, row, lane, first, first + PIECE);
+            d_o.store_by_rows(do_smem + first, args.head_dim - first);
+        }
+        const bool masked = fa::visible_keys(args, q_first) < k_first + OWNED;
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            const float lse = lse_smem[lane + LANES * j];
+            const int visible = fa::visible_keys(args, q_first + lane + LANES * j) - k_first - row;
+#pragma unroll
+            for (int i = 0; i < fa::owned; ++i) {
+                const float p = probability(score_reg[j][i], lse, scale);
+                score_reg[j][i] = masked && i >= visible ? 0.0f : p;
+            }
+        }
+        fa::share_scores<LANES, OWNED>(p_smem, score_reg, row, lane);
+        __syncthreads();  // dO and P are there
+
+        // dV += P^T dO
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dv_reg, p_smem, do_smem, row, lane);
+
+        // dS^T = P^T ∘ (V dO^T - delta), in the place of P
+        float ds_reg[COUNT][fa::owned] = {};
+        fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(ds_reg, v_smem, do_smem, row, lane);
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            const float mean = delta_smem[lane + LANES * j];
+#pragma unroll
+            for (int h = 0; h < fa::owned; h += 4) {
+                fa::Vec<float, 4> p = fa::load_vec<4>(p_smem + fa::score_at<OWNED>(lane, row + h) + j * LANES * OWNED);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
+            }
+        }
+        __syncwarp();
+        fa::share_scores<LANES, OWNED>(p_smem, ds_reg, row, lane);
+        __syncwarp();
+
+        // dK += dS^T Q
+        q_first += STREAMED;
+        if (q_first >= args.seq_q) q_first = q_start, ++head;
+        Queries next;
+        if (head < head_end) next.fetch(args, batch, head, q_first);
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dk_reg, p_smem, q_smem, row, lane);
+        __syncthreads();  // nobody needs Q, dO or dS any more
+        if (head < head_end) next.store(q_smem, lse_smem, delta_smem, args.head_dim);
+        __syncthreads();
+    }
+
+    scalar* dk = fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first + row);  // [8 rows], dK.row apart
+    scalar* dv = fa::row_pointer<scalar>(args.dV, batch, head_kv, k_first + row);  // [8 rows], dV.row apart
+#pragma unroll
+    for (int i = 0; i < fa::owned; ++i) {
+        if (k_first + row + i >= args.seq_kv) break;
+        fa::store_output<scalar, LANES>(dk + i * args.dK.row, dk_reg[i], scale, lane, args.head_dim);
+        fa::store_output<scalar, LANES>(dv + i * args.dV.row, dv_reg[i], 1.0f, lane, args.head_dim);
+    }
+}
+
+// Launch 3. A block owns OWNED queries and meets every key they see.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ fa::Args args) {
+    float* q_smem = fa::dynamic_shared<float>();      // [HEAD_DIM][OWNED] transposed
+    float* do_smem = q_smem + HEAD_DIM * OWNED;       // [HEAD_DIM][OWNED] transposed
+    float* k_smem = do_smem + HEAD_DIM * OWNED;       // [STREAMED][HEAD_DIM]
+    float* v_smem = k_smem + STREAMED * HEAD_DIM;     // [STREAMED][HEAD_DIM]
+    float* ds_smem = v_smem + STREAMED * HEAD_DIM;    // [STREAMED][OWNED]
+
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
+    const int q_first = q_tile * OWNED, q_end = min(q_first + OWNED, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int keys = fa::visible_keys(args, q_end - 1), unmasked = fa::visible_keys(args, q_first);
+    const float scale = float(args.scale);
+
+    {
+        Staged<OWNED> tile;
+        tile.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+        tile.store_transposed(q_smem, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first, args.head_dim);
+        tile.store_transposed(do_smem, args.head_dim);
+    }
+    float lse_reg[fa::owned], delta_reg[fa::owned];
+#pragma unroll
+    for (int i = 0; i < fa::owned; ++i) {
+        const bool there = q_first + row + i < args.seq_q;
+        lse_reg[i] = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row + i) : fa::infinity();  // P = 0
+        delta_reg[i] = there ? delta_of(args, batch, head)[q_first + row + i] : 0.0f;
+    }
+
+    Staged<STREAMED> k, v;
+    k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+    v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, 0), int(args.V.row), keys, args.head_dim);
+    k.store_by_rows(k_smem, args.head_dim);
+    v.store_by_rows(v_smem, args.head_dim);
+    __syncthreads();
+
+    float dq_reg[fa::owned][COLUMNS] = {};
+    for (int k_first = 0; k_first < keys; k_first += STREAMED) {
+        // P = exp(scale * Q K^T - logsumexp), dS = P ∘ (dO V^T - delta)
+        float score_reg[COUNT][fa::owned] = {}, ds_reg[COUNT][fa::owned] = {};
+        fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, q_smem, k_smem, row, lane);
+        fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(ds_reg, do_smem, v_smem, row, lane);
+        const bool masked = k_first + STREAMED > unmasked;
+#pragma unroll
+        for (int i = 0; i < fa::owned; ++i) {
+            const int visible = fa::visible_keys(args, q_first + row + i) - k_first - lane;
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) {
+                const float ds = probability(score_reg[j][i], lse_reg[i], scale) * (ds_reg[j][i] - delta_reg[i]);
+                ds_reg[j][i] = masked && LANES * j >= visible ? 0.0f : ds;
+            }
+        }
+        fa::share_scores<LANES, OWNED>(ds_smem, ds_reg, row, lane);
+        __syncwarp();
+
+        // dQ += dS K
+        const int next = k_first + STREAMED;
+        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, next), int(args.K.row), keys - next, args.head_dim);
+        v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, next), int(args.V.row), keys - next, args.head_dim);
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dq_reg, ds_smem, k_smem, row, lane);
+        __syncthreads();  // nobody needs K, V or dS any more
+        k.store_by_rows(k_smem, args.head_dim);
+        v.store_by_rows(v_smem, args.head_dim);
+        __syncthreads();
+    }
+
+    scalar* dq = fa::row_pointer<scalar>(args.dQ, batch, head, q_first + row);  // [8 rows], dQ.row apart
+#pragma unroll
+    for (int i = 0; i < fa::owned; ++i) {
+        if (q_first + row + i >= q_end) break;
+        fa::store_output<scalar, LANES>(dq + i * args.dQ.row, dq_reg[i], scale, lane, args.head_dim);
+    }
+}
