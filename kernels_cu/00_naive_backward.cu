@@ -102,9 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
 }
 
 // The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) {
-    return CAUSAL ? max(0, key - args.causal_shift) : 0;
-}
+__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
 // The 4: that many blocks to a multiprocessor are enough. Left to itself the compiler makes room for 10 by spilling registers.
