@@ -15,7 +15,8 @@ def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
     if dtype == "bfloat16":
         bits = array if array.dtype == np.uint16 else array.view(np.uint16)
         array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(to, copy=False)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is only a NaN here
+        return array.astype(to, copy=False)
 
 
 def round_to(xp: Any, array: Any, dtype: str) -> Any:

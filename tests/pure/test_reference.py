@@ -1,0 +1,185 @@
+"""The float64 reference against plain formulas and finite differences, and the baselines against what they promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from harness import reference as ref
+from harness.dataset import generate
+from harness.problem import Problem
+from harness.reference import baselines, reference, round_to, widen
+from harness.rounding import tf32
+
+Array = np.ndarray[Any, Any]
+
+
+def plain(problem: Problem, tensors: dict[str, Array]) -> dict[str, Array]:
+    """Attention and its gradients written out with whole matrices, head by head, in float64."""
+    p = problem
+    x = {name: widen(np, array, p.dtype) for name, array in tensors.items()}
+    out = {name: np.zeros(p.shape(name)) for name in ("O", "logsumexp", "dQ", "dK", "dV")}
+    hidden = np.arange(p.seq_kv)[None, :] > np.arange(p.seq_q)[:, None] + p.seq_kv - p.seq_q
+    for b in range(p.batch):
+        for h in range(p.heads_q):
+            g = h * p.heads_kv // p.heads_q
+            q, k, v, dout = x["Q"][b, h], x["K"][b, g], x["V"][b, g], x["dO"][b, h]
+            weights = np.exp(p.scale * q @ k.T) * ~(hidden & p.causal)
+            total = weights.sum(axis=1, keepdims=True)
+            prob = weights / np.where(total == 0, 1, total)
+            with np.errstate(divide="ignore"):
+                out["logsumexp"][b, h] = np.log(total[:, 0])
+            out["O"][b, h] = prob @ v
+            dprob = dout @ v.T
+            ds = prob * (dprob - (prob * dprob).sum(axis=1, keepdims=True)) * p.scale
+            out["dQ"][b, h] = ds @ k
+            out["dK"][b, g] += ds.T @ q
+            out["dV"][b, g] += prob.T @ dout
+    return out
+
+
+CASES = [
+    Problem.of(2, 3, 17, 5),
+    Problem.of(1, 6, 9, 16, heads_kv=2, causal=True),
+    Problem.of(2, 4, 20, 3, heads_kv=1, seq_kv=7, causal=True),  # the first 13 rows see no key
+    Problem.of(1, 2, 4, 8, seq_kv=33, causal=True, scale=0.7, dtype="float16"),
+    Problem.of(1, 2, 1, 1, seq_kv=1, dtype="bfloat16"),
+    Problem.of(1, 2, 5, 4, scale=-0.3, dtype="float64"),
+]
+
+
+@pytest.mark.parametrize("problem", CASES, ids=lambda p: p.describe())
+@pytest.mark.parametrize("tile", [1, 40, 1 << 18])
+def test_reference_is_attention(problem: Problem, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor agrees with the written-out formula, whatever the tiles."""
+    monkeypatch.setattr(ref, "_TILE_CPU", tile)
+    tensors = generate(problem, 1)
+    found, wanted = reference(np, problem, tensors), plain(problem, tensors)
+    assert found.rows is None and found.share == 1
+    assert set(found.values) == set(wanted)
+    for name, array in wanted.items():
+        assert found[name].shape == problem.shape(name)
+        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-13, err_msg=name)
+
+
+def test_fully_masked_rows() -> None:
+    """O = 0, logsumexp = -inf, gradients 0, and no warning on the way; rows that see a key are as usual."""
+    problem = Problem.of(1, 1, 6, 4, seq_kv=2, causal=True)
+    found = reference(np, problem, generate(problem, 3))
+    assert np.isneginf(found["logsumexp"][0, 0, :4]).all() and np.isfinite(found["logsumexp"][0, 0, 4:]).all()
+    assert (found["O"][0, 0, :4] == 0).all() and (found["dQ"][0, 0, :4] == 0).all()
+    np.testing.assert_allclose(found["O"][0, 0, 4], generate(problem, 3)["V"][0, 0, 0])  # row 4 sees key 0 only
+    for baseline in baselines(np, problem, generate(problem, 3), "f32"):
+        for name, array in baseline.items():
+            assert (array[0, 0, :4] == (-np.inf if name == "logsumexp" else 0)).all() or name in ("dK", "dV")
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem.of(1, 2, 5, 4, heads_kv=1, causal=True, dtype="float64"), Problem.of(1, 1, 3, 2, dtype="float64")]
+)
+def test_gradients_by_finite_differences(problem: Problem) -> None:
+    """dQ, dK, dV are the derivatives of sum(O * dO)."""
+    tensors = generate(problem, 5)
+    found = reference(np, problem, tensors)
+    for name in ("Q", "K", "V"):
+        for at in np.ndindex(problem.shape(name)):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = {n: a.copy() for n, a in tensors.items()}
+                moved[name][at] += step
+                ends.append(float((reference(np, problem, moved)["O"] * tensors["dO"]).sum()))
+            assert found["d" + name][at] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sampled_rows_are_the_whole_reference(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit some rows are computed: the same numbers, tile edges among them, and the share says how many."""
+    problem = Problem.of(1, 2, 300, 4, heads_kv=1, seq_kv=700, causal=causal)
+    tensors = generate(problem, 7)
+    whole, whole_baselines = reference(np, problem, tensors), baselines(np, problem, tensors, "f32")
+    monkeypatch.setattr(ref, "DENSE_SCORES", 1000)
+    monkeypatch.setattr(ref, "SAMPLE", 50)
+    found = reference(np, problem, tensors)
+    assert found.rows is not None
+    assert {0, 127, 128, 255, 256, 299} <= set(found.rows["O"].tolist())
+    assert found.share == min(len(found.rows["O"]) / 300, len(found.rows["dK"]) / 700) < 0.3
+    for name in whole.values:
+        np.testing.assert_allclose(found[name], whole[name][:, :, found.rows[name]], rtol=1e-12, atol=1e-14)
+        assert (found.select(name, whole[name]) == whole[name][:, :, found.rows[name]]).all()
+    for few, all_rows in zip(baselines(np, problem, tensors, "f32"), whole_baselines, strict=True):
+        for name, array in few.items():
+            np.testing.assert_allclose(array, all_rows[name][:, :, found.rows[name]], rtol=1e-4, atol=1e-5)
+    forward = {name: array for name, array in tensors.items() if name != "dO"}
+    np.testing.assert_allclose(reference(np, problem, forward)["O"], found["O"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic", "unit"),
+    [
+        ("float32", "f32", 2**-24),
+        ("float16", "f32", 2**-11),
+        ("bfloat16", "f32", 2**-8),
+        ("float16", "p16", 2**-11),
+        ("float32", "tf32", 2**-11),
+    ],
+)
+def test_baselines_lose_what_their_class_loses(dtype: str, arithmetic: str, unit: float) -> None:
+    """Two forward and three backward ways; each errs by its class's unit: not by far more, and not by nothing."""
+    problem = Problem.of(1, 2, 65, 32, heads_kv=1, dtype=dtype, causal=True)
+    tensors = generate(problem, 11)
+    exact, ways = reference(np, problem, tensors), baselines(np, problem, tensors, arithmetic)
+    assert [sorted(way) for way in ways] == [["O", "logsumexp"], *[["dK", "dQ", "dV"]] * 2, ["O", "logsumexp"], ["dK", "dQ", "dV"]]
+    for way in ways:
+        for name, array in way.items():
+            finite = np.isfinite(exact[name])
+            error = np.abs(array - exact[name])[finite].max() / np.abs(exact[name][finite]).max()
+            if name == "logsumexp" and arithmetic != "tf32":
+                assert 0 < error < 20 * 2**-24
+            else:
+                assert unit / 20 < error < 20 * unit, name
+
+
+def test_baselines_differ_in_order() -> None:
+    """Keys from last to first is another order of summation, so other last bits: else the three ways would be one."""
+    problem = Problem.of(1, 1, 129, 64)
+    forward = [way["O"] for way in baselines(np, problem, generate(problem, 1), "f32") if "O" in way]
+    assert (forward[0] != forward[1]).any()
+    np.testing.assert_allclose(forward[0], forward[1], atol=1e-6)
+
+
+def test_overflow_in_a_baseline_is_no_crash() -> None:
+    """Gradients beyond float16 become infinite, quietly (warnings are errors in these tests)."""
+    problem = Problem.of(1, 1, 8, 4, dtype="float16")
+    tensors = {name: round_to(np, np.full(problem.shape(name), 3e4), "float16") for name in ("Q", "K", "V", "dO")}
+    tensors["V"][0, 0, 0] = 0
+    assert len(baselines(np, problem, tensors, "p16")) == 5
+    assert baselines(np, Problem.of(1, 1, 2, 2, dtype="float64"), {}, "f32") == []
+
+
+def test_bfloat16_rounding_is_ml_dtypes() -> None:
+    """Every bfloat16 widens exactly; rounding agrees with ml_dtypes, halves, overflow and NaN included; uint16 bits are as good."""
+    bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    with np.errstate(invalid="ignore"):
+        exact = bits.view(ml_dtypes.bfloat16).astype(np.float64)
+    assert np.array_equal(widen(np, bits.view(ml_dtypes.bfloat16), "bfloat16"), exact, equal_nan=True)
+    assert np.array_equal(widen(np, bits, "bfloat16", "float32"), (bits.astype(np.uint32) << 16).view(np.float32), equal_nan=True)
+    single = np.concatenate(
+        [np.random.RandomState(0).randint(0, 2**32, 100000, np.uint64).astype(np.uint32), bits.astype(np.uint32) << 16 | 0x8000]
+    )
+    values = single.view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = values.astype(ml_dtypes.bfloat16)
+    found = round_to(np, values, "bfloat16")
+    finite = ~np.isnan(values)
+    assert (found.view(np.uint16)[finite] == wanted.view(np.uint16)[finite]).all()
+    assert np.isnan(found[~finite].astype(np.float32)).all()
+
+
+def test_tf32_keeps_ten_bits() -> None:
+    """Values of ten bits stay; the half goes away from zero; infinity and NaN stay themselves."""
+    values = np.array([1.0, 1 + 2**-10, 1 + 2**-11, -1 - 2**-11, 1 + 2**-12, np.inf, -np.inf, np.nan], np.float32)
+    wanted = np.array([1.0, 1 + 2**-10, 1 + 2**-10, -1 - 2**-10, 1.0, np.inf, -np.inf, np.nan], np.float32)
+    assert np.array_equal(tf32(np, values), wanted, equal_nan=True)
