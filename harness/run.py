@@ -289,6 +289,6 @@ def require_writable(folder: Path) -> None:
 
 def asan_child_needed(check: str | None) -> bool:
     """Whether this process must start itself again under AddressSanitizer (harness.backends.host.run_under_asan)."""
-    from .backends.host import ASAN_CHILD
+    from .backends.host_report import ASAN_CHILD
 
     return check == "asan" and not os.environ.get(ASAN_CHILD)

@@ -14,8 +14,8 @@ from .printing import QUIET, VERBOSE, document, line, near, note, progress, tabl
 if TYPE_CHECKING:
     from .compile import CompileRow
     from .dataset import Dataset
-    from .experiment import Outcome
     from .doctor import Check
+    from .experiment import Outcome
     from .kernel import Kernel
     from .run import Result
     from .verify import CaseResult

@@ -21,7 +21,8 @@ class CompileError(KernelFault):
     """A kernel did not compile. command, log and file are kept for messages and editors."""
 
     def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
-        super().__init__(f"{kernel.path.name} does not compile", log.strip(), f"the command was: {' '.join(command)}")
+        hint = f"the command was: {' '.join(command)}" if command else ""
+        super().__init__(f"{kernel.path.name} does not compile", log.strip(), hint)
         self.command, self.log, self.file = list(command), log, kernel.path
 
 

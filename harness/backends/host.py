@@ -26,25 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from ..kernel import INCLUDE, KERNELS, Device, Kernel, Plan
+from ..kernel import INCLUDE, Device, Kernel, Plan
 from ..problem import DiskFault, EnvironmentFault, KernelFault, Problem, UsageFault
 from . import Call, CompileError, Loaded, cache_dir
+from .host_report import ASAN_CHILD, CheckFault, child_with_asan, with_lines
+from .host_source import HOST, translation_unit
 
-HOST = KERNELS / "host"
 CHECKS = ("race", "asan")
-ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
 
 _FLAGS = (
     "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fno-exceptions", "-fno-rtti", "-w",
 )  # fmt: skip
-_SANITIZER_EXIT = 86
-
-
-class CheckFault(KernelFault):
-    """The race check or AddressSanitizer found a fault in a kernel. A failed check: exit code 1."""
-
-    exit_code = 1
 
 
 class _Launch(ctypes.Structure):
@@ -66,7 +59,7 @@ class Host:
     """
 
     name = "cpu"
-    xp = np
+    xp: Any = np
 
     def __init__(self, seed: int | None = None, check: str | None = None) -> None:
         if check not in (None, *CHECKS):
@@ -108,10 +101,7 @@ class Host:
         library: _Library = loaded.functions["library"]
         for call in calls:
             # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
-            copies = [
-                _aligned(bytes(memoryview(np.asarray(p)).cast("B") if np.asarray(p).ndim else np.asarray(p).tobytes()))
-                for p in call.parameters
-            ]
+            copies = [_aligned(np.asarray(p).tobytes()) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
             launch = _Launch(
@@ -121,7 +111,7 @@ class Host:
             )  # fmt: skip
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                text = _with_lines(report.value.decode(errors="replace"), library.path)
+                text = with_lines(report.value.decode(errors="replace"), library.path)
                 fault = CheckFault if outcome == 2 else KernelFault
                 what = "races on shared memory" if outcome == 2 else "stopped on the CPU backend"
                 raise fault(f"{loaded.kernel.label}: {what} in {call.entry}", text.strip(), f"see {loaded.kernel.path}")
@@ -235,34 +225,11 @@ _open: weakref.WeakValueDictionary[str, _Library] = weakref.WeakValueDictionary(
 
 
 def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
-    text = kernel.path.read_text(encoding="utf-8")
-    _refuse_other_languages(kernel, text)
-    rewritten = _DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
-    header = HOST / "cuda.hpp"
-    include = f'#include "{kernel.path}"'
-    if rewritten != text:
-        include = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
-    entries = "\n".join(
-        f'extern "C" __attribute__((visibility("default"))) void fa_host_entry_{name}(void** p) {{ fa_host::call(&{name}, p); }}'
-        for name in kernel.entries
-    )
-    unit = f"""{include}
-#line 1 "entries of {kernel.path.name}"
-{entries}
-static __thread char fa_host_anchor;
-extern "C" __attribute__((visibility("default"))) void* fa_host_static_shared() {{ return &fa_host_anchor; }}
-"""
-    flags = [
-        *_FLAGS,
-        *_native(),
-        f"-I{HOST}",
-        f"-I{INCLUDE}",
-        "-include",
-        str(header),
-        *(f"-D{name}={value}" for name, value in plan.macros),
-    ]
+    unit = translation_unit(kernel)
+    flags = [*_FLAGS, *_native(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
+    flags += [f"-D{name}={value}" for name, value in plan.macros]
     if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
-        flags += ["-O1", "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
+        flags += ["-O1", "-g1", "-fsanitize=thread"]
         link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
     elif check == "asan":
         flags += ["-O1", "-g1", "-fsanitize=address"]
@@ -284,75 +251,6 @@ def _words() -> str:
     return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 
 
-# extern __shared__ of a user's own file: an array the launch sizes. The line stays a line, so messages keep their numbers.
-_DYNAMIC = re.compile(
-    r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
-)
-_FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*[<\"](?!fa/)(?P<header>[^>\"]+)[>\"]", re.M)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-
-
-def _refuse_other_languages(kernel: Kernel, text: str) -> None:
-    """Raise CompileError for inline PTX and CUDA's own headers in a kernel file, naming the line."""
-    bare = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
-    if found := _FOREIGN.search(bare):
-        line = bare.count("\n", 0, found.start()) + 1
-        what = f"#include <{found['header']}>" if found["header"] else "inline PTX"
-        raise CompileError(
-            kernel, compiler(), f"{kernel.path}:{line}: {what} has no meaning on the CPU backend: there a kernel speaks CUDA C++ and the words "
-            "of <fa/...>; on a GPU it runs as it is (--device cuda)",
-        )  # fmt: skip
-
-
-# -- reports ----------------------------------------------------------------------------------------------------------
-
-
-def _with_lines(report: str, library: Path) -> str:
-    """The engine's report with code addresses (pc:0x…) replaced by file:line, through addr2line."""
-    addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
-    base = None
-    for mapping in Path("/proc/self/maps").read_text().splitlines():
-        if mapping.endswith(str(library)):
-            base = int(mapping.split("-")[0], 16)
-            break
-    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if not addresses or base is None or tool is None:
-        return report
-    offsets = [hex(int(a, 16) - base - 1) for a in addresses]  # the return address lies after the call
-    done = subprocess.run([tool, "-a", "-i", "-e", str(library), *offsets], capture_output=True, text=True, check=False)
-    places: list[str] = []
-    for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:
-        frames = [line.split(" (")[0] for line in block.splitlines()]
-        # the outermost frame in a kernel file: words are inlined into it
-        places.append(next((f for f in reversed(frames) if ".cu:" in f), frames[-1] if frames else "?"))
-    for address, place in zip(addresses, places, strict=False):
-        report = report.replace(f"pc:{address}", place)
-    return report
-
-
-def run_under_asan(arguments: Sequence[str]) -> int:
-    """Run this command again in a child process with AddressSanitizer loaded; a finding is told with its line. Returns the exit code."""
-    runtime = subprocess.run([compiler()[0], "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout.strip()
-    if not Path(runtime).is_file():
-        raise EnvironmentFault(
-            "no AddressSanitizer library", f"{compiler()[0]} has no libasan.so", "apt install libasan8, or use --check race"
-        )
-    options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
-    environment = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
-    child = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True, check=False)
-    if child.returncode != _SANITIZER_EXIT:
-        sys.stderr.write(child.stderr)
-        return child.returncode
-    error = re.search(r"ERROR: AddressSanitizer: (.*)", child.stderr)
-    access = re.search(r"^((?:READ|WRITE) of size \d+)", child.stderr, re.M)
-    place = re.search(r"(\S+\.cuh?:\d+)", child.stderr)
-    allocated = re.search(r"^(\S+ is located .*)$", child.stderr, re.M)
-    raise CheckFault(
-        f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",
-        "\n".join(m[1] for m in (error, allocated) if m), "the access is outside what the launch was given",
-    )  # fmt: skip
-
-
 def _aligned(data: bytes) -> Any:
     room = np.empty(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
@@ -368,3 +266,11 @@ def _processor() -> str:
     import platform
 
     return platform.machine()
+
+
+def run_under_asan(arguments: Sequence[str]) -> int:
+    """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
+
+    Raises CheckFault for an access outside of what a launch was given, EnvironmentFault where the compiler has no AddressSanitizer.
+    """
+    return child_with_asan(compiler()[0], arguments)

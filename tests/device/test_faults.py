@@ -12,7 +12,8 @@ import pytest
 
 from harness import kernel
 from harness.backends import Backend
-from harness.backends.host import CheckFault, Host
+from harness.backends.host import Host
+from harness.backends.host_report import CheckFault
 from harness.kernel import KERNELS, Kernel
 from harness.problem import READS, KernelFault, Problem
 from harness.run import PassResult, run_pass, yardstick_for
