@@ -74,7 +74,7 @@ def run(
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     if harness.run.asan_child_needed(check):
-        return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
+        return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if data:
         options.refuse_shape_beside_data(context, shape)
     results = harness.run.run(
@@ -135,7 +135,7 @@ def verify(
 ) -> int:  # fmt: skip
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
-        return harness.backends.host.run_under_asan([__file__, *context.obj["arguments"]])
+        return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
         [*kernels, *compute] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check, schedule_seed=schedule_seed, case=case,

@@ -288,7 +288,14 @@ def require_writable(folder: Path) -> None:
 
 
 def asan_child_needed(check: str | None) -> bool:
-    """Whether this process must start itself again under AddressSanitizer (harness.backends.host.run_under_asan)."""
+    """Whether this process must start itself again under AddressSanitizer (:func:`run_under_asan`)."""
     from .backends.host_report import ASAN_CHILD
 
     return check == "asan" and not os.environ.get(ASAN_CHILD)
+
+
+def run_under_asan(arguments: Sequence[str]) -> int:
+    """Run a Python command line again with AddressSanitizer loaded; see backends/host.py."""
+    from .backends import host
+
+    return host.run_under_asan(arguments)
