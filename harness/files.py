@@ -140,7 +140,7 @@ def disk_fault(place: Path, error: OSError) -> DiskFault:
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for one run, by flock on its own descriptor: no lock file, released when the process ends.
 
-    Raises DiskFault where another run holds it; the folder's listing is then unchanged.
+    Temporary files that a killed run left are removed, for whoever holds the lock is the only writer. Raises DiskFault where another run holds it; the folder's listing is then unchanged.
     """
     import fcntl
 
@@ -157,6 +157,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise DiskFault(f"{folder} is in use", "another run holds it", "wait for that run, or use another --data folder") from None
         except OSError as error:
             raise DiskFault(f"cannot lock {folder}", error.strerror or str(error), "use a folder on a local disk") from None
+        for left in folder.glob(".*.????????.tmp"):
+            with suppress(OSError):
+                left.unlink()
         yield
     finally:
         os.close(descriptor)

@@ -1,0 +1,462 @@
+"""Data folders: what is written is what is read, and every bad file is a fault with its exit code, a reason and a hint."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import dataset as data
+from harness import files
+from harness.dataset import STORAGE, generate
+from harness.problem import DataFault, DiskFault, Fault, Problem, UsageFault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = Problem.of(1, 2, 6, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A complete data folder of SMALL with seed 42."""
+    return data.write(SMALL, 42, tmp_path).folder
+
+
+def fails(kind: type[Fault], word: str, call: Callable[[], Any]) -> Fault:
+    """The fault of this kind that call raises; it says why, and has a hint."""
+    with pytest.raises(kind, match=word) as caught:
+        call()
+    assert caught.value.why and caught.value.hint
+    return caught.value
+
+
+def outputs(problem: Problem = SMALL, fill: float = 1.0) -> dict[str, Any]:
+    return {name: np.full(problem.shape(name), fill, STORAGE[problem.tensor_dtype(name)]) for name in ("O", "logsumexp", "dQ", "dK", "dV")}
+
+
+def record(mode: str = "both", **changes: Any) -> dict[str, Any]:
+    base = {"kernel": "naive", "mode": mode, "causal": False, "scale": 0.5, "dtype": "float32", "verdict": "PASS", "source_hash": "0"}
+    return base | changes
+
+
+# -- making data ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_seed_002s() -> None:
+    """Q, K and V are byte for byte numpy.random.seed(42); randn(...).astype(float32), drawn in that order; dO comes after."""
+    np.random.seed(42)
+    wanted = [np.random.randn(2, 8, 32, 64).astype(np.float32) for _ in range(3)]
+    found = generate(Problem.of(seq=32), 42)
+    for name, array in zip("QKV", wanted, strict=True):
+        assert found[name].tobytes() == array.tobytes()
+    assert found["dO"].tobytes() == np.random.randn(2, 8, 32, 64).astype(np.float32).tobytes()
+    digest = hashlib.sha256(generate(Problem.of(1, 1, 4, 4), 42)["Q"].tobytes()).hexdigest()
+    assert digest.startswith("421a11a1893a054b")
+
+
+def test_subsets_and_scale() -> None:
+    """A tensor does not depend on which others were asked for; input_scale multiplies Q and K only, before the cast."""
+    whole = generate(SMALL, 3)
+    assert list(generate(SMALL, 3, ("dO",))) == ["dO"]
+    assert (generate(SMALL, 3, ("dO",))["dO"] == whole["dO"]).all()
+    scaled = generate(SMALL, 3, input_scale=10.0)
+    exact = np.random.RandomState(3).randn(*SMALL.shape("Q"))
+    assert (scaled["Q"] == (exact * 10).astype(np.float32)).all()
+    assert (scaled["V"] == whole["V"]).all() and (scaled["dO"] == whole["dO"]).all() and (scaled["K"] != whole["K"]).all()
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_written_is_read(tmp_path: Path, dtype: str) -> None:
+    """Every type comes back bit for bit; meta.json says what it is; nothing temporary stays."""
+    problem = Problem.of(1, 4, 5, 3, heads_kv=2, seq_kv=7, dtype=dtype)
+    written = data.write(problem, 7, tmp_path / "not" / "yet")
+    assert sorted(p.name for p in written.folder.iterdir()) == ["K.bin", "Q.bin", "V.bin", "dO.bin", "meta.json"]
+    assert (written.folder / "Q.bin").stat().st_size == problem.tensor_bytes("Q")
+    opened = data.open_(written.folder)
+    assert (opened.problem, opened.seed, opened.warnings) == (problem, 7, ())
+    for name, array in generate(problem, 7).items():
+        read = opened.read(name)
+        assert read.dtype == STORAGE[dtype] and read.shape == problem.shape(name)
+        assert read.tobytes() == array.tobytes()
+    meta = json.loads((written.folder / "meta.json").read_text())
+    assert meta["sha256"]["K.bin"] == hashlib.sha256((written.folder / "K.bin").read_bytes()).hexdigest()
+
+
+def test_again_other_seed_and_force(tmp_path: Path, folder: Path) -> None:
+    """The same data are left as they are; other data are exit 3 with a hint; --force replaces them."""
+    before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.iterdir()}
+    assert data.write(SMALL, 42, tmp_path).seed == 42
+    assert {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.iterdir()} == before
+    fault = fails(DataFault, "already holds other data", lambda: data.write(SMALL, 43, tmp_path))
+    assert fault.exit_code == 3 and "--force" in fault.hint
+    assert data.write(SMALL, 43, tmp_path, force=True).seed == 43
+    (folder / "meta.json").unlink()
+    fails(DataFault, "unknown origin", lambda: data.write(SMALL, 43, tmp_path))
+    fails(UsageFault, "seed is -1", lambda: data.write(SMALL, -1, tmp_path, force=True))
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def _resize(change: int) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        size = path.stat().st_size + change
+        path.write_bytes((path.read_bytes() + bytes(8))[:size])
+
+    return do
+
+
+def _replace(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return do
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "four bytes short": (_resize(-4), "is too short"),
+    "two bytes short": (_resize(-2), "is too short"),
+    "three bytes long": (_resize(3), "is too long"),
+    "empty": (lambda path: path.write_bytes(b"") and None, "is empty"),
+    "other content": (lambda path: path.write_bytes(bytes(path.stat().st_size)) and None, "is not the file meta.json describes"),
+    "a FIFO": (_replace(os.mkfifo), "is not a regular file"),
+    "a link to /dev/zero": (_replace(lambda path: path.symlink_to("/dev/zero")), "is not a regular file"),
+    "a folder": (_replace(Path.mkdir), "is not a regular file"),
+    "a broken link": (_replace(lambda path: path.symlink_to("nowhere")), "is missing"),
+    "a link to itself": (_replace(lambda path: path.symlink_to(path.name)), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("tensor", ["Q", "dO"])
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(folder: Path, case: str, tensor: str) -> None:
+    """Each is exit 3 with its reason, at once; a listed dO.bin is not taken for ones; with or without meta.json where that can be."""
+    spoil, word = BAD_FILES[case]
+    spoil(folder / f"{tensor}.bin")
+    start = time.monotonic()
+    fault = fails(DataFault, word, lambda: data.open_(folder).read(tensor))
+    assert fault.exit_code == 3 and time.monotonic() - start < 1
+    assert f"{tensor}.bin" in fault.what
+    if case not in ("other content", "missing"):
+        (folder / "meta.json").unlink()
+        fails(DataFault, word, lambda: data.open_(folder).read(tensor))
+
+
+def test_a_link_to_a_file_is_followed(folder: Path, tmp_path: Path) -> None:
+    """Large data may lie elsewhere."""
+    wanted = (folder / "Q.bin").read_bytes()
+    (folder / "Q.bin").rename(tmp_path / "elsewhere")
+    (folder / "Q.bin").symlink_to(tmp_path / "elsewhere")
+    assert data.open_(folder).read("Q").tobytes() == wanted
+
+
+BAD_META: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "not JSON": (lambda meta: "{", "is not JSON"),
+    "NaN": (lambda meta: '{"shape": NaN}', "is not JSON"),
+    "not text": (lambda meta: b"\xff\xfe", "is not JSON"),
+    "a list": (lambda meta: "[]", "is not a JSON object"),
+    "nested without end": (lambda meta: "[" * 100000, "is not JSON"),
+    "no shape": (lambda meta: {k: v for k, v in meta.items() if k != "shape"}, "is not a data folder's record"),
+    "shape a list": (lambda meta: meta | {"shape": [1, 2, 6, 4]}, "is not a data folder's record"),
+    "shape of text": (lambda meta: meta | {"shape": meta["shape"] | {"seq": "6"}}, "is not a data folder's record"),
+    "shape of true": (lambda meta: meta | {"shape": meta["shape"] | {"batch": True}}, "is not a data folder's record"),
+    "an empty shape": (lambda meta: meta | {"shape": meta["shape"] | {"seq": 0}}, "seq is 0"),
+    "hashes a text": (lambda meta: meta | {"sha256": "abc"}, "is not a data folder's record"),
+    "another shape": (lambda meta: meta | {"shape": meta["shape"] | {"seq": 7, "seq_kv": 7}}, "describes another problem"),
+    "another dtype": (lambda meta: meta | {"dtype": "float16"}, "describes another problem"),
+    "an unknown dtype": (lambda meta: meta | {"dtype": "int8"}, "unknown dtype"),
+    "no dtype": (lambda meta: {k: v for k, v in meta.items() if k != "dtype"}, "unknown dtype"),
+    "too large": (lambda meta: " " * (files.JSON_LIMIT + 1), "too large to be a record"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_META)
+def test_bad_meta(folder: Path, case: str) -> None:
+    """A record that cannot be, or that says other than the folder's name, is exit 3."""
+    make, word = BAD_META[case]
+    made = make(json.loads((folder / "meta.json").read_text()))
+    content = made if isinstance(made, bytes) else (made if isinstance(made, str) else json.dumps(made)).encode()
+    (folder / "meta.json").write_bytes(content)
+    assert fails(DataFault, word, lambda: data.open_(folder)).exit_code == 3
+
+
+def test_a_hash_that_is_not_listed(folder: Path) -> None:
+    """meta.json must vouch for every file that is read."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["sha256"]["V.bin"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    fails(DataFault, "is not the file meta.json describes", lambda: data.open_(folder).read("V"))
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    """Missing, a file, or a name that says nothing."""
+    fails(DataFault, "is not a data folder", lambda: data.open_(tmp_path / "B1_H1_S1_D1"))
+    (tmp_path / "B1_H1_S2_D1").write_text("")
+    fails(DataFault, "is not a data folder", lambda: data.open_(tmp_path / "B1_H1_S2_D1"))
+    (tmp_path / "mine").mkdir()
+    fails(DataFault, "does not say what it holds", lambda: data.open_(tmp_path / "mine"))
+    (tmp_path / "B1_H1_S0_D1").mkdir()
+    assert fails(UsageFault, "seq is 0", lambda: data.open_(tmp_path / "B1_H1_S0_D1")).exit_code == 2
+
+
+def test_without_meta_the_name_says(folder: Path) -> None:
+    """Seed 002's folders: read with a warning; a missing dO.bin is all ones."""
+    wanted = data.open_(folder).read("Q")
+    (folder / "meta.json").unlink()
+    (folder / "dO.bin").unlink()
+    opened = data.open_(Path(f"{folder}/"))
+    assert (opened.problem, opened.seed, opened.tensors) == (SMALL, None, ("Q", "K", "V"))
+    assert len(opened.warnings) == 1 and "no meta.json" in opened.warnings[0]
+    assert (opened.read("Q") == wanted).all()
+    assert (opened.read("dO") == 1).all() and opened.digest("dO") == data.ONES
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+@pytest.mark.parametrize(("tensor", "value"), [("Q", np.nan), ("K", np.inf), ("dO", -np.inf)])
+def test_data_that_are_not_finite(tmp_path: Path, tensor: str, value: float, dtype: str) -> None:
+    """Exit 3, naming the first, unless they are allowed."""
+    folder = tmp_path / SMALL.with_(dtype=dtype).folder
+    folder.mkdir()
+    for name, array in generate(SMALL.with_(dtype=dtype), 1).items():
+        if name == tensor:
+            array[0, 1, 2, 3:] = value
+            array[0, 1, 5] = value
+        array.tofile(folder / f"{name}.bin")
+    opened = data.open_(folder)
+    fault = fails(DataFault, rf"{tensor}.bin holds {value} at index \(0, 1, 2, 3\)", lambda: opened.read_inputs(data.INPUTS))
+    assert fault.exit_code == 3 and "--allow-nonfinite" in fault.hint
+    assert set(opened.read_inputs(data.INPUTS, allow_nonfinite=True)) == set(data.INPUTS)
+
+
+def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 10^9 is refused at once, before anything is made; so is what fits memory and not the disk."""
+    fault = fails(UsageFault, "too large for this machine", lambda: data.write(Problem.of(10**9, 8, 512, 64), 1, tmp_path))
+    assert fault.exit_code == 2 and not list(tmp_path.iterdir())
+    data.check_size(SMALL, tmp_path / "not" / "yet")
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    fails(UsageFault, "90 % of the disk", lambda: data.check_size(SMALL, tmp_path))
+    assert data.available_memory() > 1 << 20
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_disk_full_leaves_everything_as_it_was(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC at any write: exit 6, nothing temporary, the old outputs whole; a new folder is not left behind."""
+    opened = data.open_(folder)
+    data.write_outputs(opened, outputs(), record())
+    before, write = listing(folder), os.write
+    for allowed in range(6):
+        left = [allowed]
+
+        def full(descriptor: int, content: Any, left: list[int] = left) -> int:
+            if not left[0]:
+                write(descriptor, bytes(content)[:3])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left[0] -= 1
+            return write(descriptor, content)
+
+        monkeypatch.setattr(files.os, "write", full)
+        fault = fails(DiskFault, "no room", lambda: data.write_outputs(opened, outputs(fill=2.0), record()))
+        assert fault.exit_code == 6 and listing(folder) == before
+    fails(DiskFault, "no room", lambda: data.write(Problem.of(1, 1, 3, 3), 1, tmp_path))
+    assert not (tmp_path / "B1_H1_S3_D3").exists()
+
+
+def test_a_real_limit(tmp_path: Path) -> None:
+    """The kernel itself refuses the write (RLIMIT_FSIZE): exit 6 and nothing half written."""
+    code = "import sys; from pathlib import Path; from harness import dataset; from harness.problem import Problem\n"
+    code += "try: dataset.write(Problem.of(1, 8, 512, 64), 1, Path(sys.argv[1]))\nexcept Exception as e: print(e); sys.exit(e.exit_code)"
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
+
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (6, "") and "hint: " in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def as_nobody(tmp_path: Path, call: Callable[[], object]) -> tuple[int, str]:
+    """(exit code, message) of a call made in a child process that is not root: root may write anywhere."""
+    for place in (tmp_path, *tmp_path.parents):
+        if place.stat().st_uid == os.getuid() and place != Path("/"):
+            place.chmod(place.stat().st_mode | 0o055)
+    read, write = os.pipe()
+    with warnings.catch_warnings():  # numpy's threads are idle, and the child calls nothing of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        code, message = 0, ""
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            call()
+        except Fault as fault:
+            code, message = fault.exit_code, str(fault)
+        except BaseException as error:
+            code, message = 99, repr(error)
+        os.write(write, message.encode())
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        message = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message
+
+
+def test_permissions(tmp_path: Path, folder: Path) -> None:
+    """An unreadable file is exit 3; a folder that may not be written to is exit 6, and unchanged."""
+    opened = data.open_(folder)
+    for name in data.INPUTS:
+        opened.read(name)
+    before = listing(folder)
+    folder.chmod(0o555)
+    code, message = as_nobody(tmp_path, lambda: data.write_outputs(opened, outputs(), record()))
+    assert code == 6 and "cannot write" in message and "hint: " in message
+    code, message = as_nobody(tmp_path, lambda: data.write(SMALL, 1, tmp_path, force=True))
+    assert code == 6 and "hint: " in message
+    parent = tmp_path / "parent"
+    parent.mkdir(0o555)
+    code, message = as_nobody(tmp_path, lambda: data.write(SMALL, 1, parent))
+    assert code == 6 and "cannot write" in message and not list(parent.iterdir())
+    assert listing(folder) == before
+    (folder / "K.bin").chmod(0)
+    code, message = as_nobody(tmp_path, lambda: data.open_(folder).read("K"))
+    assert code == 3 and "K.bin cannot be read" in message and "hint: " in message
+
+
+def test_two_runs_at_once(tmp_path: Path, folder: Path) -> None:
+    """The second is exit 6 and leaves the listing unchanged; the lock ends with its holder, also one that was killed."""
+    code = "import sys, time; from pathlib import Path; from harness import dataset\n"
+    code += "with dataset.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    before = listing(folder)
+    with subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+
+        def second() -> None:
+            with data.locked(folder):
+                pass
+
+        assert fails(DiskFault, "is in use", second).exit_code == 6
+        fails(DiskFault, "is in use", lambda: data.write(SMALL, 1, tmp_path, force=True))
+        assert listing(folder) == before
+        holder.kill()
+    second()
+    fails(DataFault, "is not a folder", lambda: data.locked(tmp_path / "nowhere").__enter__())
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """SIGKILL at any moment: what can be read back is whole, one seed's or the other's, or it is refused; never mixed."""
+    problem = Problem.of(1, 2, 256, 64)
+    folder = data.write(problem, 1, tmp_path).folder
+    wanted = {seed: generate(problem, seed) for seed in (1, 2)}
+    code = "import sys; from pathlib import Path; from harness import dataset; from harness.problem import Problem\n"
+    code += "print('ready', flush=True)\n"
+    code += "while True:\n for s in (1, 2): dataset.write(Problem.of(1, 2, 256, 64), s, Path(sys.argv[1]), force=True)"
+    seen = set()
+    for i in range(20):
+        with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+            time.sleep(0.003 * i)
+            writer.kill()
+        opened = data.open_(folder)
+        assert opened.seed in (1, 2)
+        try:
+            found = opened.read_inputs(data.INPUTS)
+        except DataFault:
+            seen.add("refused")
+            continue
+        seen.add(opened.seed)
+        assert all(found[name].tobytes() == wanted[opened.seed][name].tobytes() for name in found)
+    assert seen & {1, 2}
+    data.write(problem, 3, tmp_path, force=True)
+    assert sorted(listing(folder)) == ["K.bin", "Q.bin", "V.bin", "dO.bin", "meta.json"]
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_and_their_record(folder: Path) -> None:
+    """outputs.json is written last and lists what was written, with the hashes of what it was made from."""
+    opened = data.open_(folder)
+    data.write_outputs(opened, outputs(), record())
+    written = json.loads((folder / "outputs.json").read_text())
+    assert sorted(written["outputs"]) == ["O.bin", "dK.bin", "dQ.bin", "dV.bin", "logsumexp.bin"]
+    assert sorted(written["inputs"]) == ["K.bin", "Q.bin", "V.bin", "dO.bin"]
+    assert written["inputs"]["Q.bin"] == hashlib.sha256((folder / "Q.bin").read_bytes()).hexdigest()
+    assert written["outputs"]["dK.bin"] == hashlib.sha256((folder / "dK.bin").read_bytes()).hexdigest()
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    with pytest.raises(ValueError, match="JSON"):
+        data.write_outputs(opened, outputs(), record(scale=float("nan")))
+
+
+def test_backward_reads_the_forward(folder: Path) -> None:
+    """O and logsumexp as they were written, also after a backward run wrote beside them."""
+    opened = data.open_(folder)
+    forward = {name: outputs()[name] for name in ("O", "logsumexp")}
+    data.write_outputs(opened, forward, record("forward", kernel="fa1"))
+    assert "dO.bin" not in json.loads((folder / "outputs.json").read_text())["inputs"]
+    for _ in range(2):
+        out, logsumexp = data.read_forward(data.open_(folder), SMALL)
+        assert (out == 1).all() and out.shape == SMALL.shape("O") and logsumexp.dtype == np.float32
+        data.write_outputs(opened, {name: outputs()[name] for name in ("dQ", "dK", "dV")}, record("backward"))
+        written = json.loads((folder / "outputs.json").read_text())
+        assert written["forward"] == {"kernel": "fa1", "source_hash": "0"} and len(written["outputs"]) == 5
+
+
+NOT_THIS_FORWARD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no record": (lambda folder: (folder / "outputs.json").unlink(), "outputs.json is missing"),
+    "no O": (lambda folder: (folder / "O.bin").unlink(), "O.bin is missing"),
+    "short logsumexp": (lambda folder: _resize(-4)(folder / "logsumexp.bin"), "logsumexp.bin is too short"),
+    "O changed": (lambda folder: (folder / "O.bin").write_bytes(bytes(SMALL.tensor_bytes("O"))), "is not the file outputs.json lists"),
+    "a FIFO": (lambda folder: _replace(os.mkfifo)(folder / "O.bin"), "is not a regular file"),
+    "other data": (lambda folder: data.write(SMALL, 5, folder.parent, force=True), "holds another run's forward"),
+    "record not JSON": (lambda folder: (folder / "outputs.json").write_text("{"), "is not JSON"),
+    "record of nothing": (lambda folder: (folder / "outputs.json").write_text("{}"), "is not a record of outputs"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_THIS_FORWARD)
+def test_backward_refuses_another_forward(folder: Path, case: str) -> None:
+    """Exit 3 with the way out: --mode both."""
+    data.write_outputs(data.open_(folder), outputs(), record())
+    spoil, word = NOT_THIS_FORWARD[case]
+    spoil(folder)
+    fault = fails(DataFault, word, lambda: data.read_forward(data.open_(folder), SMALL))
+    assert fault.exit_code == 3 and "--mode both" in fault.hint
+
+
+@pytest.mark.parametrize("change", [{"causal": True}, {"scale": 0.25}, {"dtype": "float16"}, {"causal": 0}])
+def test_backward_refuses_other_settings(folder: Path, change: dict[str, Any]) -> None:
+    """A forward made with another mask, scale or type is not this problem's."""
+    data.write_outputs(data.open_(folder), outputs(), record(**change))
+    fails(DataFault, f"{next(iter(change))} was", lambda: data.read_forward(data.open_(folder), SMALL))
+
+
+def test_backward_refuses_what_is_not_listed(folder: Path) -> None:
+    """A file that outputs.json does not name came from somewhere else."""
+    data.write_outputs(data.open_(folder), outputs(), record())
+    written = json.loads((folder / "outputs.json").read_text())
+    del written["outputs"]["logsumexp.bin"]
+    (folder / "outputs.json").write_text(json.dumps(written))
+    fails(DataFault, "does not list logsumexp.bin", lambda: data.read_forward(data.open_(folder), SMALL))
