@@ -140,7 +140,8 @@ def disk_fault(place: Path, error: OSError) -> DiskFault:
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for one run, by flock on its own descriptor: no lock file, released when the process ends.
 
-    Temporary files that a killed run left are removed, for whoever holds the lock is the only writer. Raises DiskFault where another run holds it; the folder's listing is then unchanged.
+    Temporary files that a killed run left are removed, for whoever holds the lock is the only writer. Raises DiskFault where
+    another run holds it; the folder's listing is then unchanged.
     """
     import fcntl
 

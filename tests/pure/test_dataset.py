@@ -374,10 +374,10 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     code += "print('ready', flush=True)\n"
     code += "while True:\n for s in (1, 2): dataset.write(Problem.of(1, 2, 256, 64), s, Path(sys.argv[1]), force=True)"
     seen = set()
-    for i in range(20):
+    for i in range(10):
         with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-            time.sleep(0.003 * i)
+            time.sleep(0.01 * i)
             writer.kill()
         opened = data.open_(folder)
         assert opened.seed in (1, 2)
@@ -391,6 +391,27 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     assert seen & {1, 2}
     data.write(problem, 3, tmp_path, force=True)
     assert sorted(listing(folder)) == ["K.bin", "Q.bin", "V.bin", "dO.bin", "meta.json"]
+
+
+@pytest.mark.parametrize("renames", range(5))
+def test_stopped_between_renames(tmp_path: Path, folder: Path, renames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """meta.json is renamed first, so data replaced in part are refused; Ctrl-C leaves nothing temporary."""
+    left, replace = [renames], os.replace
+
+    def stop(source: Path, target: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        data.write(SMALL, 43, tmp_path, force=True)
+    assert sorted(listing(folder)) == ["K.bin", "Q.bin", "V.bin", "dO.bin", "meta.json"]
+    if renames:
+        fails(DataFault, "is not the file meta.json describes", lambda: data.open_(folder).read_inputs(data.INPUTS))
+    else:
+        assert data.open_(folder).read_inputs(data.INPUTS)["Q"].tobytes() == generate(SMALL, 42)["Q"].tobytes()
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
