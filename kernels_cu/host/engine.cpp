@@ -1,6 +1,6 @@
 // The engine of the host backend: fibers, the scheduler of a block, barriers, warp collectives, and the reports.
 //
-// A CUDA thread is a fiber with a 64 KB stack. It runs until it must wait (a barrier, a warp collective, its end) and then
+// A CUDA thread is a fiber with a 128 KB stack. It runs until it must wait (a barrier, a warp collective, its end) and then
 // hands over to the next ready fiber of the block directly: there is no scheduler fiber, and a switch is a dozen
 // instructions. Because all fibers of a block share one OS thread, none of this needs a lock; only the block counter is atomic.
 //
@@ -429,7 +429,7 @@ static Worker* worker_of_this_thread() {
     if (mine) return mine;
     void* memory = mmap(nullptr, sizeof(Worker), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     mine = static_cast<Worker*>(memory);
-    mine->stack_bytes = __sanitizer_start_switch_fiber ? 256 << 10 : 64 << 10;
+    mine->stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the compiler refuses frames over 96 KB (host.py)
     void* stacks = mmap(nullptr, max_threads * mine->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void* arena = mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || stacks == MAP_FAILED || arena == MAP_FAILED) abort();

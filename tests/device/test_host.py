@@ -1,0 +1,283 @@
+"""What is the CPU backend's own: its cache, its child process for AddressSanitizer, its limits, and a user's own files on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import backends, kernel
+from harness.backends import CompileError
+from harness.backends.host import Host
+from harness.bind import Bound
+from harness.kernel import Kernel
+from harness.problem import EnvironmentFault, Problem
+from harness.run import run_pass, yardstick_for
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HEADER = """\
+// /// kernel
+// title = "a user's own"
+// dtypes = ["float32"]
+// head_dims = [64]
+// arch = ">=sm_70"
+// causal = false
+// gqa = false
+// cross = false
+// logits = "any"
+// deterministic = true
+// [[launch]]
+// entry = "forward"
+// grid = ["seq_q", "heads_q", "batch"]
+// block = 64
+// shared = "4 * (seq_kv + 64)"
+// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim", "scale"]
+// ///
+"""
+#: Attention of one row a block, written as anyone might: plain parameters, extern and static shared memory, no word of ours.
+PLAIN = """\
+extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp,
+                                   int heads, int seq, int dim, float scale) {
+    extern __shared__ float p[];
+    __shared__ float total;
+    long long head = blockIdx.z * heads + blockIdx.y, row = head * seq + blockIdx.x;
+    const float* k = K + head * seq * dim;
+    const float* v = V + head * seq * dim;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    float mine = 0;
+    for (int j = threadIdx.x; j < seq; j += blockDim.x) {
+        float s = 0;
+        for (int d = 0; d < dim; ++d) s += Q[row * dim + d] * k[j * dim + d];
+        p[j] = expf(s * scale);
+        mine += p[j];
+    }
+    for (int step = 16; step; step /= 2) mine += __shfl_xor_sync(0xffffffff, mine, step);
+    if (threadIdx.x % 32 == 0) atomicAdd(&total, mine);
+    __syncthreads();
+    for (int d = threadIdx.x; d < dim; d += blockDim.x) {
+        float o = 0;
+        for (int j = 0; j < seq; ++j) o += p[j] * v[j * dim + d];
+        O[row * dim + d] = o / total;
+    }
+    if (threadIdx.x == 0) logsumexp[row] = logf(total);
+}
+"""
+PTX = '    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));\n'
+
+
+def own(folder: Path, body: str = PLAIN, name: str = "own_forward.cu", header: str = HEADER) -> Kernel:
+    path = folder / name
+    path.write_text(header + body)
+    return Kernel.read(path)
+
+
+def test_a_plain_parameter_kernel_runs_as_it_is(backend: backends.Backend, tmp_path: Path) -> None:
+    """No header of ours, parameters in the order asked for, tensors without pitch (D = 59), on every backend."""
+    for problem in (Problem.of(2, 3, 67, 59), Problem.of(1, 1, 1, 64)):
+        yardstick = yardstick_for(problem, backend, "forward")
+        result = run_pass(backend, own(tmp_path), yardstick, yardstick.inputs, samples=1)
+        assert result.passed and len(result.seconds) == 1
+
+
+@pytest.mark.parametrize(
+    "planted, why",
+    [(PTX, "inline PTX"), ("#include <cuda_fp16.h>\n", "#include <cuda_fp16.h>")],
+    ids=["PTX", "a CUDA header"],
+)
+def test_what_only_a_gpu_understands_is_refused_with_its_line(planted: str, why: str, tmp_path: Path) -> None:
+    """In the file itself and in a header of the user's own; not in a comment."""
+    for file in ("own_forward.cu", "mine.cuh"):
+        body = f'// asm volatile("in a comment is nothing");\n{planted}' + PLAIN
+        if file == "mine.cuh":
+            (tmp_path / file).write_text(planted)
+            body = '#include "mine.cuh"\n' + PLAIN
+        chosen = own(tmp_path, body)
+        text = (tmp_path / file).read_text()
+        line = text[: text.index(planted)].count("\n") + 1
+        with pytest.raises(CompileError) as caught:
+            Host().load(chosen, Problem.of(1, 1, 8, 64))
+        assert f"{file}:{line}: {why}" in caught.value.why and caught.value.exit_code == 5
+
+
+def test_raw_ptx_and_cuda_headers_run_on_a_gpu(backend: backends.Backend, tmp_path: Path) -> None:
+    """The same plants, on a GPU: what NVRTC compiles, runs."""
+    if backend.name != "cuda":
+        pytest.skip("a GPU test")
+    body = "#include <cuda_fp16.h>\n" + PLAIN.replace(
+        "    float mine = 0;\n", f"    unsigned lane;\n{PTX}    float mine = __half2float(__float2half(0.0f)) * lane;\n"
+    )
+    problem = Problem.of(2, 3, 67, 64)
+    yardstick = yardstick_for(problem, backend, "forward")
+    assert run_pass(backend, own(tmp_path, body), yardstick, yardstick.inputs, samples=1).passed
+
+
+def test_a_compile_error_has_file_and_line(tmp_path: Path) -> None:
+    """The compiler's log, with the kernel's real file and the line in it."""
+    chosen = own(tmp_path, PLAIN.replace("expf(", "expq("))
+    line = (tmp_path / "own_forward.cu").read_text()[: chosen.path.read_text().index("expq(")].count("\n") + 1
+    with pytest.raises(CompileError) as caught:
+        Host().load(chosen, Problem.of(1, 1, 8, 64))
+    assert f"own_forward.cu:{line}:" in caught.value.log and "expq" in caught.value.log
+    assert "g++" in caught.value.hint or "clang" in caught.value.hint
+
+
+def test_no_compiler_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the package to install."""
+    from harness.backends import host
+
+    host.compiler.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    try:
+        with pytest.raises(EnvironmentFault) as caught:
+            Host()
+        assert caught.value.exit_code == 4 and "apt install g++" in caught.value.hint
+    finally:
+        host.compiler.cache_clear()
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def outputs(chosen: Kernel) -> np.ndarray:
+    problem = Problem.of(1, 1, 8, 64)
+    backend = Host()
+    x = np.random.RandomState(1).randn(*problem.shape("Q")).astype(np.float32)
+    return Bound(backend, backend.load(chosen, problem), problem, {"Q": x, "K": x, "V": x}).run()["O"]
+
+
+def test_a_kernel_compiles_in_two_seconds_and_then_not_again(empty_cache: Path, tmp_path: Path) -> None:
+    """The engine is built already (once a machine); the second load takes the library from the cache."""
+    backend, problem = Host(), Problem.of(1, 1, 8, 64)
+    backend.load(own(tmp_path), problem)
+    start = time.process_time()
+    backend.load(kernel.find("naive", "forward"), problem)
+    assert os.times().children_user < 60 and time.process_time() - start < 2
+    libraries = {file: file.stat().st_mtime_ns for file in empty_cache.rglob("*.so")}
+    backend.load(kernel.find("naive", "forward"), problem)
+    assert libraries and {file: file.stat().st_mtime_ns for file in empty_cache.rglob("*.so")} == libraries
+
+
+def test_an_edited_kernel_and_an_edited_header_are_compiled_again(empty_cache: Path, tmp_path: Path) -> None:
+    """Never a stale kernel: the key holds the source and every header it reaches."""
+    (tmp_path / "mine.cuh").write_text("constexpr float factor = 1.0f;\n")
+    body = '#include "mine.cuh"\n' + PLAIN.replace("o / total", "factor * o / total")
+    first = outputs(own(tmp_path, body))
+    (tmp_path / "mine.cuh").write_text("constexpr float factor = 2.0f;\n")
+    assert np.array_equal(outputs(own(tmp_path, body)), 2 * first)
+    assert np.array_equal(outputs(own(tmp_path, body.replace("factor *", "4.0f *"))), 4 * first)
+
+
+SCRIPT = """
+import sys; sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+from test_host import outputs
+from harness.kernel import Kernel
+print(repr(float(outputs(Kernel.read(Path({path!r}))).sum())))
+"""
+
+
+def in_process(path: Path) -> subprocess.Popen[str]:
+    code = SCRIPT.format(root=str(ROOT), tests=str(Path(__file__).parent), path=str(path))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def answer(process: subprocess.Popen[str]) -> float:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return float(out)
+
+
+def test_a_corrupt_cache_is_built_again(empty_cache: Path, tmp_path: Path) -> None:
+    """Truncated and overwritten libraries, the engine's too, are noticed by their hash."""
+    path = own(tmp_path).path
+    right = answer(in_process(path))
+    for harm in (b"", b"not a library", None):
+        for file in empty_cache.rglob("*.so"):
+            file.write_bytes(harm if harm is not None else file.read_bytes()[:-100])
+        assert answer(in_process(path)) == right
+
+
+def test_two_processes_may_build_at_once(empty_cache: Path, tmp_path: Path) -> None:
+    """Both answer, and nothing but libraries and their notes is left."""
+    path = own(tmp_path).path
+    assert len({answer(p) for p in [in_process(path), in_process(path)]}) == 1
+    assert {file.suffix for file in (empty_cache / "host").rglob("*") if file.is_file()} == {".so", ".json"}
+
+
+def test_hundreds_of_loads_in_one_process(tmp_path: Path) -> None:
+    """300 different libraries and as many launches: memory mappings and memory do not grow with them."""
+    text = PLAIN.replace("expf(s * scale)", "expf(s * scale + 0 * VARIANT)")
+    header = HEADER.replace("// [[launch]]", "// [tile]\n// VARIANT = 0\n// [[launch]]")
+    chosen, problem, backend = own(tmp_path, text, header=header), Problem.of(1, 1, 8, 64), Host()
+    x = np.ones(problem.shape("Q"), np.float32)
+    source = (tmp_path / "cache").resolve()
+    source.mkdir()
+
+    def once(variant: int) -> None:
+        assert Bound(backend, backend.load(chosen, problem, {"VARIANT": variant}), problem, {"Q": x, "K": x, "V": x}).run()["O"].all()
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    once(0)
+    for variant in range(6):
+        once(variant)
+    before = mappings()
+    for variant in range(300):
+        once(variant % 6)
+    assert mappings() < before + 60
+
+
+def test_local_arrays_beyond_a_fibers_stack_are_refused(tmp_path: Path) -> None:
+    """Told with file and line when compiling, not met as a crash."""
+    body = PLAIN.replace(
+        "float mine = 0;", "volatile float much[30000]; for (int i = 0; i < 30000; ++i) much[i] = i; float mine = much[5] * 0;"
+    )
+    with pytest.raises(CompileError, match=r"(?s)does not compile.*own_forward.cu:\d+.*frame size"):
+        Host().load(own(tmp_path, body), Problem.of(1, 1, 8, 64))
+
+
+# -- AddressSanitizer -------------------------------------------------------------------------------------------------
+
+
+def cli(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | {"FA_CLI_DEVICE": "cpu"})
+
+
+@pytest.mark.parametrize(
+    "right, wrong, access",
+    [
+        ("O[row * dim + d] =", "O[(row + 1) * dim + d] =", "WRITE of size 4"),
+        ("o += p[j] * v[j * dim + d];", "o += p[j + 128] * v[j * dim + d];", "READ of size 4"),
+    ],
+    ids=["global", "shared"],
+)
+def test_asan_names_the_line_of_an_access_out_of_bounds(right: str, wrong: str, access: str, tmp_path: Path) -> None:
+    """In a child process, exit code 1, three lines."""
+    own(tmp_path, PLAIN.replace(right, wrong))
+    line = (HEADER + PLAIN)[: (HEADER + PLAIN).index(right)].count("\n") + 1
+    done = cli("run", "--compute", "./own_forward.cu", "--batch", 1, "--heads", 1, "--seq", 16, "--check", "asan", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"out of bounds: {access} at" in done.stderr and f"own_forward.cu:{line}" in done.stderr, done.stderr
+
+
+def test_asan_is_silent_on_a_right_kernel(tmp_path: Path) -> None:
+    """No false alarm from fibers or pools."""
+    done = cli(
+        "run", "--compute", "fa2", "--mode", "both", "--batch", 1, "--heads", 2, "--seq", 65, "--dim", 59, "--check", "asan", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
