@@ -206,6 +206,28 @@ def test_a_kernel_that_does_not_compile_is_exit_5(fa_cli: Run, tmp_path: Path) -
     assert "broken_forward.cu:20" in result.stderr and "nosuch" in result.stderr and "hint: " in result.stderr
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("check", "line", "planted"),
+    [
+        ("asan", 19, "    fa::row_pointer<float>(args.O, args.batch, 0, 0)[0] = 1;\n"),
+        (
+            "race",
+            20,
+            "    __shared__ float shared[32];\n    shared[threadIdx.x / 2] = threadIdx.x;\n    __syncthreads();\n    if (shared[0] > 99) return;\n",
+        ),
+    ],
+)
+def test_a_check_that_finds_something_is_exit_1(check: str, line: int, planted: str, tmp_path: Path) -> None:
+    """Out of bounds, and a race on shared memory: the kernel's line is named, without the check nothing is noticed."""
+    start = WRONG.index("    float* row")
+    (tmp_path / "bad_forward.cu").write_text(WRONG[:start] + planted + WRONG[start:])
+    command = [sys.executable, str(ROOT / "cli.py"), "run", "--compute", "./bad_forward.cu", "--device", "cpu", *map(str, SHAPE)]
+    done = subprocess.run([*command, "--check", check], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"bad_forward.cu:{line}" in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_no_compiler_is_exit_4(tmp_path: Path) -> None:
     """The package to install is named."""
     environment = {**os.environ, "FA_CLI_CXX": "no-such-compiler", "FA_CLI_DEVICE": "cpu"}
