@@ -414,6 +414,23 @@ def test_stopped_between_renames(tmp_path: Path, folder: Path, renames: int, mon
         assert data.open_(folder).read_inputs(data.INPUTS)["Q"].tobytes() == generate(SMALL, 42)["Q"].tobytes()
 
 
+@pytest.mark.parametrize("renames", range(1, 5))
+def test_stopped_in_a_new_folder(tmp_path: Path, renames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new folder half made is not taken for one without meta.json, whose missing dO would be ones."""
+    left, replace = [renames], os.replace
+
+    def stop(source: Path, target: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        data.write(SMALL, 42, tmp_path)
+    fails(DataFault, "is missing", lambda: data.open_(tmp_path / SMALL.folder).read_inputs(data.INPUTS))
+
+
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 

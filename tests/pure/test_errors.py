@@ -58,6 +58,15 @@ def test_a_right_kernel_passes_long_and_cross(length: int, other: int, dim: int,
         assert verdict.passed, f"{problem.describe()}: {errors.message(verdict)}"
 
 
+def test_a_stored_value_half_way_may_go_either_way() -> None:
+    """O = (V0 + V1) / 2 lies half-way between two bfloat16: a right kernel may store the other one, which is all of its dK."""
+    problem = Problem.of(1, 2, 2, 1, heads_kv=1, dtype="bfloat16", causal=True)
+    tensors = generate(problem, 15, input_scale=1e-3)
+    exact, ways = reference(np, problem, tensors), baselines(np, problem, tensors, "f32")
+    verdict = errors.compare(problem, flash_model.run(problem, tensors), exact, ways, inputs=tensors)["dK"]
+    assert verdict.passed, errors.message(verdict)
+
+
 def test_float64_has_its_own_rule() -> None:
     """1e-11 of the largest value, no baselines; float32 accuracy fails it by far, also where one key leaves dQ only noise."""
     for keys in (1, 33):
