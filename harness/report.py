@@ -31,7 +31,7 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
 def times(rows: Sequence[Row], title: str, path: Path) -> Path | None:
     """Draw kernel times into a PNG file: over the sequence length (log-log) where only that varies, else grouped by test.
 
-    One panel a pass, one line or bar a kernel. Rows that did not pass have no time and are named under the picture. Returns the
+    One panel a pass, one line or marker a kernel. Rows that did not pass have no time and are named under the picture. Returns the
     path, or None where no row has a time.
     """
     data = frame(rows)
@@ -67,8 +67,12 @@ def _panel(axis: Axes, data: pd.DataFrame, over_length: bool) -> None:
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.set_xlabel("sequence length S")
     else:
-        sns.barplot(data, x="Test", y="KernelTime_ms", hue="Kernel", ax=axis, errorbar=None)
+        # Points, not bars: on a logarithmic axis a bar's length means nothing.
+        sns.scatterplot(data, x="Test", y="KernelTime_ms", hue="Kernel", style="Kernel", s=70, ax=axis)
         axis.tick_params(axis="x", rotation=45)
+        for label in axis.get_xticklabels():
+            label.set_horizontalalignment("right")
         axis.set_xlabel("")
     axis.set_yscale("log")
+    sns.move_legend(axis, "lower right")  # times grow to the right, so that corner is empty
     axis.set_ylabel("time, ms (median; lower is better)")
