@@ -102,36 +102,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     const int q_start = first_query(args, k_first) / STREAMED * STREAMED, head_end = (head_kv + 1) * group;
     int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
 
-    // Q, logsumexp and delta of the tile at (head, q_first), on their way to shared memory.
-    struct Queries {
-        Staged<STREAMED> q;
-        float lse, delta;
-
-        __device__ __forceinline__ void fetch(const fa::Args& args, int batch, int head, int q_first) {
-            q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-            const int query = q_first + int(threadIdx.x);
-            const bool there = threadIdx.x < STREAMED && query < args.seq_q;
-            lse = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : fa::infinity();  // P = 0
-            delta = there ? delta_of(args, batch, head)[query] : 0.0f;
-        }
-
-        __device__ __forceinline__ void store(float* q_smem, float* lse_smem, float* delta_smem, int head_dim) {
-            q.store_by_rows(q_smem, head_dim);
-            if (threadIdx.x >= STREAMED) return;
-            lse_smem[threadIdx.x] = lse;
-            delta_smem[threadIdx.x] = delta;
-        }
-    };
-
-    if (head < head_end) {
-        Queries first;
-        first.fetch(args, batch, head, q_first);
-        first.store(q_smem, lse_smem, delta_smem, args.head_dim);
-    }
-    __syncthreads();
-
     float dk_reg[fa::owned][COLUMNS] = {}, dv_reg[fa::owned][COLUMNS] = {};
     while (head < head_end) {
+        {
+            Staged<STREAMED> q;
+            q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+            q.store_by_rows(q_smem, args.head_dim);
+        }
+        for (int i = threadIdx.x; i < STREAMED; i += THREADS) {
+            const bool there = q_first + i < args.seq_q;
+            lse_smem[i] = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + i) : fa::infinity();  // P = 0
+            delta_smem[i] = there ? delta_of(args, batch, head)[q_first + i] : 0.0f;
+        }
+        __syncthreads();  // Q is there
+
         // P^T = exp(scale * K Q^T - logsumexp), while dO comes
         float score_reg[COUNT][fa::owned] = {};
 #pragma unroll 1
@@ -176,14 +160,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncwarp();
 
         // dK += dS^T Q
-        q_first += STREAMED;
-        if (q_first >= args.seq_q) q_first = q_start, ++head;
-        Queries next;
-        if (head < head_end) next.fetch(args, batch, head, q_first);
         fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dk_reg, p_smem, q_smem, row, lane);
         __syncthreads();  // nobody needs Q, dO or dS any more
-        if (head < head_end) next.store(q_smem, lse_smem, delta_smem, args.head_dim);
-        __syncthreads();
+
+        q_first += STREAMED;
+        if (q_first >= args.seq_q) q_first = q_start, ++head;
     }
 
     scalar* dk = fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first + row);  // [8 rows], dK.row apart
@@ -226,18 +207,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         delta_reg[i] = there ? delta_of(args, batch, head)[q_first + row + i] : 0.0f;
     }
 
-    Staged<STREAMED> k, v;
-    k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
-    v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, 0), int(args.V.row), keys, args.head_dim);
-    k.store_by_rows(k_smem, args.head_dim);
-    v.store_by_rows(v_smem, args.head_dim);
-    __syncthreads();
-
     float dq_reg[fa::owned][COLUMNS] = {};
     for (int k_first = 0; k_first < keys; k_first += STREAMED) {
-        // P = exp(scale * Q K^T - logsumexp), dS = P ∘ (dO V^T - delta)
-        float score_reg[COUNT][fa::owned] = {}, ds_reg[COUNT][fa::owned] = {};
-        fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, q_smem, k_smem, row, lane);
+        {
+            Staged<STREAMED> k;
+            k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+            k.store_by_rows(k_smem, args.head_dim);
+        }
+        __syncthreads();  // K is there
+
+        // P = exp(scale * Q K^T - logsumexp), while V comes
+        float score_reg[COUNT][fa::owned] = {};
+#pragma unroll 1
+        for (int first = 0; first < HEAD_DIM; first += PIECE) {
+            Staged<STREAMED, PIECE> v;
+            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first, args.head_dim - first);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
+            v.store_by_rows(v_smem + first, args.head_dim - first);
+        }
+        __syncthreads();  // V is there
+
+        // dS = P ∘ (dO V^T - delta)
+        float ds_reg[COUNT][fa::owned] = {};
         fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(ds_reg, do_smem, v_smem, row, lane);
         const bool masked = k_first + STREAMED > unmasked;
 #pragma unroll
@@ -253,14 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         __syncwarp();
 
         // dQ += dS K
-        const int next = k_first + STREAMED;
-        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, next), int(args.K.row), keys - next, args.head_dim);
-        v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, next), int(args.V.row), keys - next, args.head_dim);
         fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dq_reg, ds_smem, k_smem, row, lane);
         __syncthreads();  // nobody needs K, V or dS any more
-        k.store_by_rows(k_smem, args.head_dim);
-        v.store_by_rows(v_smem, args.head_dim);
-        __syncthreads();
     }
 
     scalar* dq = fa::row_pointer<scalar>(args.dQ, batch, head, q_first + row);  // [8 rows], dQ.row apart
