@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
 __device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
-// The 4: that many blocks to a multiprocessor are enough. Left to itself the compiler makes room for 10 by spilling registers.
+// 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
@@ -120,15 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
         const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, 0) + key;  // [seq_q], seq_kv apart
         const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, 0) + d;            // [seq_q], Q.row apart
         const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, 0) + d;         // [seq_q], dO.row apart
-        for (fa::int64_t query = first_query(args, key); query < args.seq_q; ++query) {
-            fa::Vec128<scalar> q_reg = fa::load_128(q + query * args.Q.row), do_reg = fa::load_128(d_o + query * args.dO.row);
-            real p_reg = p[query * args.seq_kv], ds_reg = ds[query * args.seq_kv];
-#pragma unroll
-            for (int i = 0; i < vec; ++i) {
-                dk_reg[i] += ds_reg * fa::widen(q_reg[i]);
-                dv_reg[i] += p_reg * fa::widen(do_reg[i]);
-            }
-        }
+        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, first_query(args, key), args.seq_q);
+        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, first_query(args, key), args.seq_q);
     }
 
     fa::Vec128<scalar> dk, dv;
@@ -142,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
 }
 
 // dQ[query] = scale * sum over keys of dS[query][key] * K[key]
-extern "C" __global__ void __launch_bounds__(THREADS) dq(const __grid_constant__ fa::Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) dq(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int query = index / columns, d = index % columns * vec, head = blockIdx.y, batch = blockIdx.z;
@@ -152,11 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq(const __grid_constant__
     const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query);                // [seq_kv]
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], K.row apart
     real dq_reg[vec] = {};
-    for (int key = 0; key < visible; ++key) {
-        fa::Vec128<scalar> k_reg = fa::load_128(k + key * args.K.row);
-#pragma unroll
-        for (int i = 0; i < vec; ++i) dq_reg[i] += ds[key] * fa::widen(k_reg[i]);
-    }
+    fa::add_weighted(dq_reg, ds, 1, k, args.K.row, 0, visible);
 
     fa::Vec128<scalar> dq_out;
 #pragma unroll

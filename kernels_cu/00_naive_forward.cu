@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
 }
 
 // O[query] = sum over keys of P[query][key] * V[key]. A thread makes 16 bytes of a row of O, the next thread the next 16.
-extern "C" __global__ void __launch_bounds__(THREADS) output(const __grid_constant__ fa::Args args) {
+// 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int query = index / columns, d = index % columns * vec, head = blockIdx.y, batch = blockIdx.z;
@@ -109,11 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) output(const __grid_consta
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], V.row apart
     // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
     real o_reg[vec] = {};
-    for (int key = 0; key < visible; ++key) {
-        fa::Vec128<scalar> v_reg = fa::load_128(v + key * args.V.row);
-#pragma unroll
-        for (int i = 0; i < vec; ++i) o_reg[i] += p[key] * fa::widen(v_reg[i]);
-    }
+    fa::add_weighted(o_reg, p, 1, v, args.V.row, 0, visible);
 
     fa::Vec128<scalar> o;
 #pragma unroll

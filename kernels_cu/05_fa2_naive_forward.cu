@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
             }
         }
 
+        float factor_reg[rows];
 #pragma unroll
         for (int r = 0; r < rows; ++r) {
             int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
@@ -109,28 +110,34 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
             float m_new = max(m_reg[r], fa::group_max<32>(largest));
             // A row that has seen no key yet has m = -inf, and -inf - -inf is NaN. Against 0 its terms are exp(-inf) = 0.
             float shift = m_new == -fa::infinity() ? 0.0f : m_new;
-            float factor = fa::exp(m_reg[r] - shift), sum = 0;
+            float sum = 0;
 #pragma unroll
             for (int n = 0; n < keys; ++n) {
                 float p = fa::exp(s_reg[r][n] - shift);
                 p_smem[r * BLOCK_K + lane + 32 * n] = p;
                 sum += p;
             }
+            factor_reg[r] = fa::exp(m_reg[r] - shift);
+            l_reg[r] = l_reg[r] * factor_reg[r] + fa::group_sum<32>(sum);
             m_reg[r] = m_new;
-            l_reg[r] = l_reg[r] * factor + fa::group_sum<32>(sum);
-#pragma unroll
-            for (int c = 0; c < columns; ++c) o_reg[r][c] *= factor;
         }
         __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's
 
+        // The tile's terms are summed by themselves and then added to o: one float32 sum over all keys, of which there may be
+        // thousands, would have an error several times as large as that of a sum of sums.
+        float tile_reg[rows][columns] = {};
         for (int key = 0; key < BLOCK_K; ++key) {
 #pragma unroll
             for (int c = 0; c < columns; ++c) {
                 float v_reg = v_smem[key * HEAD_DIM + lane + 32 * c];
 #pragma unroll
-                for (int r = 0; r < rows; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
+                for (int r = 0; r < rows; ++r) tile_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
             }
         }
+#pragma unroll
+        for (int r = 0; r < rows; ++r)
+#pragma unroll
+            for (int c = 0; c < columns; ++c) o_reg[r][c] = o_reg[r][c] * factor_reg[r] + tile_reg[r][c];
     }
 
 #pragma unroll

@@ -49,8 +49,8 @@ SCORE = "lane + 32 * n < visible ?"
 FAULTS: dict[str, tuple[str, list[tuple[str, str]], Problem, set[str]]] = {
     "last key dropped": (FORWARD, [("- first_key;  // of this tile", "- first_key - 1;")], PLAIN, {"O", "logsumexp"}),
     "one unmasked padding key": (FORWARD, [(SCORE, "lane + 32 * n <= visible ?")], PLAIN, {"O", "logsumexp"}),
-    "missing rescale of O": (FORWARD, [("o_reg[r][c] *= factor;", ";")], PLAIN, {"O"}),
-    "missing rescale of the row sum": (FORWARD, [("l_reg[r] * factor +", "l_reg[r] +")], PLAIN, {"O", "logsumexp"}),
+    "missing rescale of O": (FORWARD, [("o_reg[r][c] * factor_reg[r] +", "o_reg[r][c] +")], PLAIN, {"O"}),
+    "missing rescale of the row sum": (FORWARD, [("l_reg[r] * factor_reg[r] +", "l_reg[r] +")], PLAIN, {"O", "logsumexp"}),
     "scale 1/D": (FORWARD, [("float(args.scale) * s_reg", "1.0f / args.head_dim * s_reg")], PLAIN, {"O", "logsumexp"}),
     "base-2 logsumexp": (FORWARD, [("m_reg[r] + fa::log(l_reg[r])", "(m_reg[r] + fa::log(l_reg[r])) * fa::log2e")], PLAIN, {"logsumexp"}),
     "causal off by one": (FORWARD, [("- first_key;  // of this tile", "- first_key + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),

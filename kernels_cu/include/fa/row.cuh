@@ -23,6 +23,25 @@ __device__ __forceinline__ accumulate_t<T> dot(const T* a /* [n] */, const T* b 
     return sum;
 }
 
+// sum[i] += weights[r * weight_step] * rows[r * row_step + i] for r from first to end: 16 bytes' worth of elements i. In runs with
+// a sum of their own: one float32 sum over thousands of rows has an error several times as large as that of a sum of sums.
+template <class T>
+__device__ __forceinline__ void add_weighted(accumulate_t<T> (&sum)[vec_width<T>], const accumulate_t<T>* weights, int64_t weight_step,
+                                             const T* rows /* row_step apart */, int64_t row_step, int first, int end) {
+    constexpr int width = vec_width<T>, run = 128;
+    for (; first < end; first += run) {
+        accumulate_t<T> part[width] = {};
+        for (int64_t r = first; r < min(first + run, end); ++r) {
+            accumulate_t<T> weight = weights[r * weight_step];
+            Vec128<T> row_reg = load_128(rows + r * row_step);
+#pragma unroll
+            for (int i = 0; i < width; ++i) part[i] += weight * widen(row_reg[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < width; ++i) sum[i] += part[i];
+    }
+}
+
 // The row of a (batch, heads_q, seq_q, seq_kv) matrix in a workspace that belongs to one query: [seq_kv] numbers.
 // 64-bit, because batch * heads * seq * seq passes 2^31 at B8 H16 S4096.
 template <class T>
