@@ -22,7 +22,7 @@ DENSE_SCORES = 1 << 28
 EDGE, SAMPLE = 128, 256
 
 #: Scores held at once: small enough for a CPU's cache, large enough to fill a GPU.
-_TILE_CPU, _TILE_GPU = 1 << 18, 1 << 26
+_TILE_CPU, _TILE_GPU = 1 << 18, 1 << 25
 
 
 @dataclass(frozen=True)
