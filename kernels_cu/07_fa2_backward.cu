@@ -44,7 +44,7 @@ constexpr int PIECE = 32;                  // dO comes in pieces of 32 columns: 
 
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
-// Where a workspace row of (batch, head, query) numbers starts: [seq_q]
+// delta of one head: [seq_q]
 __device__ __forceinline__ float* delta_of(const fa::Args& args, int batch, int head) {
     return static_cast<float*>(args.workspace[WORKSPACE_DELTA]) + (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;
 }
@@ -140,7 +140,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncthreads();  // dO and P are there
 
         // dV += P^T dO
-        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dv_reg, p_smem, do_smem, row, lane);
+        float dv_tile_reg[fa::owned][COLUMNS] = {};
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dv_tile_reg, p_smem, do_smem, row, lane);
+        fa::add_tile(dv_reg, dv_tile_reg);
 
         // dS^T = P^T ∘ (V dO^T - delta), in the place of P
         float ds_reg[COUNT][fa::owned] = {};
@@ -160,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncwarp();
 
         // dK += dS^T Q
-        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dk_reg, p_smem, q_smem, row, lane);
+        float dk_tile_reg[fa::owned][COLUMNS] = {};
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dk_tile_reg, p_smem, q_smem, row, lane);
+        fa::add_tile(dk_reg, dk_tile_reg);
         __syncthreads();  // nobody needs Q, dO or dS any more
 
         q_first += STREAMED;
@@ -244,7 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         __syncwarp();
 
         // dQ += dS K
-        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dq_reg, ds_smem, k_smem, row, lane);
+        float dq_tile_reg[fa::owned][COLUMNS] = {};
+        fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dq_tile_reg, ds_smem, k_smem, row, lane);
+        fa::add_tile(dq_reg, dq_tile_reg);
         __syncthreads();  // nobody needs K, V or dS any more
     }
 

@@ -10,8 +10,8 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "8 if HEAD_DIM <= 96 else 16"
-// BLOCK_K = "64 if HEAD_DIM <= 64 or (HEAD_DIM == 128 and shared_optin >= 163840) else 32"
+// LANES = "8 if HEAD_DIM <= 64 else 16"
+// BLOCK_K = "64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
 // BLOCK_Q = "128 if shared_optin >= 4 * (128 * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM) else 64 if shared_optin >= 4 * (64 * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM) else 32"
 // [[launch]]
 // entry = "forward"
@@ -27,7 +27,7 @@ using scalar = fa::DTYPE;
 constexpr int THREADS = BLOCK_Q / fa::owned * LANES;
 constexpr int KEYS = BLOCK_K / LANES;       // keys of a thread in the scores: 8 x KEYS numbers
 constexpr int COLUMNS = HEAD_DIM / LANES;   // columns of a thread in O: 8 x COLUMNS numbers
-constexpr int PIECE = 32;                   // V comes in pieces of 32 columns: fewer registers for what is on its way
+constexpr int PIECES = HEAD_DIM / 32;       // K and V travel in pieces of 32 columns: few registers for what is on its way
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
@@ -57,9 +57,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
         q.store_transposed(q_smem, args.head_dim, sign);
     }
-    Staged<BLOCK_K> k;
-    k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
-    k.store_by_rows(k_smem, args.head_dim);
+    {
+        Staged<BLOCK_K> k;
+        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+        k.store_by_rows(k_smem, args.head_dim);
+    }
     __syncthreads();
 
     float out_reg[fa::owned][COLUMNS] = {};                 // O, not yet divided by the sum
@@ -71,15 +73,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         // S = Q K^T
         float score_reg[KEYS][fa::owned] = {};
 #pragma unroll 1
-        for (int first = 0; first < HEAD_DIM; first += PIECE) {
-            Staged<BLOCK_K, PIECE> v;
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int first = piece * (HEAD_DIM / PIECES), last = first + HEAD_DIM / PIECES;
+            Staged<BLOCK_K, HEAD_DIM / PIECES> v;
             v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first, args.head_dim - first);
-            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
         __syncthreads();  // V is there, and nobody needs K any more
 
         // P = exp(scale * (S - max)), unnormalised
+        float keep_reg[fa::owned];  // what a larger maximum leaves of the sums so far
         const bool masked = k_first + BLOCK_K > unmasked;
         if (masked) {
 #pragma unroll
@@ -96,26 +100,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
             for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][i]);
             largest = max(max_reg[i], fa::group_max<LANES>(largest));
-            const float shrink = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
+            keep_reg[i] = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
             max_reg[i] = largest;
-            sum_reg[i] *= shrink;
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] *= shrink;
+            float sum = 0;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
                 float p = fa::exp2_approx((score_reg[j][i] - largest) * scale_log2e);
                 if (masked && score_reg[j][i] == LOWEST) p = 0.0f;
                 score_reg[j][i] = p;
-                sum_reg[i] += p;
+                sum += p;
             }
+            sum_reg[i] = keep_reg[i] * sum_reg[i] + sum;
         }
         fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
         __syncwarp();  // the lanes of a row are lanes of one warp
 
-        // O += P V
-        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first + BLOCK_K), int(args.K.row), keys - k_first - BLOCK_K, args.head_dim);
-        fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(out_reg, p_smem, v_smem, row, lane);
-        k.store_by_rows(k_smem, args.head_dim);
+        // O = keep * O + P V, while the next K comes
+        float tile_reg[fa::owned][COLUMNS] = {};
+        const int next = k_first + BLOCK_K;
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int first = piece * (HEAD_DIM / PIECES);
+            Staged<BLOCK_K, HEAD_DIM / PIECES> k;
+            k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next, args.head_dim - first);
+            fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(
+                tile_reg, p_smem, v_smem, row, lane, piece * 8 / PIECES, (piece + 1) * 8 / PIECES);
+            k.store_by_rows(k_smem + first, args.head_dim - first);
+        }
+#pragma unroll
+        for (int i = 0; i < fa::owned; ++i)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] = keep_reg[i] * out_reg[i][c] + tile_reg[i][c];
         __syncthreads();  // the next K is there, and nobody needs V or P any more
     }
 

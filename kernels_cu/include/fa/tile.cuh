@@ -159,18 +159,18 @@ template <int Columns, int Lanes> __device__ __forceinline__ int output_column(i
     return v * (lane + Lanes * (c / v)) + c % v;
 }
 
-// out_reg[i][c] += sum over Passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
-// 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only.
+// tile_reg[i][c] += sum over passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
+// 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only. [first, last) of these 8 rounds.
 template <class T, int Width, int Lanes, int N, int Passing>
 __device__ __forceinline__ void multiply_scores(
-    float (&out_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */, const float* passing_smem /* [Passing][Width] */,
-    int row, int lane) {
+    float (&tile_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */,
+    const float* passing_smem /* [Passing][Width] by rows */, int row, int lane, int first = 0, int last = 8) {
     constexpr int columns = Width / Lanes, v = output_vec<columns>;
 #pragma unroll 1
-    for (int first = 0; first < 8; ++first) {
-        const float* p_low = score_smem + score_at<N>(first, row);
-        const float* p_high = score_smem + score_at<N>(first, row + 4);
-        const float* b_from = passing_smem + by_rows<T, Width>(first, output_column<columns, Lanes>(lane, 0));
+    for (int round = first; round < last; ++round) {
+        const float* p_low = score_smem + score_at<N>(round, row);
+        const float* p_high = score_smem + score_at<N>(round, row + 4);
+        const float* b_from = passing_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
 #pragma unroll
         for (int m = 0; m < Passing; m += 8) {
             Vec<float, 4> p[2] = {load_vec<4>(p_low + m * N), load_vec<4>(p_high + m * N)};
@@ -180,9 +180,18 @@ __device__ __forceinline__ void multiply_scores(
 #pragma unroll
             for (int i = 0; i < owned; ++i)
 #pragma unroll
-                for (int c = 0; c < columns; ++c) out_reg[i][c] += p[i / 4][i % 4] * b[c / v][c % v];
+                for (int c = 0; c < columns; ++c) tile_reg[i][c] += p[i / 4][i % 4] * b[c / v][c % v];
         }
     }
+}
+
+// out_reg += tile_reg. A tile's terms are summed by themselves first: one float32 sum over all passing rows, of which there may
+// be thousands, would have an error several times as large as that of a sum of sums.
+template <int Columns> __device__ __forceinline__ void add_tile(float (&out_reg)[owned][Columns], const float (&tile_reg)[owned][Columns]) {
+#pragma unroll
+    for (int i = 0; i < owned; ++i)
+#pragma unroll
+        for (int c = 0; c < Columns; ++c) out_reg[i][c] += tile_reg[i][c];
 }
 
 // Writes factor * out_reg of one owned row, narrowed to T, to a row of memory: the columns below head_dim.
