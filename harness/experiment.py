@@ -218,5 +218,5 @@ def _write_environment(path: Path, backend: backends.Backend, run_id: str) -> No
     if path.exists():
         last = results.read_env(path)
         earlier = last.pop("earlier", {}) | {str(last.get("run_id")): last}
-    facts = {"run_id": run_id, "device": backend.name, "device_name": backend.device().name}
-    results.write_env(path, results.environment(**facts, **({"earlier": earlier} if earlier else {})))
+    facts = {"run_id": run_id, **backend.environment(), **({"earlier": earlier} if earlier else {})}
+    results.write_env(path, results.environment(**facts))

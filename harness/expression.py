@@ -1,6 +1,6 @@
 """The small language of kernel headers: integer arithmetic over named values, checked against a whitelist, never `eval`.
 
-    ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal else 128
+ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal else 128
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ class DiskFault(Fault):
     exit_code = 6
 
 
-_FOLDER = re.compile(
-    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$"
-)
+_FOLDER = re.compile(r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$")
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,9 @@ class Problem:
         for name, value in sizes.items():
             if value < 1:
                 raise UsageFault(
-                    f"{name} is {value}", "every size of an attention problem is at least 1", f"use --{name.replace('heads-kv', 'kv-heads')} 1 or more"
+                    f"{name} is {value}",
+                    "every size of an attention problem is at least 1",
+                    f"use --{name.replace('heads-kv', 'kv-heads')} 1 or more",
                 )
         if heads % heads_kv:
             raise UsageFault(

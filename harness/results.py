@@ -274,7 +274,12 @@ def environment(**facts: Any) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository."""
+    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository.
+
+    FA_CLI_COMMIT says it for a copy of the tree without .git.
+    """
+    if given := os.environ.get("FA_CLI_COMMIT"):
+        return given
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():  # installed: an enclosing repository is somebody else's
         return None

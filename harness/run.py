@@ -232,7 +232,8 @@ def run(
         each.refuse(problem)
     data.check_size(problem)
     backend = open_backend(device, check, schedule_seed)
-    require_writable(found.folder)
+    if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
+        raise data.disk_fault(found.folder, PermissionError(13, "permission denied"))
     with data.locked(found.folder):
         names = ("Q", "K", "V") if mode == "forward" else data.INPUTS
         inputs = found.read_inputs(names, allow_nonfinite)
@@ -279,12 +280,6 @@ def _record(result: Result) -> dict[str, Any]:
         "device": result.device, "verdict": "PASS" if result.passed else "FAIL",
         "source_hash": {name: p.kernel.source_hash for name, p in result.passes.items()},
     }  # fmt: skip
-
-
-def require_writable(folder: Path) -> None:
-    """Refuse a folder that outputs cannot be written to before any work is done, not after it."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise data.disk_fault(folder, PermissionError(13, "permission denied"))
 
 
 def asan_child_needed(check: str | None) -> bool:

@@ -7,9 +7,12 @@ at once (a tail tile and bfloat16, grouped heads and the causal mask) is met wit
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,16 +187,16 @@ def verify(
 
     case runs one case alone. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
     """
-    backends: dict[int, Backend] = {}
+    first = open_backend(device, check, schedule_seed)
+    backends: dict[int, Backend] = {0: first} if schedule_seed is None else {schedule_seed: first}
     results = []
     for chosen in _kernels(computes, mode):
-        first = open_backend(device, check, schedule_seed)
-        for each in matrix(chosen, which, first.name):
-            if case is not None and each.number != case:
-                continue
+        cases = [each for each in matrix(chosen, which, first.name) if case is None or each.number == case]
+        compile_ahead(first, chosen, cases)
+        for each in cases:
             schedule = schedule_seed if schedule_seed is not None else each.schedule
             if schedule not in backends:
-                backends[schedule] = open_backend(device, check, schedule) if schedule else first
+                backends[schedule] = open_backend(device, check, schedule)
             result = run_case(backends[schedule], chosen, each, which)
             results.append(result)
             if progress:
@@ -201,6 +204,21 @@ def verify(
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify without --case shows the numbers")
     return results
+
+
+def compile_ahead(backend: Backend, chosen: kernel.Kernel, cases: Iterable[Case]) -> None:
+    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again, and is told, in its case."""
+    wanted: dict[Any, Problem] = {}
+    for each in cases:
+        with suppress(Fault):
+            wanted.setdefault(chosen.plan(each.problem, backend.device()).macros, each.problem)
+
+    def load(problem: Problem) -> None:
+        with suppress(Fault):
+            backend.load(chosen, problem)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(load, wanted.values()))
 
 
 def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) -> CaseResult:

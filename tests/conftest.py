@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests already run side by side: one thread each, set before numpy loads its BLAS
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "FA_CLI_THREADS"):
+        os.environ.setdefault(name, "1")
 
 import pytest
 from click.testing import CliRunner, Result

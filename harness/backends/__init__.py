@@ -59,6 +59,10 @@ class Backend(Protocol):
 
     def device(self) -> Device: ...
 
+    def environment(self) -> dict[str, Any]:
+        """What a record says of this backend now: device, driver, versions, and for a GPU clocks, power and throttling."""
+        ...
+
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded: ...
 
     def put(self, array: Any) -> Any:

@@ -7,6 +7,7 @@ CuPy itself (CUPY_CACHE_DIR); over 48 KB of shared memory a block must be asked 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,19 @@ class Cuda(Backend):
     def device(self) -> Device:
         """What this GPU is."""
         return self._device
+
+    def environment(self) -> dict[str, Any]:
+        """GPU, driver, CUDA, NVRTC and CuPy versions; clocks, power, temperature and throttle reasons as NVML gives them now."""
+        runtime = self.xp.cuda.runtime
+        facts: dict[str, Any] = {
+            "device": self.name, "device_name": self._device.name, "arch": self._device.arch, "multiprocessors": self._device.sms,
+            "l2_bytes": self._device.l2_bytes, "shared_optin": self._device.shared_optin, "cuda_driver": runtime.driverGetVersion(),
+            "cuda_runtime": runtime.runtimeGetVersion(), "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
+            "cupy": self.xp.__version__,
+        }  # fmt: skip
+        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
+            facts |= _nvml(self.xp.cuda.Device().pci_bus_id)
+        return facts
 
     # -- compiling ----------------------------------------------------------------------------------------------------
 
@@ -181,6 +195,28 @@ def _cupy() -> Any:
             raise EnvironmentFault("CuPy is not installed", why, hint) from None
         raise EnvironmentFault("CuPy does not load", str(error).strip(), hint) from None
     return cupy
+
+
+def _nvml(bus: str) -> dict[str, Any]:
+    """The state of the GPU at a PCI bus id; what NVML does not tell (in a container, say) is None."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+
+    def ask(question: str, *more: Any) -> Any:
+        try:
+            return getattr(pynvml, question)(gpu, *more)
+        except pynvml.NVMLError:
+            return None
+
+    milliwatts, limit = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")
+    return {
+        "driver": pynvml.nvmlSystemGetDriverVersion(), "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM), "power_w": milliwatts and milliwatts / 1000,
+        "power_limit_w": limit and limit / 1000, "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
+    }  # fmt: skip
 
 
 def _ready(function: Any, entry: str, plan: Plan) -> int:

@@ -79,6 +79,11 @@ class Host:
         """The processor. The architecture and sizes are those of the GPU whose launch plans are followed (an H200)."""
         return Device("cpu", _processor(), "sm_90", 132, 50 << 20, 232448)
 
+    def environment(self) -> dict[str, Any]:
+        """Processor, compiler and threads."""
+        version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        return {"device": self.name, "device_name": _processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
+
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
         plan = kernel.plan(problem, self.device(), overrides)
