@@ -10,9 +10,9 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "8 if HEAD_DIM <= 64 else 16"
-// STREAMED = "4 * LANES if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM <= 96 else 16"
-// OWNED = "128 if shared_optin >= 4 * (256 * HEAD_DIM + STREAMED * (2 * HEAD_DIM + 130)) else 64 if shared_optin >= 4 * (128 * HEAD_DIM + STREAMED * (2 * HEAD_DIM + 66)) else 32"
+// LANES = "8 if HEAD_DIM <= 64 else 16"  # threads that share a row; each row belongs to lanes of one warp
+// STREAMED = "4 * LANES if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM == 96 else 16"
+// OWNED = "floor_pow2(max(32, min(128, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM + 1)) // (2 * HEAD_DIM + STREAMED))))"
 // [workspace.delta]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q"
@@ -32,6 +32,46 @@
 // block = "OWNED // 8 * LANES"
 // shared = "4 * (2 * OWNED * HEAD_DIM + STREAMED * (2 * HEAD_DIM + OWNED))"
 // ///
+//
+// Step 07, backward. What the loss feels of Q, K and V, given what it feels of O (dO). With S = Q K^T:
+//
+//     P  = exp(scale * S - logsumexp)            (queries × keys), as the forward pass had it, already normalised
+//     dV = P^T dO
+//     dP = dO V^T
+//     dS = P ∘ (dP - delta)                      delta = rowsum(P ∘ dP), one number a query
+//     dQ = scale * dS K,  dK = scale * dS^T Q
+//
+// Step 00 keeps P and dS in memory. Here they are made again, tile by tile, wherever they are needed: logsumexp, one number a
+// query that the forward pass left, is all that it takes. delta would need a whole row of P and dP, but it does not depend on how
+// one adds it up: sum over keys of P * (dO · V) = dO · (sum over keys of P * V) = dO · O. So launch 1 makes it from O, once.
+//
+// dK and dV sum over queries, dQ sums over keys. One block cannot own both, and this is what FlashAttention-2 is asked to choose:
+//   - Algorithm 2 of the paper walks over queries inside a block of keys and adds its part of dQ to memory with atomics: 5 products,
+//     but the order of the additions, and so the last bits of dQ, differ from run to run.
+//   - Or every key block writes its part of dQ apart, and another launch adds the parts in order: 5 products, the same bits every
+//     time, but head_dim / OWNED as much memory as the S × S matrix that we set out to avoid.
+//   - Or, as here, dQ gets a launch of its own, which makes S and dP again: 7 products instead of 5, no atomics, the same bits every
+//     time, no memory at all. At best 5/7 of the speed of the first. The simplest of the three, and it shares all its parts.
+//
+// Launches 2 and 3 are the same kernel seen from two sides. A block owns rows (keys in dkdv, queries in dq), kept transposed in
+// shared memory from beginning to end, and the other side streams past. A thread owns 8 rows, and 4 streamed rows of them in the
+// scores. One step of dkdv, of which dq leaves out the second product:
+//
+//     load Q    S^T = K Q^T, P^T    dV += P^T dO    dP^T = V dO^T, dS^T    dK += dS^T Q
+//               while dO comes                      (P waits in shared memory, dS takes its place)
+//
+// dV and dK are 2 x 8 x 8 registers, a tile's own sum 64 and the scores 32. That leaves no room to fetch Q before its step begins;
+// up to head dim 64 a second block on the multiprocessor computes meanwhile.
+//
+// Grouped heads: a key head's dK and dV sum over all query heads that read it. The block of those keys walks over the queries of
+// each of these heads in turn, so here too nobody else adds to its rows, and nothing has to be expanded or reduced afterwards.
+// Causal mask: a key block starts at the first query that sees its first key, a query block ends with the last key it sees. Masked
+// P and dS are set to 0, not multiplied by it: a query that sees nothing has logsumexp = -inf, hence P = exp(+inf).
+//
+// If you follow the paper (Dao 2023, arXiv 2307.08691): line 4 of its Algorithm 2 has D = rowsum(dO ∘ O) in R^d. A rowsum of an N × d
+// matrix has N numbers, and the very next words cut it into blocks of B_r queries. In the chain rule of its section 2.2, dK = Q dS^T
+// cannot be multiplied (d columns meet N); it is dS^T Q, as in Algorithm 2. Neither algorithm has the softmax scale: with it,
+// dQ and dK each get the factor once, P contains it, and dV does not.
 #include <fa/tile.cuh>
 #include <fa/warp.cuh>
 
@@ -121,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> d_o;
-            d_o.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first) + first, int(args.dO.row), args.seq_q - q_first, args.head_dim - first);
+            d_o.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first) + first, int(args.dO.row), args.seq_q - q_first,
+                      args.head_dim - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, k_smem, q_smem, row, lane, first, first + PIECE);
             d_o.store_by_rows(do_smem + first, args.head_dim - first);
         }
@@ -225,7 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> v;
-            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first, args.head_dim - first);
+            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
+                    args.head_dim - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "FlashAttention-2 on CUDA cores: register tiles, swizzled shared memory, prefetched K and V"
+// title = "FlashAttention-2 on CUDA cores: register tiles, swizzled shared memory, loads behind the products"
 // dtypes = ["float32", "float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_70"
@@ -10,15 +10,59 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "8 if HEAD_DIM <= 64 else 16"
+// LANES = "8 if HEAD_DIM <= 64 else 16"  # threads that share a row; each row belongs to lanes of one warp
 // BLOCK_K = "64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
-// BLOCK_Q = "128 if shared_optin >= 4 * (128 * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM) else 64 if shared_optin >= 4 * (64 * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM) else 32"
+// BLOCK_Q = "floor_pow2(max(32, min(128, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = "BLOCK_Q // 8 * LANES"
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM)"
 // ///
+//
+// Step 07. The algorithm is that of step 05: a block owns a tile of queries, walks over the keys once, and keeps the running
+// maximum, the running sum and O in registers until the end. What changes is where the numbers of the two products S = Q K^T and
+// O += P V wait to be multiplied. A CUDA core can start one multiplication a cycle and needs two numbers for it. Shared memory
+// gives a multiprocessor 32 numbers a cycle, its 128 cores ask for 256. So each number that comes must be used eight times and
+// more, and the only place from where a core takes two numbers every cycle is its registers.
+//
+// Geometry, at head dim 64 on a GPU with much shared memory (others follow from [tile] above):
+//
+//     block    128 queries, 128 threads; K and V come 64 keys at a time
+//     thread   owns 8 queries, together with 7 neighbours ("lanes") of its warp
+//     S        of its 8 queries each lane makes 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
+//     O        of its 8 queries each lane makes 8 of the 64 columns                              8 x 8 registers
+//
+// For four columns of S a thread loads 8 x 4 numbers of Q and 8 x 4 of K, 16 loads of 16 bytes, and multiplies 256 times: 94 of
+// 100 instructions multiply. (Step 05: about 60.) In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen of addresses.
+// The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. There also stands why
+// no access meets a bank conflict: all tiles are swizzled by an //     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
+OR with a few bits of the row number.
+//
+// One tile of keys, from the side of a thread:
+//   1. S: 8 x 8 sums. Meanwhile V comes from memory into registers, a piece of 32 columns at a time, and goes to shared memory
+//      when the columns that it travelled behind are multiplied. A load takes some 600 cycles, a piece of S thousands.
+//   2. Softmax. The maximum of a row needs the other 7 lanes (three shuffles), its sum does not: every lane adds up its own keys
+//      and the lanes meet once, after the last tile. Keys that a query does not see are looked at only in tiles where there are any.
+//   3. P goes through shared memory, since every lane needs the P of all keys for its columns. A row's lanes are in one warp, so
+//      __syncwarp is enough: warps do not wait for each other here.
+//   4. O = keep * O + P V. Meanwhile the next K comes, as V did: nobody has needed K since the end of 1.
+//   Two __syncthreads a tile: V has arrived (and K may be overwritten), K has arrived (and V and P may be overwritten).
+//
+// Details that matter more than they look:
+//   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds
+//     max * scale: at logits of 10^4 that is an error of 10^-3 in every P. The first is exact where S = max. Hence logits = "any".
+//   - The terms of one tile are summed by themselves and then added to O (see add_tile). It costs nothing here, because O has to be
+//     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
+//   - A masked P is set to 0, never multiplied by 0. A row that sees no key ends with sum 0, and gets O = 0, logsumexp = -inf.
+//   - Loads are kept as raw words until they are stored (fa::Staged). Widening float16 on arrival would wait for the load at once.
+//
+// If you follow the paper (Dao 2023, ar//     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
+iv 2307.08691): line 10 of its Algorithm 1 multiplies the old O by diag(exp(m_old - m_new))^-1,
+// and so does the two-block example before it. The inverse is a slip. With o = sum exp(s - m_old) v, what is wanted after the
+// maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile would divide
+// by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same holds: O1 is
+// already divided by l1, so its weight is (l1 / l2) * exp(m1 - m2). The algorithms also leave out the softmax scale.
 #include <fa/tile.cuh>
 #include <fa/warp.cuh>
 
@@ -46,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
 
-    // The largest score is only the largest logit where the scale is positive. A negative one goes into Q, exactly.
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
 
     const int keys = fa::visible_keys(args, q_end - 1);     // what the last query sees is what any query of the tile sees
@@ -76,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         for (int piece = 0; piece < PIECES; ++piece) {
             const int first = piece * (HEAD_DIM / PIECES), last = first + HEAD_DIM / PIECES;
             Staged<BLOCK_K, HEAD_DIM / PIECES> v;
-            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first, args.head_dim - first);
+            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
+                    args.head_dim - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
@@ -123,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             const int first = piece * (HEAD_DIM / PIECES);
             Staged<BLOCK_K, HEAD_DIM / PIECES> k;
             k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next, args.head_dim - first);
-            fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(
-                tile_reg, p_smem, v_smem, row, lane, piece * 8 / PIECES, (piece + 1) * 8 / PIECES);
+            fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(tile_reg, p_smem, v_smem, row, lane, piece * 8 / PIECES,
+                                                                           (piece + 1) * 8 / PIECES);
             k.store_by_rows(k_smem + first, args.head_dim - first);
         }
 #pragma unroll

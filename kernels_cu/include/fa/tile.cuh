@@ -24,9 +24,7 @@ constexpr int owned = 8;  // rows a thread owns
 // Which quad of its line a passing row's first quad stands in. Any 8 neighbouring rows get 8 different ones (scores() reads 8
 // rows at one column). A warp writes 8 rows by 4 chunks of 16 bytes of T, two rows every 8 lanes: those two get the two halves
 // of the line where a chunk is one quad (float), the odd and the even quads where it is two (16-bit types).
-template <class T> __device__ __forceinline__ int spread(int row) {
-    return sizeof(T) == 4 ? row % 2 * 4 + row / 2 % 4 : row % 8;
-}
+template <class T> __device__ __forceinline__ int spread(int row) { return sizeof(T) == 4 ? row % 2 * 4 + row / 2 % 4 : row % 8; }
 
 // Element (row, column) of a passing tile.
 template <class T, int Width> __device__ __forceinline__ int by_rows(int row, int column) {
@@ -39,9 +37,7 @@ template <class T, int N> __device__ __forceinline__ int transposed(int row, int
 }
 
 // P of one passing and one owned row, N owned rows in all. Written 8 passing rows at a time, 4 owned rows each: 8 quads.
-template <int N> __device__ __forceinline__ int score_at(int passing, int row) {
-    return passing * N + (row ^ (4 * (passing % 8)));
-}
+template <int N> __device__ __forceinline__ int score_at(int passing, int row) { return passing * N + (row ^ (4 * (passing % 8))); }
 
 // N rows by Columns of a tensor on their way from memory to shared memory, into a tile Width columns wide: the part of them
 // that one thread carries in registers. A warp takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
@@ -111,7 +107,8 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
                 float* to = smem + by_rows<T, Width>(row(), column() + far % 32) + far / 32 * 32;
 #pragma unroll
                 for (int r = 0; r < row_steps; ++r)
-                    store_vec(to + r * row_step * Width, Vec<float, 4>{element(r, c, e), element(r, c, e + 1), element(r, c, e + 2), element(r, c, e + 3)});
+                    store_vec(to + r * row_step * Width,
+                              Vec<float, 4>{element(r, c, e), element(r, c, e + 1), element(r, c, e + 2), element(r, c, e + 3)});
             }
     }
 };
@@ -119,9 +116,9 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
 // score_reg[j][i] += sum over columns [first, last) of owned row (row + i) * passing row (lane + Lanes j). Four columns at a
 // time: 8 + Count loads of 16 bytes for 32 * Count multiplications.
 template <class T, int Width, int Lanes, int N, int Count>
-__device__ __forceinline__ void multiply_rows(
-    float (&score_reg)[Count][owned], const float* owned_smem /* [Width][N] transposed */,
-    const float* passing_smem /* [Lanes * Count][Width] by rows */, int row, int lane, int first = 0, int last = Width) {
+__device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][owned], const float* owned_smem /* [Width][N] transposed */,
+                                              const float* passing_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
+                                              int first = 0, int last = Width) {
 #pragma unroll 1
     for (int column = first; column < last; column += 4) {
         const float* a_from = owned_smem + transposed<T, N>(row, column);
@@ -142,7 +139,8 @@ __device__ __forceinline__ void multiply_rows(
 
 // Puts score_reg[j][i] where every lane of the row finds it: Count * 2 stores of 16 bytes.
 template <int Lanes, int N, int Count>
-__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][owned], int row, int lane) {
+__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][owned], int row,
+                                             int lane) {
 #pragma unroll
     for (int j = 0; j < Count; ++j)
 #pragma unroll
@@ -162,9 +160,9 @@ template <int Columns, int Lanes> __device__ __forceinline__ int output_column(i
 // tile_reg[i][c] += sum over passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
 // 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only. [first, last) of these 8 rounds.
 template <class T, int Width, int Lanes, int N, int Passing>
-__device__ __forceinline__ void multiply_scores(
-    float (&tile_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */,
-    const float* passing_smem /* [Passing][Width] by rows */, int row, int lane, int first = 0, int last = 8) {
+__device__ __forceinline__ void multiply_scores(float (&tile_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */,
+                                                const float* passing_smem /* [Passing][Width] by rows */, int row, int lane, int first = 0,
+                                                int last = 8) {
     constexpr int columns = Width / Lanes, v = output_vec<columns>;
 #pragma unroll 1
     for (int round = first; round < last; ++round) {
@@ -196,7 +194,8 @@ template <int Columns> __device__ __forceinline__ void add_tile(float (&out_reg)
 
 // Writes factor * out_reg of one owned row, narrowed to T, to a row of memory: the columns below head_dim.
 template <class T, int Lanes, int Columns>
-__device__ __forceinline__ void store_output(T* to /* [head_dim] */, const float (&out_reg)[Columns], float factor, int lane, int head_dim) {
+__device__ __forceinline__ void store_output(T* to /* [head_dim] */, const float (&out_reg)[Columns], float factor, int lane,
+                                             int head_dim) {
     constexpr int v = output_vec<Columns>;
 #pragma unroll
     for (int c = 0; c < Columns; c += v) {
