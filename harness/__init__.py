@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import compile as compile
     from . import dataset as dataset
     from . import doctor as doctor
+    from . import environment as environment
     from . import errors as errors
     from . import experiment as experiment
     from . import expression as expression

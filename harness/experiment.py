@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import backends, results, run
+from . import backends, environment, results, run
 from .kernel import KERNELS, catalogue, find
 from .problem import PASSES, DataFault, DiskFault, EnvironmentFault, Fault, Problem, UsageFault
 
@@ -117,8 +117,8 @@ def run_sweep(
     folder, picture = _place(sweep, output_dir, record, backend.name)
     notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
     run_id = results.new_run_id()
-    environment, table = folder / "env.json", folder / "results.csv"
-    _write_environment(environment, backend, run_id)
+    record_file, table = folder / "env.json", folder / "results.csv"
+    _write_environment(record_file, backend, run_id)
     rows: list[Row] = []
     for number, (test, problem) in enumerate(shapes):
         yardstick: Yardstick | None = None  # the reference of a shape serves every kernel
@@ -137,7 +137,7 @@ def run_sweep(
                 results.append(table, row)
                 rows.append(row)
     progress("")
-    files = [table, environment]
+    files = [table, record_file]
     from . import report  # pandas and seaborn take a second to load
 
     if report.times(rows, sweep.title, picture):
@@ -216,7 +216,7 @@ def _write_environment(path: Path, backend: backends.Backend, run_id: str) -> No
     """The record of this run; those of earlier runs into the same table stay, under their run_id."""
     earlier: dict[str, Any] = {}
     if path.exists():
-        last = results.read_env(path)
+        last = environment.read_env(path)
         earlier = last.pop("earlier", {}) | {str(last.get("run_id")): last}
     facts = {"run_id": run_id, **backend.environment(), **({"earlier": earlier} if earlier else {})}
-    results.write_env(path, results.environment(**facts))
+    environment.write_env(path, environment.environment(**facts))

@@ -1,33 +1,25 @@
-"""Row, one line of results.csv, and env.json, what the numbers were measured on. One dataclass is the CSV header."""
+"""Row, one line of results.csv: one dataclass is the CSV header."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-import platform
 import secrets
-import subprocess
-import sys
 import time
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .files import disk_fault, json_bytes, read_json, write_files
+from .files import disk_fault
 from .problem import PASSES, DataFault, Problem
 
 if TYPE_CHECKING:
     from .backends import Backend
     from .run import Result
-
-#: Packages whose versions a measurement depends on, asked for by name, never imported.
-PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,53 +243,3 @@ def _repro(kernel: str, mode: str, problem: Problem) -> str:
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal
     return " ".join(words + [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5))
-
-
-# -- the environment --------------------------------------------------------------------------------------------------
-
-
-def environment(**facts: Any) -> dict[str, Any]:
-    """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
-
-    facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
-    """
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "packages": versions,
-        "git_commit": _git_commit(), "command": sys.argv, **facts,
-    }  # fmt: skip
-
-
-def _git_commit() -> str | None:
-    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository.
-
-    FA_CLI_COMMIT says it for a copy of the tree without .git.
-    """
-    if given := os.environ.get("FA_CLI_COMMIT"):
-        return given
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():  # installed: an enclosing repository is somebody else's
-        return None
-    found = []
-    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        found.append(done.stdout.strip())
-    return found[0] + ("+" if found[1] else "")
-
-
-def write_env(path: Path, record: Mapping[str, Any] | None = None) -> None:
-    """Write an environment record (:func:`environment` of now by default) as JSON, atomically. Raises DiskFault."""
-    write_files(path.parent, {path.name: json_bytes(environment() if record is None else record)})
-
-
-def read_env(path: Path) -> dict[str, Any]:
-    """The record that :func:`write_env` wrote. Raises DataFault."""
-    return read_json(path, "fa-cli experiment writes it beside results.csv")

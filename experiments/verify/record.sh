@@ -31,9 +31,9 @@ done
 $python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
-from harness import backends, results
-facts = results.environment(**backends.pick("cuda").environment())
-results.write_env(Path(sys.argv[1]) / "env.json", facts | {"command": "bash experiments/verify/record.sh"})
+from harness import backends, environment
+facts = environment.environment(**backends.pick("cuda").environment())
+environment.write_env(Path(sys.argv[1]) / "env.json", facts | {"command": "bash experiments/verify/record.sh"})
 PYTHON
 tail -n 12 "$out/verify.log"
 grep -E "ERROR SUMMARY|RACECHECK SUMMARY|exit code" "$out/sanitizer.log"

@@ -21,7 +21,7 @@ def main() -> int:
             yardstick = run.Yardstick(problem, run.data.generate(problem, 42), None, np)
             inputs = dict(yardstick.inputs) | (yardstick.forward_outputs() if chosen.pass_ == "backward" else {})
             done = run.run_pass(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]}, samples=0)
-            print(f"{'PASS' if done.passed else 'FAIL'} {chosen.label} {problem.describe()}", flush=True)
+            sys.stdout.write(f"{'PASS' if done.passed else 'FAIL'} {chosen.label} {problem.describe()}\n")
             wrong += not done.passed
     return int(wrong > 0)
 

@@ -7,7 +7,6 @@ CuPy itself (CUPY_CACHE_DIR); over 48 KB of shared memory a block must be asked 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -89,9 +88,7 @@ class Cuda(Backend):
             "cuda_runtime": runtime.runtimeGetVersion(), "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
             "cupy": self.xp.__version__,
         }  # fmt: skip
-        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
-            facts |= _nvml(self.xp.cuda.Device().pci_bus_id)
-        return facts
+        return facts | _nvml(self.xp.cuda.Device().pci_bus_id)
 
     # -- compiling ----------------------------------------------------------------------------------------------------
 
@@ -198,11 +195,16 @@ def _cupy() -> Any:
 
 
 def _nvml(bus: str) -> dict[str, Any]:
-    """The state of the GPU at a PCI bus id; what NVML does not tell (in a container, say) is None."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+    """The state of the GPU at a PCI bus id; empty without NVML, and what it does not tell (in a container, say) is None."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+    except pynvml.NVMLError:
+        return {}
 
     def ask(question: str, *more: Any) -> Any:
         try:

@@ -19,7 +19,7 @@ SOURCES = [ROOT / "cli.py", *MODULES.values()]
 
 #: Layers from the bottom up: a module may import its own layer and those below, except that problem imports nothing of ours.
 LAYERS = (
-    {"problem", "expression", "files", "rounding"},
+    {"problem", "environment", "expression", "files", "rounding"},
     {"header"},
     {"kernel"},
     {
@@ -110,7 +110,7 @@ def test_every_module_is_in_one_layer() -> None:
     ("package", "home"),
     [
         ("cupy", {"harness/backends/cuda.py"}),
-        ("subprocess", {"harness/backends/host.py", "harness/backends/host_report.py", "harness/results.py", "harness/doctor.py"}),
+        ("subprocess", {"harness/backends/host.py", "harness/backends/host_report.py", "harness/environment.py", "harness/doctor.py"}),
         ("pandas", {"harness/report.py", "harness/compare.py"}),
         ("seaborn", {"harness/report.py", "harness/compare.py"}),
         ("matplotlib", {"harness/report.py", "harness/compare.py"}),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness import files, results
+from harness import environment, files, results
 from harness.errors import Verdict
 from harness.problem import DataFault, DiskFault, Problem
 from harness.results import Row
@@ -198,8 +198,8 @@ def test_rows_without_a_result() -> None:
 
 def test_environment(tmp_path: Path) -> None:
     """Python, platform, versions, command and the backend's facts, as strict JSON."""
-    results.write_env(tmp_path / "env.json", results.environment(device="cpu", driver=None))
-    found = results.read_env(tmp_path / "env.json")
+    environment.write_env(tmp_path / "env.json", environment.environment(device="cpu", driver=None))
+    found = environment.read_env(tmp_path / "env.json")
     assert found == json.loads((tmp_path / "env.json").read_text())
     assert found["device"] == "cpu" and found["driver"] is None
     assert found["packages"]["numpy"] == __import__("numpy").__version__
@@ -210,7 +210,7 @@ def test_environment(tmp_path: Path) -> None:
 
 def test_environment_names_the_commit() -> None:
     """The commit checked out, with + where the tree differs from it; None where there is no repository."""
-    commit = results.environment()["git_commit"]
+    commit = environment.environment()["git_commit"]
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         assert commit.rstrip("+") == head
@@ -220,7 +220,7 @@ def test_environment_names_the_commit() -> None:
 
 def test_environment_imports_nothing_heavy() -> None:
     """Versions are asked for by name: CuPy and torch take seconds to import."""
-    code = "import sys; from harness import results; results.environment(); print(*sys.modules)"
+    code = "import sys; from harness import environment; environment.environment(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert "harness.results" in loaded
+    assert "harness.environment" in loaded
     assert not {"cupy", "torch", "pandas", "matplotlib"} & set(loaded)

@@ -1,0 +1,64 @@
+"""env.json: what a measurement was made on, by which command, at which commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .files import json_bytes, read_json, write_files
+
+#: Packages whose versions a measurement depends on, asked for by name, never imported.
+PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+    """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
+
+    facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
+    """
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "packages": versions,
+        "git_commit": _git_commit(), "command": sys.argv, **facts,
+    }  # fmt: skip
+
+
+def _git_commit() -> str | None:
+    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository.
+
+    FA_CLI_COMMIT says it for a copy of the tree without .git.
+    """
+    if given := os.environ.get("FA_CLI_COMMIT"):
+        return given
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():  # installed: an enclosing repository is somebody else's
+        return None
+    found = []
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found.append(done.stdout.strip())
+    return found[0] + ("+" if found[1] else "")
+
+
+def write_env(path: Path, record: Mapping[str, Any] | None = None) -> None:
+    """Write an environment record (:func:`environment` of now by default) as JSON, atomically. Raises DiskFault."""
+    write_files(path.parent, {path.name: json_bytes(environment() if record is None else record)})
+
+
+def read_env(path: Path) -> dict[str, Any]:
+    """The record that :func:`write_env` wrote. Raises DataFault."""
+    return read_json(path, "fa-cli experiment writes it beside results.csv")
