@@ -36,8 +36,7 @@
 // For four columns of S a thread loads 8 x 4 numbers of Q and 8 x 4 of K, 16 loads of 16 bytes, and multiplies 256 times: 94 of
 // 100 instructions multiply. (Step 05: about 60.) In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen of addresses.
 // The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. There also stands why
-// no access meets a bank conflict: all tiles are swizzled by an //     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
-OR with a few bits of the row number.
+// no access meets a bank conflict: all tiles are swizzled by an XOR with a few bits of the row number.
 //
 // One tile of keys, from the side of a thread:
 //   1. S: 8 x 8 sums. Meanwhile V comes from memory into registers, a piece of 32 columns at a time, and goes to shared memory
@@ -57,8 +56,7 @@ OR with a few bits of the row number.
 //   - A masked P is set to 0, never multiplied by 0. A row that sees no key ends with sum 0, and gets O = 0, logsumexp = -inf.
 //   - Loads are kept as raw words until they are stored (fa::Staged). Widening float16 on arrival would wait for the load at once.
 //
-// If you follow the paper (Dao 2023, ar//     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
-iv 2307.08691): line 10 of its Algorithm 1 multiplies the old O by diag(exp(m_old - m_new))^-1,
+// If you follow the paper (Dao 2023, arXiv 2307.08691): line 10 of its Algorithm 1 multiplies the old O by diag(exp(m_old - m_new))^-1,
 // and so does the two-block example before it. The inverse is a slip. With o = sum exp(s - m_old) v, what is wanted after the
 // maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile would divide
 // by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same holds: O1 is

@@ -15,13 +15,9 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
 template <class T> constexpr int vec_width = 16 / sizeof(T);
 template <class T> using Vec128 = Vec<T, vec_width<T>>;
 
-template <class T> __device__ __forceinline__ Vec128<T> load_128(const T* from) {
-    return *reinterpret_cast<const Vec128<T>*>(from);
-}
+template <class T> __device__ __forceinline__ Vec128<T> load_128(const T* from) { return *reinterpret_cast<const Vec128<T>*>(from); }
 
-template <class T> __device__ __forceinline__ void store_128(T* to, const Vec128<T>& value) {
-    *reinterpret_cast<Vec128<T>*>(to) = value;
-}
+template <class T> __device__ __forceinline__ void store_128(T* to, const Vec128<T>& value) { *reinterpret_cast<Vec128<T>*>(to) = value; }
 
 // N neighbouring values, N * sizeof(T) being 4, 8 or 16 bytes; `from` and `to` are aligned to that.
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_vec(const T* from) { return *reinterpret_cast<const Vec<T, N>*>(from); }
