@@ -221,17 +221,16 @@ def run(
     it is Result.passed.
     """
     chosen = {(c, p): kernel.find(c, p) for c in computes for p in MODES[mode]}
-    if data_folder is None:
-        assert problem is not None, "either a folder or a problem"
-        for each in chosen.values():
-            each.refuse(problem)
-        data_folder = data.write(problem, seed, data_root).folder
-    found = data.open_(data_folder)
-    problem = found.problem.with_(causal=causal, scale=found.problem.scale if scale is None else scale)
-    for each in chosen.values():
-        each.refuse(problem)
-    data.check_size(problem)
     backend = open_backend(device, check, schedule_seed)
+    samples = 0 if check else samples  # instrumented code has no speed worth printing
+    found = data.open_(data_folder) if data_folder else None
+    shape = found.problem if found else problem
+    assert shape is not None, "either a folder or a problem"
+    problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
+    for each in chosen.values():  # refused before a byte is written
+        each.plan(problem, backend.device(), tiles)
+    data.check_size(problem)
+    found = found or data.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
         raise data.disk_fault(found.folder, PermissionError(13, "permission denied"))
     with data.locked(found.folder):

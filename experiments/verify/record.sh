@@ -8,13 +8,15 @@ python=${PYTHON:-python3}
 cli="$python cli.py"
 failed=0
 
+expected=0
 step() { # a log and a command: shown, run, timed, its exit code noted
     local log=$out/$1
     shift
     echo "\$ $*" | sed 's/python[^ ]* cli.py/fa-cli/' >>"$log"
     local start=$SECONDS code=0
-    "$@" >>"$log" 2>&1 || code=$? failed=1
-    echo "exit code $code, $((SECONDS - start)) s" | tee -a "$log"
+    "$@" >>"$log" 2>&1 || code=$?
+    [ $code = $expected ] || failed=1
+    echo "exit code $code (expected $expected), $((SECONDS - start)) s" | tee -a "$log"
     echo >>"$log"
 }
 
@@ -27,6 +29,11 @@ for shape in "--batch 2 --heads 8 --seq 512" "--batch 8 --heads 16 --seq 2048"; 
 done
 for tool in memcheck racecheck initcheck synccheck; do
     FA_CLI_NO_POOL=1 step sanitizer.log compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all $python experiments/verify/sanitize.py
+done
+expected=99 # a planted fault: the tools are awake
+for tool in memcheck racecheck; do
+    FA_CLI_NO_POOL=1 step sanitizer.log compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \
+        $python experiments/verify/sanitize.py planted
 done
 $python - "$out" <<'PYTHON'
 import sys

@@ -1,8 +1,13 @@
-"""Run every pass of every kernel once at 65 tokens on the GPU: what compute-sanitizer is to watch (record.sh starts it)."""
+"""Run every pass of every kernel once at 65 tokens on the GPU: what compute-sanitizer is to watch (record.sh starts it).
+
+With the word `planted`, run a kernel that reads beyond its tensors and lacks a barrier instead: the tools must find it.
+"""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -11,11 +16,26 @@ from harness.backends import pick
 from harness.problem import READS, Problem
 
 
+def planted(folder: Path) -> kernel.Kernel:
+    """fa2_naive without its first barrier, reading K far beyond the tensor."""
+    path = folder / "planted_forward.cu"
+    text = kernel.find("fa2_naive", "forward").path.read_text()
+    for old, new in (
+        ("        __syncthreads();  // no warp reads the tile before any more\n", ""),
+        ("head_kv, first_key);  // [BLOCK_K], K.row apart", "head_kv, first_key + 64 * args.seq_kv);"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return kernel.Kernel.read(path)
+
+
 def main() -> int:
     """Exit code 1 where a kernel is wrong."""
     backend = pick("cuda")
     wrong = 0
-    for chosen in kernel.catalogue():
+    kernels = [planted(Path(tempfile.mkdtemp()))] if "planted" in sys.argv else kernel.catalogue()
+    for chosen in kernels:
         for dtype in (d for d in chosen.dtypes if d in ("float32", "bfloat16")):
             problem = Problem.of(1, 3, 65, 64, heads_kv=1, dtype=dtype, causal=True)
             yardstick = run.Yardstick(problem, run.data.generate(problem, 42), None, np)

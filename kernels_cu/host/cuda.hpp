@@ -27,13 +27,13 @@ using cudaStream_t = void*;
 
 // -- vectors ----------------------------------------------------------------------------------------------------------
 
-#define FA_HOST_VECTORS(type, name, single)                                                                           \
-    struct name##1 { type x; };                                                                                       \
-    struct alignas(sizeof(type) * 2) name##2 { type x, y; };                                                          \
-    struct name##3 { type x, y, z; };                                                                                 \
-    struct alignas(sizeof(type) * 4 > 16 ? 16 : sizeof(type) * 4) name##4 { type x, y, z, w; };                       \
-    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                                  \
-    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                                       \
+#define FA_HOST_VECTORS(type, name, single)                                                     \
+    struct name##1 { type x; };                                                                 \
+    struct alignas(sizeof(type) * 2) name##2 { type x, y; };                                    \
+    struct name##3 { type x, y, z; };                                                           \
+    struct alignas(sizeof(type) * 4 > 16 ? 16 : sizeof(type) * 4) name##4 { type x, y, z, w; }; \
+    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                            \
+    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                 \
     inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 FA_HOST_VECTORS(float, float, 4)
 FA_HOST_VECTORS(double, double, 8)
@@ -148,7 +148,8 @@ struct Vote {
 };
 inline void vote(void* const* lanes, unsigned mask) {
     unsigned all = 0;
-    for (unsigned rest = mask; rest; rest &= rest - 1) all |= unsigned(static_cast<Vote*>(lanes[__builtin_ctz(rest)])->mine) << __builtin_ctz(rest);
+    for (unsigned rest = mask; rest; rest &= rest - 1)
+        all |= unsigned(static_cast<Vote*>(lanes[__builtin_ctz(rest)])->mine) << __builtin_ctz(rest);
     for (unsigned rest = mask; rest; rest &= rest - 1) static_cast<Vote*>(lanes[__builtin_ctz(rest)])->got = all;
 }
 
@@ -208,8 +209,6 @@ template <> struct Unpack<> {
 };
 
 // Calls a kernel of any parameter list with an array of pointers to its parameters, as cuLaunchKernel takes them.
-template <class... P> inline void call(void (*kernel)(P...), void** parameters) {
-    Unpack<P...>::call(kernel, parameters);
-}
+template <class... P> inline void call(void (*kernel)(P...), void** parameters) { Unpack<P...>::call(kernel, parameters); }
 
 }  // namespace fa_host

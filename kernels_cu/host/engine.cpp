@@ -430,7 +430,8 @@ static Worker* worker_of_this_thread() {
     void* memory = mmap(nullptr, sizeof(Worker), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     mine = static_cast<Worker*>(memory);
     mine->stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the compiler refuses frames over 96 KB (host.py)
-    void* stacks = mmap(nullptr, max_threads * mine->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* stacks =
+        mmap(nullptr, max_threads * mine->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void* arena = mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || stacks == MAP_FAILED || arena == MAP_FAILED) abort();
     mine->stacks = static_cast<char*>(stacks);
@@ -571,7 +572,8 @@ void fa_host_warp(unsigned mask, Apply apply, void* mine, const char* word, int 
         m->line = line;
     } else if (m->apply != apply) {
         begin_report(w, "lanes of one warp meet in different words");
-        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file, m->line);
+        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file,
+            m->line);
         end_report(w);
     }
     m->arrived |= 1u << lane;

@@ -103,8 +103,9 @@ struct Race {
             told[count][0] = before.code;
             told[count++][1] = now.code;
             Dim3 b = worker->fiber[0].self.block_idx;
-            say("race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, nothing orders them\n", at,
-                b.x, b.y, b.z, before.thread, wrote ? "writes" : "reads", before.code, now.thread, writes ? "writes" : "reads", now.code);
+            say("race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, nothing orders them\n",
+                at, b.x, b.y, b.z, before.thread, wrote ? "writes" : "reads", before.code, now.thread, writes ? "writes" : "reads",
+                now.code);
         }
         if (job->outcome == ok) job->outcome = race;
         pthread_mutex_unlock(&job->lock);
@@ -119,12 +120,12 @@ static inline void hook(const void* address, size_t bytes, bool writes, void* co
 }  // namespace fa_host
 
 // What the compiler calls for each memory access under -fsanitize=thread.
-#define FA_HOST_HOOK(bytes)                                                                                                     \
-    void __tsan_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                           \
-    void __tsan_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }                           \
-    void __tsan_unaligned_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                 \
-    void __tsan_unaligned_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }                 \
-    void __tsan_volatile_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }                  \
+#define FA_HOST_HOOK(bytes)                                                                                     \
+    void __tsan_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }           \
+    void __tsan_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }           \
+    void __tsan_unaligned_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); } \
+    void __tsan_unaligned_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); } \
+    void __tsan_volatile_read##bytes(void* a) { fa_host::hook(a, bytes, false, __builtin_return_address(0)); }  \
     void __tsan_volatile_write##bytes(void* a) { fa_host::hook(a, bytes, true, __builtin_return_address(0)); }
 
 extern "C" {

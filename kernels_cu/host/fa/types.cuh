@@ -7,11 +7,19 @@ namespace fa {
 
 using float32 = float;
 using float64 = double;
-struct alignas(2) float16 { uint16_t bits; };
-struct alignas(2) bfloat16 { uint16_t bits; };
+struct alignas(2) float16 {
+    uint16_t bits;
+};
+struct alignas(2) bfloat16 {
+    uint16_t bits;
+};
 
-template <class T> struct Accumulate { using type = float; };
-template <> struct Accumulate<double> { using type = double; };
+template <class T> struct Accumulate {
+    using type = float;
+};
+template <> struct Accumulate<double> {
+    using type = double;
+};
 template <class T> using accumulate_t = typename Accumulate<T>::type;
 
 #if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
@@ -26,9 +34,7 @@ __forceinline__ float cvt_f32_f16(float16 x) {
     return y != y ? __uint_as_float(0x7fffffffu) : y;
 }
 
-__forceinline__ float16 cvt_rn_f16_f32(float x) {
-    return {x != x ? uint16_t(0x7fff) : __builtin_bit_cast(uint16_t, half_t(x))};
-}
+__forceinline__ float16 cvt_rn_f16_f32(float x) { return {x != x ? uint16_t(0x7fff) : __builtin_bit_cast(uint16_t, half_t(x))}; }
 
 __forceinline__ float cvt_f32_bf16(bfloat16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 

@@ -40,9 +40,7 @@ __device__ __forceinline__ T* row_pointer(const Tensor& tensor, int batch, int h
 }
 
 // The key head that a query head reads (grouped-query attention; the same head where there is no grouping).
-__device__ __forceinline__ int kv_head_of(const Args& args, int head_q) {
-    return head_q / (args.heads_q / args.heads_kv);
-}
+__device__ __forceinline__ int kv_head_of(const Args& args, int head_q) { return head_q / (args.heads_q / args.heads_kv); }
 
 // One past the last key that a query sees. Not positive: the row is fully masked, so O = 0 and logsumexp = -inf.
 __device__ __forceinline__ int visible_keys(const Args& args, int query) {

@@ -7,12 +7,20 @@ namespace fa {
 
 using float32 = float;
 using float64 = double;
-struct alignas(2) float16 { uint16_t bits; };
-struct alignas(2) bfloat16 { uint16_t bits; };
+struct alignas(2) float16 {
+    uint16_t bits;
+};
+struct alignas(2) bfloat16 {
+    uint16_t bits;
+};
 
 // The type a kernel computes in for a storage type: float, but double for float64.
-template <class T> struct Accumulate { using type = float; };
-template <> struct Accumulate<double> { using type = double; };
+template <class T> struct Accumulate {
+    using type = float;
+};
+template <> struct Accumulate<double> {
+    using type = double;
+};
 template <class T> using accumulate_t = typename Accumulate<T>::type;
 
 __device__ __forceinline__ float cvt_f32_f16(float16 x) {
