@@ -64,15 +64,18 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.option("--tolerance", type=float, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
+@click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
 def run(
     context: Context, /, compute: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
-    tile: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, json: bool,
-    **shape: Any,
+    tile: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, watch: bool,
+    json: bool, **shape: Any,
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    if watch and not harness.watch.watched():
+        return harness.watch.watch([__file__, *context.obj["arguments"]], compute or ["fa2"], mode, json)
     if harness.run.asan_child_needed(check):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if data:
@@ -82,6 +85,7 @@ def run(
         data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tile, check=check,
         schedule_seed=schedule_seed, causal=causal, scale=scale,
     )  # fmt: skip
+    harness.watch.tell(results)
     return harness.show.results(results, json, context.obj["verbosity"])
 
 

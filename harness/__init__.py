@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from . import run as run
     from . import show as show
     from . import verify as verify
+    from . import watch as watch
 
 
 def __getattr__(name: str) -> Any:

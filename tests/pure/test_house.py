@@ -35,7 +35,7 @@ LAYERS = (
         "backends.nvrtc",
     },
     {"bind", "printing"},
-    {"run", "compile", "doctor", "new", "report"},
+    {"run", "compile", "doctor", "new", "report", "watch"},
     {"verify", "experiment"},
     {"show", "command"},
 )
@@ -110,7 +110,17 @@ def test_every_module_is_in_one_layer() -> None:
     ("package", "home"),
     [
         ("cupy", {"harness/backends/cuda.py"}),
-        ("subprocess", {"harness/backends/host.py", "harness/backends/host_report.py", "harness/environment.py", "harness/doctor.py"}),
+        (
+            "subprocess",
+            {
+                "harness/backends/host.py",
+                "harness/backends/host_report.py",
+                "harness/environment.py",
+                "harness/doctor.py",
+                "harness/profile.py",
+                "harness/watch.py",
+            },
+        ),
         ("pandas", {"harness/report.py", "harness/compare.py"}),
         ("seaborn", {"harness/report.py", "harness/compare.py"}),
         ("matplotlib", {"harness/report.py", "harness/compare.py"}),
