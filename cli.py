@@ -101,20 +101,31 @@ def run(
 @click.option("--seqlen", "--seqlen-experiment", is_flag=True, help="The sweep over sequence lengths.")
 @options.sweep_mode
 @options.compute
+@click.option("--peers", metavar="NAMES", help="Peers to measure beside, or none.  [default: all of the device's kind]")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
+@click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
 @click.option("--output-dir", type=options.folder, default=Path("experiment_results"), show_default=True)
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
+@click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
+@click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
 @click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
-@click.option("--experiment", "--save-results", "--no-stop-on-failure", "--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
+@click.option("--experiment", "--save-results", "--no-stop-on-failure", is_flag=True, hidden=True, expose_value=False)
+@click.option("--no-gpu-reference", is_flag=True, hidden=True)
 @options.device
 @options.printing
 @click.pass_context
 def experiment(
-    context: Context, name: str | None, seqlen: bool, mode: str | None, compute: list[str], output_dir: Path, record: bool, full: bool,
-    device: str, json: bool,
+    context: Context, /, name: str | None, seqlen: bool, mode: str | None, compute: list[str], peers: str | None, only: tuple[str, ...],
+    skip: tuple[str, ...], output_dir: Path, record: bool, resume: bool, dry_run: bool, full: bool, no_gpu_reference: bool, device: str,
+    json: bool,
 ) -> int:  # fmt: skip
-    """Run a sweep: kernels x shapes, checked and timed, into results.csv, env.json and a plot. A failure does not stop it."""
+    """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
+    wanted = "none" if no_gpu_reference else peers
     outcome = harness.experiment.run_sweep(
-        "seqlen" if seqlen else name or mode or "forward", mode, compute, device, output_dir, record, full,
+        harness.experiment.Options(
+            "seqlen" if seqlen else name or mode or "forward", mode, tuple(compute), options.names(wanted), device, output_dir, record,
+            full, resume, dry_run, only, skip,
+        ),
         harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
     return harness.show.experiment(outcome, json, context.obj["verbosity"])
@@ -182,7 +193,7 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
     """The kernels and the sweeps there are."""
-    return harness.show.catalogue(harness.kernel.catalogue(), harness.experiment.sweeps(), json, context.obj["verbosity"])
+    return harness.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import backends as backends
     from . import bind as bind
+    from . import ceilings as ceilings
     from . import command as command
+    from . import compare as compare
     from . import compile as compile
+    from . import contender as contender
     from . import dataset as dataset
     from . import doctor as doctor
     from . import environment as environment
@@ -22,15 +25,20 @@ if TYPE_CHECKING:
     from . import files as files
     from . import header as header
     from . import kernel as kernel
+    from . import measure as measure
     from . import new as new
+    from . import peers as peers
     from . import printing as printing
     from . import problem as problem
     from . import reference as reference
     from . import report as report
+    from . import results as results
     from . import rounding as rounding
     from . import run as run
     from . import show as show
+    from . import sweep as sweep
     from . import verify as verify
+    from . import views as views
     from . import watch as watch
 
 

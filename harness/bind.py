@@ -7,12 +7,12 @@ bands around every tensor, outputs before a run and workspaces are poisoned with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from .backends import Backend, Call, Loaded
+from .backends import Backend, Call, Fill, Loaded, Step
 from .dataset import STORAGE
 from .header import PLAIN_SIZES
 from .kernel import row_pitch
@@ -111,7 +111,11 @@ class Bound:
         for space, tensor in self.workspaces:
             if space.init != "none":
                 tensor.buffer[:] = 0
-        self.calls = [Call(p.entry, p.grid, p.block, p.shared, self._parameters(p.args)) for p in loaded.plan.launches]
+        fills = [Fill(tensor.buffer) for space, tensor in self.workspaces if space.init == "zero"]
+        self.steps: list[Step] = [
+            *fills,
+            *(Call(p.entry, p.grid, p.block, p.shared, self._parameters(p.args)) for p in loaded.plan.launches),
+        ]
 
     @property
     def device_bytes(self) -> int:
@@ -149,11 +153,6 @@ class Bound:
             f"{self.loaded.kernel.label} asks for {name}", f"a {self.pass_} kernel is not given it", "see kernels_cu/README.md, Header"
         )
 
-    def _clear(self) -> None:
-        for space, tensor in self.workspaces:
-            if space.init == "zero":
-                tensor.buffer[:] = 0
-
     def run(self) -> dict[str, Any]:
         """Poison the outputs, launch, check guard bands and inputs; the outputs as host storage arrays."""
         for name in WRITES[self.pass_]:
@@ -161,8 +160,7 @@ class Bound:
         for space, tensor in self.workspaces:
             if space.init == "none":
                 tensor.poison()
-        self._clear()
-        self.backend.launch(self.loaded, self.calls)
+        self.backend.launch(self.loaded, self.steps)
         label = self.loaded.kernel.label
         for name, tensor in (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces)):
             if not tensor.intact():
@@ -184,6 +182,13 @@ class Bound:
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
 
     def time(self) -> float:
-        """Seconds of one run, outputs not checked."""
-        self._clear()
-        return self.backend.time(self.loaded, self.calls)
+        """Device seconds of one run, outputs not checked."""
+        return self.backend.time(self.loaded, self.steps)
+
+    def call(self) -> float:
+        """Host seconds to enqueue one run."""
+        return self.backend.call(self.loaded, self.steps)
+
+    def graph(self) -> Callable[[], float] | None:
+        """Device seconds of a replay of the run as a CUDA graph."""
+        return self.backend.graph(self.loaded, self.steps)

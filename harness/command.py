@@ -132,6 +132,11 @@ def print_version(context: click.Context, _parameter: click.Parameter, value: bo
         context.exit()
 
 
+def names(text: str | None) -> tuple[str, ...] | None:
+    """A comma-separated list; () for "none", None where nothing was said."""
+    return None if text is None else () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
     """The problem that the shape options state."""
     sizes = {name: shape[name] for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}

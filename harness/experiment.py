@@ -1,50 +1,48 @@
-"""A sweep: kernels x shapes -> rows, an environment record and a picture.
+"""An experiment: a sweep's shapes x kernels and peers -> rows, samples, an environment record, figures and a summary.
 
-A sweep is a TOML file (experiments/<name>/sweep.toml, or anyone's):
-
-    title = "Time over the sequence length"
-    mode = "forward"                  # unless --mode says otherwise
-    kernels = ["naive", "fa2"]        # optional: every kernel with the passes and the dtype
-    shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
-    [cpu]                             # smaller shapes for the host backend
-    shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
+Every shape's contenders are checked first and then measured in turn, warm and (on a GPU) cold. Rows are appended and flushed
+as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that takes the GPU's context with
+it costs its own row: the rest is measured by a fresh process.
 """
 
 from __future__ import annotations
 
-import itertools
-import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import fnmatch
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import backends, environment, results, run
-from .kernel import KERNELS, catalogue, find
-from .problem import PASSES, DataFault, DiskFault, EnvironmentFault, Fault, Problem, UsageFault
+from . import backends, ceilings, environment, files, peers, results, run
+from .backends import Backend, ContextLost
+from .contender import Yardstick, yardstick_for
+from .kernel import catalogue, find
+from .problem import DiskFault, EnvironmentFault, Problem, UsageFault
+from .results import Row
+from .sweep import ROOT, SWEEPS, Sweep, load
 
-if TYPE_CHECKING:
-    from .results import Row
-    from .run import Yardstick
-
-ROOT = KERNELS.parent
-SWEEPS = ROOT / "experiments"
-KEYS = {"title", "mode", "kernels", "shapes", "cpu"}
-SHAPE_KEYS = {"test", "batch", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
-SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
-SAMPLES, SEED = 5, 42
+SEED = 42
+#: What a message says when the CUDA context is gone, by whichever library it is told.
+_LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A sweep file, read and checked. shapes and cpu_shapes are (test name, problem)."""
+class Options:
+    """What to run and where to write it; the fields are the flags of `fa-cli experiment`. peers None: all; only, skip: patterns of test names."""
 
-    name: str
-    title: str
-    mode: str
-    kernels: tuple[str, ...]
-    shapes: tuple[tuple[str, Problem], ...]
-    cpu_shapes: tuple[tuple[str, Problem], ...]
+    name: str = "forward"
+    mode: str | None = None
+    computes: tuple[str, ...] = ()
+    peers: tuple[str, ...] | None = None
+    device: str = "auto"
+    output_dir: Path = Path("experiment_results")
+    record: bool = False
+    full: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,170 +51,191 @@ class Outcome:
 
     rows: list[Row]
     files: list[Path]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
-def sweeps() -> dict[str, str]:
-    """The sweeps there are, name -> title."""
-    return {path.parent.name: load(path.parent.name).title for path in sorted(SWEEPS.glob("*/sweep.toml"))}
+class _Lost(Exception):
+    """The CUDA context is gone; the row that says so is written."""
 
 
-def load(spec: str) -> Sweep:
-    """The sweep a name or a .toml path means. Raises UsageFault for an unknown name, DataFault for a file that is no sweep."""
-    is_path = spec.endswith(".toml")
-    path = Path(spec) if is_path else SWEEPS / spec / "sweep.toml"
-    if not is_path and (not path.is_file() or Path(spec).name != spec):
-        known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
-        raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
-    try:
-        text = path.read_text(encoding="utf-8")
-        return _parse(path, tomllib.loads(text))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFault(f"{path} cannot be read", str(error), "fa-cli list shows the sweeps there are") from None
-    except tomllib.TOMLDecodeError as error:
-        raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
+def experiment(name: str = "forward", **options: Any) -> list[Row]:
+    """The rows of :func:`run_sweep`, for notebooks: experiment("seqlen", device="cpu"). The keywords are the fields of Options."""
+    return run_sweep(Options(name, **options)).rows
 
 
-def experiment(
-    name: str = "forward",
-    *,
-    mode: str | None = None,
-    computes: Sequence[str] = (),
-    device: str = "auto",
-    output_dir: Path = Path("experiment_results"),
-    record: bool = False,
-    full: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Row]:
-    """The rows of :func:`run_sweep`, for notebooks."""
-    return run_sweep(name, mode, computes, device, output_dir, record, full, progress).rows
+def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+    """Run a sweep and write results.csv and samples.jsonl (a shape at a time), env.json, summary.md and figures.
 
-
-def run_sweep(
-    name: str,
-    mode: str | None,
-    computes: Sequence[str],
-    device: str,
-    output_dir: Path,
-    record: bool,
-    full: bool,
-    progress: Callable[[str], None],
-) -> Outcome:
-    """Run a sweep and write results.csv (a row at a time), env.json and a picture.
-
-    A kernel that fails its check, does not launch or refuses a shape is a row that says so, and the sweep goes on. On Ctrl-C the
-    finished rows stay. Raises UsageFault for an unknown sweep or kernel, EnvironmentFault and DiskFault for what stops every row.
+    What fails its check, does not launch, refuses a shape or is absent is a row that says so, and the sweep goes on. On Ctrl-C
+    the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
+    stops every row.
     """
-    sweep = load(name)
-    mode = mode or sweep.mode
-    passes = PASSES if mode == "both" else (mode,)
-    backend = backends.pick(device)
-    small = backend.name == "cpu" and not full
-    shapes = sweep.cpu_shapes if small else sweep.shapes
-    kernels = _kernels(computes or sweep.kernels, passes, shapes)
-    folder, picture = _place(sweep, output_dir, record, backend.name)
+    sweep = load(options.name)
+    mode = options.mode or sweep.mode
+    backend = backends.pick(options.device)
+    small = backend.name == "cpu" and not options.full
+    shapes = _selected(sweep.cpu_shapes if small else sweep.shapes, options)
     notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
-    run_id = results.new_run_id()
-    record_file, table = folder / "env.json", folder / "results.csv"
-    _write_environment(record_file, backend, run_id)
-    rows: list[Row] = []
-    for number, (test, problem) in enumerate(shapes):
-        yardstick: Yardstick | None = None  # the reference of a shape serves every kernel
-        for place, kernel in enumerate(kernels, 1):
-            progress(f"{number * len(kernels) + place}/{len(shapes) * len(kernels)} {test} {kernel}")
-            try:
-                yardstick = yardstick or run.yardstick_for(problem, backend, mode, SEED)
-                result = run.measure_in_memory(kernel, mode, problem, backend, SEED, SAMPLES, yardstick)
-                found = results.rows_of(result, test, run_id)
-            except (EnvironmentFault, DiskFault):
-                raise  # every other row would meet it too
-            except Exception as error:
-                status = "REFUSED" if isinstance(error, UsageFault) else "ERROR"
-                found = results.rows_without(test, kernel, mode, problem, backend, run_id, SEED, status, str(error))
-            for row in found:
-                results.append(table, row)
-                rows.append(row)
+    computes = _computes(options, sweep, mode, shapes, backend.name)
+    if options.dry_run:
+        return Outcome([], [], [*notes, *_plan(shapes, computes, mode)])
+    folder, pictures = _place(sweep, options)
+    table = folder / "results.csv"
+    before = results.read(table) if options.resume and table.exists() else []
+    run_id = before[-1].run_id or results.new_run_id() if before else results.new_run_id()
+    rows = [row for row in before if row.run_id == run_id]
+    if options.record and not options.resume:
+        for stale in (table, folder / "samples.jsonl", folder / "env.json"):
+            stale.unlink(missing_ok=True)
+    _write_environment(folder / "env.json", backend, run_id, options.resume)
+    try:
+        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith("ceiling-") for row in rows):
+            rows += _keep(folder, ceilings.rows(backend, run_id), [])
+        for number, (test, problem) in enumerate(shapes):
+            left = [c for c in computes if not _done(rows, test, c, mode, problem)]
+
+            def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
+                progress(f"{step} {text}")
+
+            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
+                rows += _keep(folder, found, samples)
+    except _Lost:
+        rows = _in_a_fresh_process(options, table, run_id)
     progress("")
-    files = [table, record_file]
-    from . import report  # pandas and seaborn take a second to load
-
-    if report.times(rows, sweep.title, picture):
-        files.append(picture)
-    return Outcome(rows, files, notes)
+    return Outcome(rows, [table, folder / "env.json", *_draw(folder, pictures, sweep)], notes)
 
 
-# -- details ----------------------------------------------------------------------------------------------------------
-
-
-def _parse(path: Path, data: dict[str, Any]) -> Sweep:
-    def wrong(why: str) -> DataFault:
-        return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
-
-    if unknown := set(data) - KEYS | set(data.get("cpu", {})) - {"shapes"}:
-        raise wrong(f"unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(KEYS))}")
-    mode = data.get("mode", "forward")
-    if mode not in (*PASSES, "both"):
-        raise wrong(f"mode is {mode!r}; known: forward, backward, both")
-
-    def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
-        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-            raise wrong("shapes is a list of tables, as { batch = 4, heads = 8, seq = [128, 256], dim = 64 }")
-        return tuple(found for item in items for found in _expand(item, wrong))
-
-    stated = shapes(data.get("shapes"))
-    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data else stated
-    name = path.parent.name if path.name == "sweep.toml" else path.stem
-    return Sweep(name, data.get("title", name), mode, tuple(data.get("kernels", ())), stated, cpu)
-
-
-def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
-    """One shape table as (test, problem) pairs, one for each combination of its lists."""
-    if unknown := set(item) - SHAPE_KEYS:
-        raise wrong(f"unknown key {sorted(unknown)[0]!r} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")
-    lists = {key: value if isinstance(value, list) else [value] for key, value in item.items() if key != "test"}
-    found = []
-    for values in itertools.product(*lists.values()):
+def _shape(
+    backend: Backend, computes: Sequence[str], mode: str, test: str, problem: Problem, run_id: str, progress: Callable[[str], None]
+) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
+    """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
+    yardstick: Yardstick | None = None
+    good: list[run.Result] = []
+    for compute in computes:
+        progress(f"checks {compute}")
         try:
-            problem = Problem.of(**dict(zip(lists, values, strict=True)))
-        except (TypeError, Fault) as error:
-            raise wrong(f"shape {item}: {error}") from None
-        label = item.get("test", "")
-        varied = "_".join(f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1)
-        found.append(("-".join(filter(None, (label, varied))) or problem.folder, problem))
+            yardstick = yardstick or yardstick_for(problem, backend, mode, SEED)
+            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, yardstick))
+        except DiskFault:
+            raise  # every other row would meet it too
+        except Exception as error:
+            absent = isinstance(error, EnvironmentFault)
+            status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
+            yield results.rows_without(test, compute, mode, problem, backend, run_id, SEED, status, str(error)), []
+            if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
+                raise _Lost from error
+    for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
+        progress(f"measures {len(good)} {timing}")
+        good = run.time_together(good, backend, timing)
+    found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
+    samples = [results.samples_of(result, row) for row, result in found if row.timing]
+    yield results.with_torch([row for row, _ in found]), samples
+
+
+def _keep(folder: Path, rows: list[Row], samples: list[dict[str, Any]]) -> list[Row]:
+    for row in rows:
+        results.append(folder / "results.csv", row)
+    files.append_lines(folder / "samples.jsonl", samples)
+    return rows
+
+
+def _done(rows: Sequence[Row], test: str, compute: str, mode: str, problem: Problem) -> bool:
+    """Whether a resumed run has this cell already. Rows of a shape are written last pass last, so the mode's own row is enough."""
+    name = compute if peers.find(compute) else find(compute, run.MODES[mode][0]).name
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
+    return any(
+        (row.Test, row.Kernel, row.Type) == (test, name, results.TYPES[mode])
+        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype, row.causal) == shape
+        for row in rows
+    )
+
+
+def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
+    child = multiprocessing.get_context("spawn").Process(target=run_sweep, args=(replace(options, resume=True),))
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise EnvironmentFault(
+            "the sweep could not go on", f"the fresh process ended with {child.exitcode}", "fa-cli experiment … --resume"
+        )
+    return [row for row in results.read(table) if row.run_id == run_id]
+
+
+# -- what to run ------------------------------------------------------------------------------------------------------
+
+
+def _selected(shapes: Sequence[tuple[str, Problem]], options: Options) -> list[tuple[str, Problem]]:
+    def matches(test: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatch(test, p) or p in test for p in patterns)
+
+    found = [(t, p) for t, p in shapes if (not options.only or matches(t, options.only)) and not matches(t, options.skip)]
+    if not found:
+        raise UsageFault(
+            "no shape is left to run", f"the sweep has {', '.join(t for t, _ in shapes)}", "use other --only or --skip patterns"
+        )
     return found
 
 
-def _kernels(specs: Sequence[str], passes: Sequence[str], shapes: Sequence[tuple[str, Problem]]) -> list[str]:
-    """The kernels to run: those asked for, which must have the passes, or all that have them and a shape's dtype."""
-    for spec in specs:
+def _computes(options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], device: str) -> list[str]:
+    """Kernels, then peers. Those asked for must exist and have the passes; by default all that have them and a shape's dtype."""
+    passes = run.MODES[mode]
+    asked = list(options.computes or sweep.kernels)
+    for spec in asked:
         for pass_ in passes:
-            find(spec, pass_)
-    if specs:
-        return list(specs)
-    dtypes = {problem.dtype for _, problem in shapes}
-    having = [{k.name for k in catalogue() if k.pass_ == pass_ and dtypes & set(k.dtypes)} for pass_ in passes]
-    return [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
+            if not peers.find(spec):
+                find(spec, pass_)
+    if not asked:
+        dtypes = {problem.dtype for _, problem in shapes}
+        having = [{k.name for k in catalogue() if k.pass_ == pass_ and dtypes & set(k.dtypes)} for pass_ in passes]
+        asked = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
+    wanted = options.peers if options.peers is not None else sweep.peers if sweep.peers is not None else peers.usual(device)
+    for name in wanted:
+        if not peers.find(name):
+            raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
+    return [*asked, *(name for name in wanted if name not in asked)]
 
 
-def _place(sweep: Sweep, output_dir: Path, record: bool, device: str) -> tuple[Path, Path]:
-    """The folder of the rows and the path of the picture; both folders are made."""
-    if record and not (ROOT / "pyproject.toml").is_file():
+def _plan(shapes: Sequence[tuple[str, Problem]], computes: Sequence[str], mode: str) -> list[str]:
+    """What --dry-run says: each shape with its memory and its work."""
+    lines = [f"{len(shapes)} shapes x {len(computes)} contenders ({', '.join(computes)}), mode {mode}; nothing is run or written"]
+    for test, p in shapes:
+        lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run")
+    return lines
+
+
+# -- where it goes ----------------------------------------------------------------------------------------------------
+
+
+def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
+    """The folder of the rows and the folder of the figures; both are made."""
+    if options.record and not (ROOT / "pyproject.toml").is_file():
         raise UsageFault("--record needs a checkout", "runs of record are committed beside the sources", "use --output-dir DIR")
-    folder = SWEEPS / sweep.name if record else output_dir
-    picture = ROOT / "plots" / f"{sweep.name}_{device}.png" if record else output_dir / f"{sweep.name}.png"
-    for made in (folder, picture.parent):
+    folder = SWEEPS / sweep.name if options.record else options.output_dir
+    pictures = ROOT / "plots" if options.record else options.output_dir
+    for made in (folder, pictures):
         try:
             made.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskFault(f"cannot make the folder {made}", error.strerror or str(error), "choose another --output-dir") from None
-    return folder, picture
+    return folder, pictures
 
 
-def _write_environment(path: Path, backend: backends.Backend, run_id: str) -> None:
+def _write_environment(path: Path, backend: Backend, run_id: str, resumed: bool) -> None:
     """The record of this run; those of earlier runs into the same table stay, under their run_id."""
     earlier: dict[str, Any] = {}
     if path.exists():
         last = environment.read_env(path)
+        if resumed and last.get("run_id") == run_id:
+            return
         earlier = last.pop("earlier", {}) | {str(last.get("run_id")): last}
     facts = {"run_id": run_id, **backend.environment(), **({"earlier": earlier} if earlier else {})}
     environment.write_env(path, environment.environment(**facts))
+
+
+def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
+    from . import report  # pandas and seaborn take a second to load
+
+    rows = results.read(folder / "results.csv")
+    last = [row for row in rows if row.run_id == rows[-1].run_id]
+    picture = pictures / f"{sweep.name}_{last[0].device}.png"
+    return [picture] if report.times(last, sweep.title, picture) else []

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,19 @@ def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
         for temporary, _ in staged:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add JSON records to a file, a line each, in one write, and fsync. Raises DiskFault."""
+    if not records:
+        return
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    try:
+        with open(path, "ab", buffering=0) as file:
+            file.write(text.encode())
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise disk_fault(path.parent, error) from None
 
 
 def _stage(path: Path, data: memoryview) -> None:

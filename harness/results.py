@@ -8,17 +8,18 @@ import os
 import secrets
 import time
 import typing
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .files import disk_fault
+from .measure import TIMINGS, Timing, together
 from .problem import PASSES, DataFault, Problem
 
 if TYPE_CHECKING:
     from .backends import Backend
+    from .contender import PassResult
     from .run import Result
 
 
@@ -77,6 +78,9 @@ class Row:
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
 
+
+#: The columns that say which problem a row is of.
+SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
 
 #: What the column Type says of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
@@ -178,9 +182,38 @@ def new_run_id() -> str:
 
 
 def rows_of(result: Result, test: str, run_id: str) -> list[Row]:
-    """The rows of a result: one a pass, and for mode both a third of the two together. A failed check has no speeds."""
+    """The rows of a result: one a pass and timing, and for mode both a third of the two passes together.
+
+    A failed check has one row a pass, without a timing and without speeds.
+    """
     modes = (*PASSES, "both") if result.mode == "both" else (result.mode,)
-    return [_row(result, mode, test, run_id) for mode in modes]
+    return [row for mode in modes for row in _rows(result, mode, test, run_id)]
+
+
+def samples_of(result: Result, row: Row) -> dict[str, Any]:
+    """The line of samples.jsonl that belongs to a row: which run, row and timing, and every sample in milliseconds."""
+    timing = _timing(result, row.Type, row.timing)
+    shape = {name: getattr(row, name) for name in SHAPE}
+    return {
+        "run_id": row.run_id, "Test": row.Test, "Kernel": row.Kernel, "Type": row.Type, "timing": row.timing, **shape,
+        "launch": timing.launch, "samples_ms": [s * 1e3 for s in timing.seconds], "call_ms": [s * 1e3 for s in timing.call_seconds],
+        "before": dict(timing.before), "after": dict(timing.after),
+    }  # fmt: skip
+
+
+def with_torch(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one shape with TorchTime_ms and Speedup: against the fastest torch backend on the same kind of device."""
+    fastest: dict[tuple[str | None, ...], float] = {}
+    for row in rows:
+        key = (row.Type, row.timing, row.device)
+        if row.Kernel.startswith("torch-") and row.KernelTime_ms:
+            fastest[key] = min(row.KernelTime_ms, fastest.get(key, row.KernelTime_ms))
+    found = []
+    for row in rows:
+        torch = fastest.get((row.Type, row.timing, row.device))
+        speedup = torch / row.KernelTime_ms if torch and row.KernelTime_ms else None
+        found.append(replace(row, TorchTime_ms=torch, Speedup=speedup))
+    return found
 
 
 def rows_without(
@@ -202,36 +235,49 @@ def _of_problem(test: str, kernel: str, mode: str, problem: Problem) -> dict[str
     }  # fmt: skip
 
 
-def _row(result: Result, mode: str, test: str, run_id: str) -> Row:
-    problem = result.problem
-    passes = [result.passes[name] for name in (PASSES if mode == "both" else (mode,))]
+def _passes(result: Result, mode: str) -> list[PassResult]:
+    return [result.passes[name] for name in (PASSES if mode == "both" else (mode,))]
+
+
+def _timing(result: Result, type_: str, timing: str | None) -> Timing:
+    mode = next(name for name, short in TYPES.items() if short == type_)
+    return together([p.timings[timing or "warm"] for p in _passes(result, mode)])
+
+
+def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
+    problem, passes = result.problem, _passes(result, mode)
     verdicts = {name: v for p in passes for name, v in p.verdicts.items()}
     worst = max(verdicts.values(), key=lambda v: v.max_abs)
-    # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
-    times = sorted(sum(each) * 1e3 for each in zip(*(p.seconds for p in passes), strict=True)) if result.passed else []
-    low, middle, high = np.percentile(times, (20, 50, 80)).tolist() if times else (None, None, None)
-    of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
-    loaded = [p.loaded for p in passes]
+    over = "; ".join(f"{name}: {v.reason} at {v.place}" for name, v in verdicts.items() if not v.passed)
+    loaded = [p.loaded for p in passes if p.loaded]
+    kernels = [p.kernel for p in passes if p.kernel]
 
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
-    return Row(
+    of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
+    row = Row(
         **_of_problem(test, result.compute, mode, problem),
-        Status="PASS" if all(v.passed for v in verdicts.values()) else "FAIL",
-        MaxError=worst.max_abs, MeanError=worst.mean_abs, MSE=worst.mse, MaxRelError=worst.max_rel,
-        KernelTime_ms=middle,
-        TFLOPS=problem.flops(mode) / (middle * 1e9) if middle else None,
-        Bandwidth_GBps=problem.bytes(mode) / (middle * 1e6) if middle else None,
-        ErrorMessage="; ".join(f"{name}: {v.reason} at {v.place}" for name, v in verdicts.items() if not v.passed) or None,
-        seed=result.seed, device=result.device, device_name=result.device_name,
-        timing="warm",  # the same buffers again and again
-        n_samples=len(times) or None, p20_ms=low, p80_ms=high,
-        peak_bytes=max(p.device_bytes for p in passes),
+        Status="PASS" if all(p.passed for p in passes) else "FAIL",
+        MaxError=worst.max_abs, MeanError=worst.mean_abs, MSE=worst.mse, MaxRelError=worst.max_rel, ErrorMessage=over or None,
+        seed=result.seed, device=result.device, device_name=result.device_name, peak_bytes=max(p.device_bytes for p in passes),
         registers=most("registers"), spill_bytes=most("spill_bytes"), shared_bytes=most("shared_bytes"),
-        deterministic=all(p.kernel.deterministic for p in passes),
-        source_hash="+".join(dict.fromkeys(p.kernel.source_hash for p in passes)), run_id=run_id,
+        deterministic=all(k.deterministic for k in kernels) if kernels else None,
+        torch_backend="+".join(dict.fromkeys(p.ran for p in passes if p.ran)) or None,
+        source_hash="+".join(dict.fromkeys(k.source_hash for k in kernels)) or None, run_id=run_id,
         **of_tensors,
+    )  # fmt: skip
+    # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
+    timings = [t for t in TIMINGS if all(t in p.timings for p in passes)] if result.passed else []
+    return [_timed(row, together([p.timings[t] for p in passes]), problem, mode) for t in timings] or [row]
+
+
+def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
+    slow = f"THROTTLED ({timing.throttled})" if timing.throttled else None
+    return replace(
+        row, timing=timing.timing, KernelTime_ms=timing.median_ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms, call_ms=timing.call_ms,
+        n_samples=len(timing.seconds), TFLOPS=problem.flops(mode) / (timing.median_ms * 1e9),
+        Bandwidth_GBps=problem.bytes(mode) / (timing.median_ms * 1e6), ErrorMessage="; ".join(filter(None, (slow, row.ErrorMessage))) or None,
     )  # fmt: skip
 
 

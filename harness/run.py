@@ -1,41 +1,21 @@
-"""Kernel x data x backend -> outputs, verdicts and times: the main job."""
+"""Kernels and peers x data x backend -> outputs, verdicts and times: the main job."""
 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import dataset as data
-from . import errors, kernel, reference
-from .backends import Backend, Loaded, pick
-from .bind import Bound
-from .problem import PASSES, READS, Problem, UsageFault
+from . import errors, kernel, measure, peers
+from .backends import Backend, pick
+from .contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
+from .problem import PASSES, READS, EnvironmentFault, Problem, UsageFault
 
 #: Modes of a run and the passes each consists of.
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """One pass of one kernel: outputs (host storage arrays), a verdict for each, and the seconds of each timed run."""
-
-    kernel: kernel.Kernel
-    loaded: Loaded
-    outputs: Mapping[str, Any]
-    verdicts: Mapping[str, errors.Verdict]
-    seconds: tuple[float, ...]
-    device_bytes: int
-
-    @property
-    def passed(self) -> bool:
-        """Whether every tensor is within its budget."""
-        return all(v.passed for v in self.verdicts.values())
 
 
 @dataclass(frozen=True)
@@ -66,10 +46,8 @@ class Result:
     @property
     def time_ms(self) -> dict[str, float | None]:
         """Median milliseconds of each pass; a kernel whose check failed is never given a speed."""
-        return {
-            name: statistics.median(self.passes[name].seconds) * 1e3 if self.passed and name in self.passes and self.passes[name].seconds else None
-            for name in PASSES
-        }  # fmt: skip
+        times = {name: p.timings["warm"].median_ms for name, p in self.passes.items() if self.passed and "warm" in p.timings}
+        return {name: times.get(name) for name in PASSES}
 
     def _rate(self, work: Any) -> dict[str, float | None]:
         return {name: work(name) / (ms * 1e-3) if ms else None for name, ms in self.time_ms.items()}
@@ -85,104 +63,49 @@ class Result:
         return self._rate(lambda name: self.problem.bytes(name) / 1e9)
 
 
-@dataclass
-class Yardstick:
-    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once."""
-
-    problem: Problem
-    inputs: Mapping[str, Any]  # Q, K, V and, for a backward pass, dO: host storage arrays
-    tolerance: float | None = None
-    xp: Any = np
-    _baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._device = {name: self._put(array) for name, array in self.inputs.items()}
-        self.reference = reference.reference(self.xp, self.problem, self._device)
-
-    def _put(self, array: Any) -> Any:
-        if self.xp is np:
-            return array
-        return self.xp.asarray(array.view(np.uint16) if self.problem.dtype == "bfloat16" and array.itemsize == 2 else array)
-
-    def judge(self, outputs: Mapping[str, Any], arithmetic: str, tile: int) -> dict[str, errors.Verdict]:
-        """A verdict for each output of a kernel of an arithmetic class; tile is its rows per tile, for messages."""
-        if arithmetic not in self._baselines:
-            found = reference.baselines(self.xp, self.problem, self._device, arithmetic) if self.problem.dtype != "float64" else []
-            self._baselines[arithmetic] = found
-        got = {name: self._put(array) for name, array in outputs.items()}
-        return errors.compare(
-            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, inputs=self._device, xp=self.xp, tile=tile
-        )
-
-    def forward_outputs(self) -> dict[str, Any]:
-        """The reference's O and logsumexp, rounded to storage: what verify and experiment feed a backward pass."""
-        found = {}
-        for name in ("O", "logsumexp"):
-            dtype = self.problem.tensor_dtype(name)
-            rounded = reference.round_to(self.xp, self.reference[name], dtype)
-            host = rounded if self.xp is np else rounded.get()
-            found[name] = host.view(data.STORAGE[dtype])
-        return found
-
-
-def run_pass(
-    backend: Backend,
-    chosen: kernel.Kernel,
-    yardstick: Yardstick,
-    inputs: Mapping[str, Any],
-    tiles: Mapping[str, int] | None = None,
-    samples: int = 5,
-) -> PassResult:
-    """Load a kernel, run it once on poisoned outputs, judge what it wrote and, if it is right, time `samples` more runs."""
-    problem = yardstick.problem
-    check_logits(chosen, problem, inputs)
-    loaded = backend.load(chosen, problem, tiles)
-    bound = Bound(backend, loaded, problem, inputs)
-    outputs = bound.run()
-    verdicts = yardstick.judge(outputs, chosen.arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
-    seconds: list[float] = []
-    while all(v.passed for v in verdicts.values()) and len(seconds) < samples and sum(seconds) < 2.0:
-        seconds.append(bound.time())
-    return PassResult(chosen, loaded, outputs, verdicts, tuple(seconds), bound.device_bytes)
-
-
-def check_logits(chosen: kernel.Kernel, problem: Problem, inputs: Mapping[str, Any]) -> None:
-    """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises."""
-    if chosen.logits == float("inf"):
-        return
-    q, k = (reference.widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
-    norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
-    if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy and Schwarz: no need to look at every score
-        return
-    group = problem.heads_q // problem.heads_kv
-    largest = max(
-        float(np.abs(q[b, h] @ k[b, h // group].T).max()) * abs(problem.scale) for b in range(problem.batch) for h in range(problem.heads_q)
-    )
-    if largest > chosen.logits:
-        raise UsageFault(
-            f"{chosen.label} does not take scores as large as {largest:.3g}", f"its header promises |q.k.scale| up to {chosen.logits:g}",
-            'use a kernel whose header says logits = "any": fa-cli list',
-        )  # fmt: skip
-
-
-def run_modes(
+def contend(
     backend: Backend,
     compute: str,
     mode: str,
     yardstick: Yardstick,
     forward: Mapping[str, Any] | None,
     tiles: Mapping[str, int] | None = None,
-    samples: int = 5,
 ) -> dict[str, PassResult]:
-    """The passes of a mode. A backward pass reads `forward` (O and logsumexp), or in mode both, where it is None, the kernel's own."""
+    """The passes of a mode by a kernel or a peer, checked, not yet timed.
+
+    A kernel's backward pass reads `forward` (O and logsumexp), or in mode both, where it is None, its own. A peer's makes its own.
+    """
     passes: dict[str, PassResult] = {}
+    if peer := find_peer(compute, backend.name):
+        return {pass_: run_peer(peer, yardstick, pass_) for pass_ in MODES[mode]}
     chosen = {pass_: kernel.find(compute, pass_) for pass_ in MODES[mode]}  # a missing pass is told before anything runs
     for pass_, each in chosen.items():
         inputs = dict(yardstick.inputs)
         if pass_ == "backward":
             inputs |= forward if forward is not None else passes["forward"].outputs
-        passes[pass_] = run_pass(backend, each, yardstick, {name: inputs[name] for name in READS[pass_]}, tiles, samples)
+        passes[pass_] = run_kernel(backend, each, yardstick, {name: inputs[name] for name in READS[pass_]}, tiles)
     return passes
+
+
+def find_peer(compute: str, device: str) -> peers.Peer | None:
+    """The peer of that name; None where it names no peer. Raises EnvironmentFault where the peer cannot run here."""
+    peer = peers.find(compute)
+    if peer and (absent := peer.absent(device)):
+        raise EnvironmentFault(f"{compute} is not here", absent[0], absent[1])
+    return peer
+
+
+def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
+    """The results with a timing more: all that passed, pass by pass, measured in turn. What failed a check is never timed."""
+    done = list(results)
+    for pass_ in PASSES:
+        runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
+        if not runs:
+            continue
+        for i, found in measure.measure(runs, backend, timing, policy or measure.POLICY[backend.name]).items():
+            passes = done[int(i)].passes
+            done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
+    return done
 
 
 def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None) -> Backend:
@@ -213,63 +136,64 @@ def run(
     schedule_seed: int | None = None,
     causal: bool = False,
     scale: float | None = None,
-    samples: int = 5,
 ) -> list[Result]:
     """Run computes on a data folder (or a problem, generated under data_root or reused there) and write the first one's outputs.
 
-    The folder is locked meanwhile. Raises Fault: usage, data, environment, kernel or disk; a failed check is no exception,
-    it is Result.passed.
+    The folder is locked meanwhile. All that pass are then timed in turn, warm. Raises Fault: usage, data, environment, kernel
+    or disk; a failed check is no exception, it is Result.passed.
     """
-    chosen = {(c, p): kernel.find(c, p) for c in computes for p in MODES[mode]}
     backend = open_backend(device, check, schedule_seed)
-    samples = 0 if check else samples  # instrumented code has no speed worth printing
     found = data.open_(data_folder) if data_folder else None
     shape = found.problem if found else problem
     assert shape is not None, "either a folder or a problem"
     problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
-    for each in chosen.values():  # refused before a byte is written
-        each.plan(problem, backend.device(), tiles)
     data.check_size(problem)
+    names = [_refuse(compute, mode, problem, backend, tiles) for compute in computes]  # before a byte is written
     found = found or data.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
         raise data.disk_fault(found.folder, PermissionError(13, "permission denied"))
     with data.locked(found.folder):
-        names = ("Q", "K", "V") if mode == "forward" else data.INPUTS
-        inputs = found.read_inputs(names, allow_nonfinite)
+        inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else data.INPUTS, allow_nonfinite)
         forward = dict(zip(("O", "logsumexp"), data.read_forward(found, problem), strict=True)) if mode == "backward" else None
         yardstick = Yardstick(problem, inputs, tolerance, backend.xp)
-        results = []
-        for i, compute in enumerate(computes):
-            passes = run_modes(backend, compute, mode, yardstick, forward, tiles, samples)
+        results: list[Result] = []
+        for name, compute in zip(names, computes, strict=True):
+            passes = contend(backend, compute, mode, yardstick, forward, tiles)
             result = Result(
-                chosen[compute, MODES[mode][0]].name, mode, backend.name, backend.device().name, problem, passes,
-                yardstick.reference.share, found.folder, found.warnings, found.seed,
+                name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, found.folder,
+                found.warnings, found.seed,
             )  # fmt: skip
-            if i == 0:
+            if not results:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
                 data.write_outputs(found, outputs, _record(result))
             results.append(result)
-    return results
+    return results if check else time_together(results, backend, "warm")  # instrumented code has no speed worth printing
 
 
-def measure_in_memory(
-    compute: str, mode: str, problem: Problem, backend: Backend, seed: int = 42, samples: int = 5, yardstick: Yardstick | None = None
+def _refuse(compute: str, mode: str, problem: Problem, backend: Backend, tiles: Mapping[str, int] | None) -> str:
+    """The canonical name of a compute. Raises Fault where it cannot do this problem in this mode here."""
+    if peer := find_peer(compute, backend.name):
+        for pass_ in MODES[mode]:
+            peer.refuse(problem, pass_)
+        return peer.name
+    chosen = [kernel.find(compute, pass_) for pass_ in MODES[mode]]
+    for each in chosen:
+        each.plan(problem, backend.device(), tiles)
+    return chosen[0].name
+
+
+def check_in_memory(
+    compute: str, mode: str, problem: Problem, backend: Backend, seed: int = 42, yardstick: Yardstick | None = None
 ) -> Result:
-    """As :func:`run`, with data made in memory and the reference's O and logsumexp for the backward pass; nothing is written.
+    """Check a compute on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
+    written, and it is not timed (:func:`time_together`).
 
     yardstick: one made by :func:`yardstick_for` may be given to save computing it again for another kernel.
     """
     yardstick = yardstick or yardstick_for(problem, backend, mode, seed)
-    passes = run_modes(backend, compute, mode, yardstick, yardstick.forward_outputs() if mode != "forward" else None, None, samples)
-    name = kernel.find(compute, MODES[mode][0]).name
+    name = _refuse(compute, mode, problem, backend, None)
+    passes = contend(backend, compute, mode, yardstick, yardstick.forward_outputs() if mode != "forward" else None)
     return Result(name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, seed=seed)
-
-
-def yardstick_for(problem: Problem, backend: Backend, mode: str, seed: int = 42, input_scale: float = 1.0) -> Yardstick:
-    """Inputs generated in memory with their reference."""
-    data.check_size(problem)
-    names = ("Q", "K", "V") if mode == "forward" else data.INPUTS
-    return Yardstick(problem, data.generate(problem, seed, names, input_scale), None, backend.xp)
 
 
 def _record(result: Result) -> dict[str, Any]:
@@ -277,7 +201,7 @@ def _record(result: Result) -> dict[str, Any]:
     return {
         "kernel": result.compute, "mode": result.mode, "causal": problem.causal, "scale": problem.scale, "dtype": problem.dtype,
         "device": result.device, "verdict": "PASS" if result.passed else "FAIL",
-        "source_hash": {name: p.kernel.source_hash for name, p in result.passes.items()},
+        "source_hash": {name: p.kernel.source_hash if p.kernel else p.ran for name, p in result.passes.items()},
     }  # fmt: skip
 
 

@@ -101,6 +101,9 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
     if verbosity >= VERBOSE:
         for result in found:
             for name, each in result.passes.items():
+                if not each.loaded or not each.kernel:
+                    print(f"{name}: {each.ran}")
+                    continue
                 loaded = each.loaded
                 used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes shared": loaded.shared_bytes}
                 known = [
@@ -114,7 +117,7 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
 
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     """experiment: a line a row, and where the files are."""
-    passed = all(row.Status == "PASS" for row in outcome.rows)
+    passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     if as_json:
         document({"passed": passed, "rows": outcome.rows})
         return 0 if passed else 1
@@ -122,9 +125,20 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         note(text)
     if verbosity > QUIET:
         table(
-            ("test", "kernel", "pass", "max |error|", "ms", "verdict", "why"),
+            ("test", "kernel", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
             [
-                (r.Test, r.Kernel, r.Type, r.MaxError, r.KernelTime_ms, r.Status, (r.ErrorMessage or "").partition("\n")[0])
+                (
+                    r.Test,
+                    r.Kernel,
+                    r.Type,
+                    r.timing,
+                    r.MaxError,
+                    r.KernelTime_ms,
+                    None if r.device == "cpu" else r.TFLOPS,
+                    r.Speedup,
+                    r.Status,
+                    (r.ErrorMessage or "").partition("\n")[0],
+                )  # fmt: skip
                 for r in outcome.rows
             ],
         )
@@ -132,7 +146,7 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             print(f"({HOST_TIME})")
         for path in outcome.files:
             print(f"written  {path}")
-    failed = sum(row.Status != "PASS" for row in outcome.rows)
+    failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
     return 0 if passed else 1
 

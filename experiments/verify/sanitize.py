@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import kernel, run
+from harness import contender, kernel
 from harness.backends import pick
 from harness.problem import READS, Problem
 
@@ -38,9 +38,9 @@ def main() -> int:
     for chosen in kernels:
         for dtype in (d for d in chosen.dtypes if d in ("float32", "bfloat16")):
             problem = Problem.of(1, 3, 65, 64, heads_kv=1, dtype=dtype, causal=True)
-            yardstick = run.Yardstick(problem, run.data.generate(problem, 42), None, np)
+            yardstick = contender.Yardstick(problem, contender.data.generate(problem, 42), None, np)
             inputs = dict(yardstick.inputs) | (yardstick.forward_outputs() if chosen.pass_ == "backward" else {})
-            done = run.run_pass(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]}, samples=0)
+            done = contender.run_kernel(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
             sys.stdout.write(f"{'PASS' if done.passed else 'FAIL'} {chosen.label} {problem.describe()}\n")
             wrong += not done.passed
     return int(wrong > 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ class CompileError(KernelFault):
         hint = f"the command was: {' '.join(command)}" if command else ""
         super().__init__(f"{kernel.path.name} does not compile", log.strip(), hint)
         self.command, self.log, self.file = list(command), log, kernel.path
+
+
+class ContextLost(KernelFault):
+    """A kernel died on the GPU: this process can run nothing more there, a fresh one can."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ class Call:
     block: int
     shared: int
     parameters: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Zero a device buffer: part of a pass, and of its time, where a kernel's workspace must start as zero."""
+
+    buffer: Any
+
+
+Step = Call | Fill
 
 
 class Backend(Protocol):
@@ -75,12 +89,28 @@ class Backend(Protocol):
 
     def address(self, buffer: Any) -> int: ...
 
-    def launch(self, loaded: Loaded, calls: Sequence[Call]) -> None:
-        """Run the calls in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
+    def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
         ...
 
-    def time(self, loaded: Loaded, calls: Sequence[Call]) -> float:
-        """Run the calls once and return seconds from the first launch to the end of the last."""
+    def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """Run the steps once and return device seconds from the first to the end of the last."""
+        ...
+
+    def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """Run the steps once, wait, and return the host seconds it took to enqueue them."""
+        ...
+
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float] | None:
+        """Capture the steps; each call of what is returned replays them and gives device seconds. None where there is no such thing."""
+        ...
+
+    def before(self, seconds: float, cold: bool) -> None:
+        """Get ready for a sample: flush the L2 cache where cold, and keep the device busy for so long without waiting for it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+import time as clock
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..kernel import Device, Kernel, Plan
 from ..problem import EnvironmentFault, KernelFault, Problem, UsageFault
-from . import Backend, Call, CompileError, Loaded, nvidia_driver, nvrtc
+from . import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver, nvml, nvrtc
 
 #: Shared memory (bytes) a block may use without asking.
 SHARED_DEFAULT = 48 << 10
@@ -65,6 +66,8 @@ class Cuda(Backend):
             self.xp.cuda.set_allocator(None)
         #: Bytes of poisoned memory run.py puts around each tensor.
         self.guard_bytes = 0 if sanitized else 4096
+        self._spin: Any = None
+        self._flush: Any = None
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
         self._device = Device(
             kind="cuda",
@@ -88,7 +91,7 @@ class Cuda(Backend):
             "cuda_runtime": runtime.runtimeGetVersion(), "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
             "cupy": self.xp.__version__,
         }  # fmt: skip
-        return facts | _nvml(self.xp.cuda.Device().pci_bus_id)
+        return facts | nvml.state(self.xp.cuda.Device().pci_bus_id)
 
     # -- compiling ----------------------------------------------------------------------------------------------------
 
@@ -155,29 +158,73 @@ class Cuda(Backend):
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def launch(self, loaded: Loaded, calls: Sequence[Call]) -> None:
-        """Run the calls in order and wait. Raises KernelFault where a launch is refused or a kernel dies."""
-        self._run(loaded, calls)
+    def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel dies."""
+        self._run(loaded, steps)
 
-    def time(self, loaded: Loaded, calls: Sequence[Call]) -> float:
-        """Run the calls once and return seconds from the first launch to the end of the last. Raises as launch does."""
+    def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """Run the steps once and return device seconds from the first to the end of the last. Raises as launch does."""
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-        self._run(loaded, calls, start, stop)
+        self._run(loaded, steps, start, stop)
         return float(self.xp.cuda.get_elapsed_time(start, stop)) * 1e-3
 
-    def _run(self, loaded: Loaded, calls: Sequence[Call], start: Any = None, stop: Any = None) -> None:
-        ready = [(loaded.functions[c.entry], c, tuple(map(_parameter, c.parameters))) for c in calls]
-        call = calls[0]
+    def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """Run the steps once and return the host seconds it took to enqueue them. Raises as launch does."""
+        return self._run(loaded, steps)
+
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float] | None:
+        """Capture the steps as a CUDA graph; a call of what is returned replays it and gives device seconds."""
+        stream = self.xp.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            self._enqueue(loaded, steps)
+            captured = stream.end_capture()
+        null = self.xp.cuda.Stream.null
+
+        def replay() -> float:
+            start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+            start.record(null)
+            captured.launch(null)
+            stop.record(null)
+            stop.synchronize()
+            return float(self.xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+
+        return replay
+
+    def before(self, seconds: float, cold: bool) -> None:
+        """Write twice the L2 cache's size where cold, then let one thread spin for so long."""
+        if self._spin is None:
+            self._spin = self.xp.RawKernel(_SPIN, "spin", backend="nvrtc")
+            self._flush = self.xp.empty(2 * self._device.l2_bytes, np.uint8)
+        if cold:
+            self._flush.data.memset_async(0, self._flush.nbytes)
+        self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
+
+    def state(self) -> dict[str, Any]:
+        """What NVML says of clocks, power, temperature and throttling now; empty without NVML."""
+        return nvml.state(self.xp.cuda.Device().pci_bus_id)
+
+    def _enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Fill):
+                step.buffer.data.memset_async(0, step.buffer.nbytes)
+            else:
+                parameters = tuple(map(_parameter, step.parameters))
+                loaded.functions[step.entry](step.grid, (step.block, 1, 1), parameters, shared_mem=step.shared)
+
+    def _run(self, loaded: Loaded, steps: Sequence[Step], start: Any = None, stop: Any = None) -> float:
         try:
             if start is not None:
                 start.record()
-            for function, call, parameters in ready:
-                function(call.grid, (call.block, 1, 1), parameters, shared_mem=call.shared)
+            began = clock.perf_counter()
+            self._enqueue(loaded, steps)
+            enqueued = clock.perf_counter() - began
             if stop is not None:
                 stop.record()
             self.xp.cuda.get_current_stream().synchronize()
         except RuntimeError as error:  # CuPy's CUDADriverError (launch) or CUDARuntimeError (while it ran)
-            raise _run_fault(loaded.kernel, call, error) from None
+            raise _run_fault(loaded.kernel, steps, error) from None
+        return enqueued
 
 
 def _cupy() -> Any:
@@ -192,33 +239,6 @@ def _cupy() -> Any:
             raise EnvironmentFault("CuPy is not installed", why, hint) from None
         raise EnvironmentFault("CuPy does not load", str(error).strip(), hint) from None
     return cupy
-
-
-def _nvml(bus: str) -> dict[str, Any]:
-    """The state of the GPU at a PCI bus id; empty without NVML, and what it does not tell (in a container, say) is None."""
-    try:
-        import pynvml
-    except ImportError:
-        return {}
-    try:
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
-    except pynvml.NVMLError:
-        return {}
-
-    def ask(question: str, *more: Any) -> Any:
-        try:
-            return getattr(pynvml, question)(gpu, *more)
-        except pynvml.NVMLError:
-            return None
-
-    milliwatts, limit = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")
-    return {
-        "driver": pynvml.nvmlSystemGetDriverVersion(), "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM), "power_w": milliwatts and milliwatts / 1000,
-        "power_limit_w": limit and limit / 1000, "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-        "throttle_reasons": ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
-    }  # fmt: skip
 
 
 def _ready(function: Any, entry: str, plan: Plan) -> int:
@@ -248,13 +268,24 @@ def _load_fault(kernel: Kernel, plan: Plan, entry: str, error: RuntimeError) -> 
     return KernelFault(f"{kernel.label}: entry {entry} cannot be made ready", why, "use smaller tiles (--tile)")
 
 
-def _run_fault(kernel: Kernel, call: Call, error: RuntimeError) -> KernelFault:
+def _run_fault(kernel: Kernel, steps: Sequence[Step], error: RuntimeError) -> KernelFault:
+    calls = [step for step in steps if isinstance(step, Call)]
     if any(word in str(error) for word in _REFUSED):
-        why = f"{error}; grid {call.grid}, {call.block} threads, {call.shared} bytes of dynamic shared memory"
+        sizes = ", ".join(f"{c.entry}: grid {c.grid}, {c.block} threads, {c.shared} bytes of dynamic shared memory" for c in calls)
         hint = "use smaller tiles (--tile), or fewer registers (__launch_bounds__)"
-        return KernelFault(f"{kernel.label}: the GPU refused to launch {call.entry}", why, hint)
-    return KernelFault(
-        f"{kernel.label} died while it ran (launched last: {call.entry})",
+        return KernelFault(f"{kernel.label}: the GPU refused to launch it", f"{error}; {sizes}", hint)
+    return ContextLost(
+        f"{kernel.label} died while it ran ({', '.join(c.entry for c in calls)})",
         f"{error}; this process's CUDA context is dead and can run nothing more",
         "FA_CLI_NO_POOL=1 compute-sanitizer --tool memcheck, before the same command, names the line",
     )
+
+
+_SPIN = """
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < nanoseconds);
+}
+"""

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..kernel import INCLUDE, Device, Kernel, Plan
 from ..problem import DiskFault, EnvironmentFault, KernelFault, Problem, UsageFault
-from . import Call, CompileError, Loaded, cache_dir
+from . import CompileError, Fill, Loaded, Step, cache_dir
 from .host_report import ASAN_CHILD, CheckFault, child_with_asan, with_lines
 from .host_source import HOST, translation_unit
 
@@ -102,10 +102,13 @@ class Host:
         """Where the buffer starts."""
         return int(buffer.ctypes.data)
 
-    def launch(self, loaded: Loaded, calls: Sequence[Call]) -> None:
-        """Run the calls in order. Raises KernelFault (deadlock, divergent barrier …) or CheckFault with the engine's report."""
+    def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """Run the steps in order. Raises KernelFault (deadlock, divergent barrier …) or CheckFault with the engine's report."""
         library: _Library = loaded.functions["library"]
-        for call in calls:
+        for call in steps:
+            if isinstance(call, Fill):
+                call.buffer[:] = 0
+                continue
             # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
             copies = [_aligned(np.asarray(p).tobytes()) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
@@ -122,11 +125,25 @@ class Host:
                 what = "races on shared memory" if outcome == 2 else "stopped on the CPU backend"
                 raise fault(f"{loaded.kernel.label}: {what} in {call.entry}", text.strip(), f"see {loaded.kernel.path}")
 
-    def time(self, loaded: Loaded, calls: Sequence[Call]) -> float:
-        """CPU seconds of the calls."""
+    def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """CPU seconds of the steps."""
         start = time.perf_counter()
-        self.launch(loaded, calls)
+        self.launch(loaded, steps)
         return time.perf_counter() - start
+
+    def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """The same: here the host is the device."""
+        return self.time(loaded, steps)
+
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """There are none on a CPU."""
+
+    def before(self, seconds: float, cold: bool) -> None:
+        """Nothing: CPU times are not published, so its caches are left as they are."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing to say."""
+        return {}
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

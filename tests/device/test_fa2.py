@@ -7,10 +7,10 @@ import pytest
 
 from harness import dataset
 from harness.backends import Backend
+from harness.contender import PassResult, Yardstick, run_kernel
 from harness.kernel import Device, find
 from harness.problem import READS, Problem
 from harness.reference import round_to
-from harness.run import PassResult, Yardstick, run_pass
 
 
 def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, tiles: dict[str, int] | None = None) -> PassResult:
@@ -21,7 +21,7 @@ def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, 
         inputs[name] = round_to(np, values, problem.dtype).view(dataset.STORAGE[problem.dtype])
     yardstick = Yardstick(problem, inputs)
     given = inputs | yardstick.forward_outputs()
-    return run_pass(backend, find("fa2", pass_), yardstick, {name: given[name] for name in READS[pass_]}, tiles, samples=0)
+    return run_kernel(backend, find("fa2", pass_), yardstick, {name: given[name] for name in READS[pass_]}, tiles)
 
 
 def assert_right(result: PassResult) -> None:

@@ -14,9 +14,9 @@ from harness import kernel
 from harness.backends import Backend
 from harness.backends.host import Host
 from harness.backends.host_report import CheckFault
+from harness.contender import PassResult, run_kernel, yardstick_for
 from harness.kernel import KERNELS, Kernel
 from harness.problem import READS, KernelFault, Problem
-from harness.run import PassResult, run_pass, yardstick_for
 
 NAIVE_BACKWARD, FORWARD = "00_naive_backward.cu", "05_fa2_naive_forward.cu"
 
@@ -38,7 +38,7 @@ def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
     inputs = dict(yardstick.inputs)
     if chosen.pass_ == "backward":
         inputs |= yardstick.forward_outputs()
-    return run_pass(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]}, samples=1)
+    return run_kernel(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
 
 
 PLAIN = Problem.of(1, 2, 129, 64)
@@ -70,11 +70,10 @@ def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_wrong_numbers_are_caught_by_the_error_budget(name: str, backend: Backend, tmp_path: Path) -> None:
-    """Exactly the tensors that are wrong fail, and a kernel that fails is not timed."""
+    """Exactly the tensors that are wrong fail."""
     source, edits, problem, tensors = FAULTS[name]
     result = judge(backend, mutant(tmp_path, source, *edits), problem)
     assert {t for t, v in result.verdicts.items() if not v.passed} == tensors
-    assert result.seconds == ()
 
 
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:

@@ -15,9 +15,9 @@ from harness import backends, kernel
 from harness.backends import CompileError
 from harness.backends.host import Host
 from harness.bind import Bound
+from harness.contender import run_kernel, yardstick_for
 from harness.kernel import Kernel
 from harness.problem import EnvironmentFault, Problem
-from harness.run import run_pass, yardstick_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEADER = """\
@@ -81,8 +81,7 @@ def test_a_plain_parameter_kernel_runs_as_it_is(backend: backends.Backend, tmp_p
     """No header of ours, parameters in the order asked for, tensors without pitch (D = 59), on every backend."""
     for problem in (Problem.of(2, 3, 67, 59), Problem.of(1, 1, 1, 64)):
         yardstick = yardstick_for(problem, backend, "forward")
-        result = run_pass(backend, own(tmp_path), yardstick, yardstick.inputs, samples=1)
-        assert result.passed and len(result.seconds) == 1
+        assert run_kernel(backend, own(tmp_path), yardstick, yardstick.inputs).passed
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_raw_ptx_and_cuda_headers_run_on_a_gpu(backend: backends.Backend, tmp_pa
     )
     problem = Problem.of(2, 3, 67, 64)
     yardstick = yardstick_for(problem, backend, "forward")
-    assert run_pass(backend, own(tmp_path, body), yardstick, yardstick.inputs, samples=1).passed
+    assert run_kernel(backend, own(tmp_path, body), yardstick, yardstick.inputs).passed
 
 
 def test_a_compile_error_has_file_and_line(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_time_is_in_seconds(fake: Fake, tmp_path: Path) -> None:
 def test_a_refused_launch_says_what_was_asked_for(fake: Fake, tmp_path: Path) -> None:
     backend, loaded, calls = ready(fake, tmp_path)
     fake.function.error = RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch")
-    with pytest.raises(KernelFault, match=r"refused to launch forward[\s\S]*128 threads, 256 bytes"):
+    with pytest.raises(KernelFault, match=r"refused to launch it[\s\S]*forward: grid .* 128 threads, 256 bytes"):
         backend.launch(loaded, calls)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from harness import environment, files, results
 from harness.errors import Verdict
+from harness.measure import Timing
 from harness.problem import DataFault, DiskFault, Problem
 from harness.results import Row
 
@@ -147,8 +148,9 @@ def result(passed: bool = True, mode: str = "both") -> Any:
         }
 
     def one(names: tuple[str, ...], error: float, seconds: tuple[float, ...], registers: int | None) -> Any:
+        timings = {"warm": Timing("warm", seconds, (1e-5,) * len(seconds)), "cold": Timing("cold", tuple(2 * s for s in seconds), (1e-5,))}
         return SimpleNamespace(
-            verdicts=verdicts(names, error), seconds=seconds, device_bytes=int(error * 100), passed=passed,
+            verdicts=verdicts(names, error), timings=timings, device_bytes=int(error * 100), passed=passed, ran=None,
             kernel=SimpleNamespace(deterministic=True, source_hash=str(registers)),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
         )  # fmt: skip
@@ -165,7 +167,10 @@ def result(passed: bool = True, mode: str = "both") -> Any:
 
 def test_rows_of_a_result() -> None:
     """Mode both is three rows; the third has both times, the worst error and every tensor's."""
-    forward, backward, both = results.rows_of(result(), "case", "run")
+    rows = results.rows_of(result(), "case", "run")
+    assert [(r.Type, r.timing) for r in rows] == [(t, timing) for t in ("FOR", "BAC", "BOT") for timing in ("warm", "cold")]
+    assert [r.KernelTime_ms for r in rows[1::2]] == pytest.approx([2 * (r.KernelTime_ms or 0) for r in rows[::2]])
+    forward, backward, both = rows[::2]
     problem = result().problem
     assert [r.Type for r in (forward, backward, both)] == ["FOR", "BAC", "BOT"]
     assert (forward.KernelTime_ms, backward.KernelTime_ms, both.KernelTime_ms) == pytest.approx((2, 10, 12))
@@ -175,12 +180,38 @@ def test_rows_of_a_result() -> None:
     assert (forward.MaxError, both.MaxError, both.MaxError_O, both.MaxError_dK, forward.MaxError_dK) == (0.25, 0.5, 0.25, 0.5, None)
     assert (both.registers, both.spill_bytes, both.source_hash, both.seed) == (80, None, "40+80", 42)
     assert both.repro == "fa-cli run --compute fa2 --mode both --batch 2 --heads 4 --seq 100 --dim 32 --kv-heads 2 --causal"
-    assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC"]
+    assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC", "BAC"]
+
+
+def test_samples_of_a_row() -> None:
+    """Every sample in milliseconds, those of both passes added."""
+    rows = results.rows_of(result(), "case", "run")
+    assert results.samples_of(result(), rows[0])["samples_ms"] == pytest.approx([4, 1, 2])
+    assert results.samples_of(result(), rows[-2])["samples_ms"] == pytest.approx([14, 11, 12])
+    assert results.samples_of(result(), rows[-2])["timing"] == "warm" and results.samples_of(result(), rows[-2])["Type"] == "BOT"
+
+
+def test_speedup_is_over_the_fastest_torch_of_the_same_device_pass_and_timing() -> None:
+    """torch-cpu does not count on a GPU, nor a warm time for a cold one."""
+    times = {
+        ("fa2", "cuda", "warm"): 2.0,
+        ("torch-math", "cuda", "warm"): 8.0,
+        ("torch-flash", "cuda", "warm"): 3.0,
+        ("torch-cpu", "cpu", "warm"): 1.0,
+    }
+    rows = [row(Kernel=k, device=d, timing=t, KernelTime_ms=ms) for (k, d, t), ms in times.items()]
+    rows.append(row(Kernel="fa2", device="cuda", timing="cold", KernelTime_ms=4.0))
+    rows.append(row(Kernel="fa1", device="cuda", timing="warm", Status="FAIL"))
+    found = results.with_torch(rows)
+    assert [r.TorchTime_ms for r in found] == [3, 3, 3, 1, None, 3]
+    assert [r.Speedup for r in found] == [1.5, 3 / 8, 1, 1, None, None]
 
 
 def test_a_failed_check_has_no_speed() -> None:
     """Status FAIL, the place in the message, and neither time nor rate."""
-    for each in results.rows_of(result(passed=False), "case", "run"):
+    rows = results.rows_of(result(passed=False), "case", "run")
+    assert [(r.Type, r.timing) for r in rows] == [("FOR", None), ("BAC", None), ("BOT", None)]
+    for each in rows:
         assert each.Status == "FAIL" and "why at a place" in (each.ErrorMessage or "")
         assert each.KernelTime_ms is each.TFLOPS is each.Bandwidth_GBps is each.p20_ms is each.n_samples is None
 

@@ -1,0 +1,191 @@
+"""Honest times: samples of kernels and peers taken in turn, A B A B, each warm or cold, until they are steady enough.
+
+A sample is one run on the device, between two events in the stream that runs it. Before the first event the device is kept
+busy for longer than the host needs to enqueue the run (`Backend.before`), so a sample holds no launch gap: it is what the
+device did. What the host needs is measured apart (`call`). Every sample is kept; the rates are made elsewhere, by Problem.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Below this part of the device's greatest clock a run was throttled, whatever the driver says (as nvbench has it).
+SLOW_CLOCK = 0.75
+#: NVML's throttle reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
+FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+TIMINGS = ("warm", "cold")
+
+
+class Timed(Protocol):
+    """What can be measured: a kernel or a peer, its tensors in place."""
+
+    def time(self) -> float:
+        """Device seconds of one run, by events in its own stream; on a CPU, seconds."""
+        ...
+
+    def call(self) -> float:
+        """Host seconds to enqueue one run (which has ended when this returns)."""
+        ...
+
+    def graph(self) -> Callable[[], float] | None:
+        """Device seconds of one replay of the run as a captured CUDA graph; None where it cannot be captured."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When enough samples were taken of a contender: at least min_samples and min_seconds, and then either noise or max_seconds.
+
+    noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. warm_up seconds run before the first.
+    """
+
+    warm_up: float = 0.025
+    min_samples: int = 20
+    max_samples: int = 1000
+    min_seconds: float = 0.02
+    noise: float = 0.002
+    max_seconds: float = 2.0
+
+
+#: A GPU is steady and its runs are short; a CPU shares its cores with everyone and shows only that a kernel works.
+POLICY = {"cuda": Policy(), "cpu": Policy(warm_up=0.0, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, max_seconds=2.0)}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The samples of one contender. launch is "direct" or "graph"; throttled says why, or is empty; states are NVML's."""
+
+    timing: str
+    seconds: tuple[float, ...]
+    call_seconds: tuple[float, ...]
+    launch: str = "direct"
+    throttled: str = ""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def median_ms(self) -> float:
+        """The middle of the samples."""
+        return statistics.median(self.seconds) * 1e3
+
+    @property
+    def p20_ms(self) -> float:
+        """A fifth of the samples are faster."""
+        return float(np.percentile(self.seconds, 20)) * 1e3
+
+    @property
+    def p80_ms(self) -> float:
+        """A fifth of the samples are slower."""
+        return float(np.percentile(self.seconds, 80)) * 1e3
+
+    @property
+    def call_ms(self) -> float:
+        """Median milliseconds the host needs to enqueue a run."""
+        return statistics.median(self.call_seconds) * 1e3
+
+
+def together(timings: Sequence[Timing]) -> Timing:
+    """The timing of passes run one after the other: sample by sample, the sums (as many as all of them have)."""
+    first = timings[0]
+    if len(timings) == 1:
+        return first
+    return Timing(
+        first.timing,
+        tuple(sum(each) for each in zip(*(t.seconds for t in timings), strict=False)),
+        tuple(sum(each) for each in zip(*(t.call_seconds for t in timings), strict=False)),
+        "graph" if all(t.launch == "graph" for t in timings) else "direct",
+        "; ".join(dict.fromkeys(t.throttled for t in timings if t.throttled)),
+        first.before,
+        timings[-1].after,
+    )
+
+
+class Stage(Protocol):
+    """What measure needs of a backend (harness.backends.Backend has it)."""
+
+    def before(self, seconds: float, cold: bool) -> None:
+        """Flush the L2 cache where cold, then keep the device busy for at least so long, without waiting for it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Clocks, power, temperature and throttle reasons now; empty on a CPU."""
+        ...
+
+
+def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
+    """Take samples of all contenders in turn until each is steady.
+
+    A run that the host takes longer to enqueue than the device to execute is replayed from a CUDA graph where it can be
+    captured, since that is how anyone who cares would launch it; the Timing says so.
+    """
+    before = stage.state()
+    runs = {name: _ready(contender, stage, policy) for name, contender in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    spent = dict.fromkeys(runs, 0.0)
+    waiting = set(runs)
+    while waiting:
+        for name, (run, _, calls) in runs.items():
+            if name not in waiting:
+                continue
+            start = time.perf_counter()
+            stage.before(_lead(calls), timing == "cold")
+            seconds[name].append(run())
+            spent[name] += time.perf_counter() - start
+            if _enough(seconds[name], spent[name], policy):
+                waiting.discard(name)
+    after = stage.state()
+    throttled = throttling(before, after)
+    return {
+        name: Timing(timing, tuple(seconds[name]), tuple(calls), launch, throttled, before, after)
+        for name, (_, launch, calls) in runs.items()
+    }
+
+
+def _ready(contender: Timed, stage: Stage, policy: Policy) -> tuple[Callable[[], float], str, list[float]]:
+    """Warm a contender up, learn what a call costs, and choose how to launch it."""
+    contender.call()  # what the first run does besides, compiling say, is nobody's time
+    calls = [contender.call() for _ in range(min(10, policy.min_samples))]
+    start, device = time.perf_counter(), list[float]()
+    while not device or time.perf_counter() - start < policy.warm_up:
+        stage.before(_lead(calls), False)
+        device.append(contender.time())
+    if statistics.median(calls) > statistics.median(device) and (replay := contender.graph()):
+        replay()
+        return replay, "graph", calls
+    return contender.time, "direct", calls
+
+
+def _lead(calls: Sequence[float]) -> float:
+    """Seconds to keep the device busy so that the host is done enqueueing before the first event."""
+    return 2 * statistics.median(calls) + 2e-5
+
+
+def _enough(seconds: Sequence[float], spent: float, policy: Policy) -> bool:
+    n = len(seconds)
+    if n < policy.min_samples:
+        return spent > 10 * policy.max_seconds and n >= 3  # a run of many seconds is measured three times, not twenty
+    if n >= policy.max_samples or spent > policy.max_seconds:
+        return True
+    if sum(seconds) < policy.min_seconds:
+        return False
+    middle = statistics.median(seconds)
+    spread = 1.4826 * statistics.median([abs(s - middle) for s in seconds])
+    return bool(1.25 * spread / n**0.5 <= policy.noise * middle)
+
+
+def throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Why the device was held back during a measurement, or an empty text. Running into its power limit at full clocks is not."""
+    found = []
+    for state in (before, after):
+        reasons = state.get("throttle_reasons") or 0
+        found += [text for bit, text in FAULTS.items() if reasons & bit]
+        clock, most = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
+        if state is after and clock and most and clock < SLOW_CLOCK * most:
+            found.append(f"{clock} of {most} MHz")
+    return ", ".join(dict.fromkeys(found))

@@ -1,0 +1,111 @@
+"""A sweep: the question an experiment asks, a TOML file (experiments/<name>/sweep.toml, or anyone's).
+
+    title = "Time over the sequence length"
+    mode = "forward"                  # unless --mode says otherwise
+    kernels = ["naive", "fa2"]        # optional: every kernel with the passes and the dtype
+    peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
+    ceilings = true                   # optional: measure what this GPU can do at most, in the same run
+    shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
+    [cpu]                             # smaller shapes for the host backend
+    shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
+
+A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .kernel import KERNELS
+from .problem import PASSES, DataFault, Fault, Problem, UsageFault
+
+ROOT = KERNELS.parent
+SWEEPS = ROOT / "experiments"
+KEYS = {"title", "mode", "kernels", "peers", "ceilings", "shapes", "cpu"}
+SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
+SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read and checked. shapes and cpu_shapes are (test name, problem)."""
+
+    name: str
+    title: str
+    mode: str
+    kernels: tuple[str, ...]
+    peers: tuple[str, ...] | None
+    ceilings: bool
+    shapes: tuple[tuple[str, Problem], ...]
+    cpu_shapes: tuple[tuple[str, Problem], ...]
+
+
+def sweeps() -> dict[str, str]:
+    """The sweeps there are, name -> title."""
+    return {path.parent.name: load(path.parent.name).title for path in sorted(SWEEPS.glob("*/sweep.toml"))}
+
+
+def load(spec: str) -> Sweep:
+    """The sweep a name or a .toml path means. Raises UsageFault for an unknown name, DataFault for a file that is no sweep."""
+    is_path = spec.endswith(".toml")
+    path = Path(spec) if is_path else SWEEPS / spec / "sweep.toml"
+    if not is_path and (not path.is_file() or Path(spec).name != spec):
+        known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
+        raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _parse(path, tomllib.loads(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFault(f"{path} cannot be read", str(error), "fa-cli list shows the sweeps there are") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
+
+
+def _parse(path: Path, data: dict[str, Any]) -> Sweep:
+    def wrong(why: str) -> DataFault:
+        return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
+
+    if unknown := set(data) - KEYS | set(data.get("cpu", {})) - {"shapes"}:
+        raise wrong(f"unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(KEYS))}")
+    mode = data.get("mode", "forward")
+    if mode not in (*PASSES, "both"):
+        raise wrong(f"mode is {mode!r}; known: forward, backward, both")
+
+    def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
+        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+            raise wrong("shapes is a list of tables, as { batch = 4, heads = 8, seq = [128, 256], dim = 64 }")
+        return tuple(found for item in items for found in _expand(item, wrong))
+
+    stated = shapes(data.get("shapes"))
+    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data else stated
+    name = path.parent.name if path.name == "sweep.toml" else path.stem
+    peers = tuple(data["peers"]) if "peers" in data else None
+    return Sweep(name, data.get("title", name), mode, tuple(data.get("kernels", ())), peers, bool(data.get("ceilings")), stated, cpu)
+
+
+def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
+    """One shape table as (test, problem) pairs, one for each combination of its lists."""
+    if unknown := set(item) - SHAPE_KEYS:
+        raise wrong(f"unknown key {sorted(unknown)[0]!r} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")
+    lists = {key: value if isinstance(value, list) else [value] for key, value in item.items() if key != "test"}
+    found = []
+    for values in itertools.product(*lists.values()):
+        try:
+            sizes = dict(zip(lists, values, strict=True))
+            if "tokens" in sizes:
+                sizes["batch"] = max(1, sizes.pop("tokens") // sizes["seq"])
+            problem = Problem.of(**sizes)
+        except (KeyError, TypeError, Fault) as error:
+            raise wrong(f"shape {item}: {error}") from None
+        label = item.get("test", "")
+        varied = "_".join(
+            f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1 and key != "causal"
+        )
+        varied += "_causal" * (problem.causal and len(lists.get("causal", ())) > 1)
+        found.append(("-".join(filter(None, (label, varied))) or problem.folder, problem))
+    return found

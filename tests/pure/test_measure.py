@@ -1,0 +1,109 @@
+"""Samples taken in turn, when they are enough, and what is done for launch-bound runs: with stand-ins for a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from harness import measure
+from harness.measure import Policy, Timing
+
+
+class Stage:
+    """Writes down what it is asked for."""
+
+    def __init__(self, *states: dict[str, Any]) -> None:
+        self.log: list[Any] = []
+        self.states = iter([*states, {}, {}])
+
+    def before(self, seconds: float, cold: bool) -> None:
+        self.log.append(("before", seconds, cold))
+
+    def state(self) -> dict[str, Any]:
+        return next(self.states)
+
+
+class Run:
+    """A contender whose samples are given."""
+
+    def __init__(self, stage: Stage, name: str, seconds: Iterator[float], call: float = 1e-6, replay: float | None = None) -> None:
+        self.stage, self.name, self.seconds, self.cost, self.replay = stage, name, seconds, call, replay
+
+    def time(self) -> float:
+        self.stage.log.append(self.name)
+        return next(self.seconds)
+
+    def call(self) -> float:
+        return self.cost
+
+    def graph(self) -> Callable[[], float] | None:
+        return None if self.replay is None else lambda: self.replay or 0.0
+
+
+def steady(seconds: float) -> Iterator[float]:
+    return itertools.repeat(seconds)
+
+
+QUICK = Policy(warm_up=0.0, min_samples=4, max_samples=50, min_seconds=0.0, noise=0.01, max_seconds=60.0)
+
+
+def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() -> None:
+    """A B A B, each after twice the time the host needs; cold ones after a flush."""
+    stage = Stage()
+    found = measure.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", steady(2e-3))}, stage, "cold", QUICK)
+    samples = [entry for entry in stage.log if isinstance(entry, str)]
+    assert samples[:2] == ["a", "b"], "the warm-up"
+    assert samples[2:] == ["a", "b"] * 4
+    waits = [entry for entry in stage.log if not isinstance(entry, str)]
+    assert [cold for _, _, cold in waits] == [False] * 2 + [True] * 8
+    assert all(seconds == pytest.approx(2e-6 + 2e-5) for _, seconds, _ in waits)
+    assert (found["a"].median_ms, found["b"].median_ms) == pytest.approx((1, 2))
+    assert found["a"].timing == "cold" and found["a"].launch == "direct"
+
+
+def test_noise_takes_more_samples_and_steadiness_fewer() -> None:
+    """A noisy contender goes on alone until its median is known to one percent, or max_samples."""
+    stage = Stage()
+    noisy = itertools.cycle([1e-3, 1.3e-3, 0.8e-3, 1.1e-3, 0.9e-3])
+    found = measure.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", noisy)}, stage, "warm", QUICK)
+    assert len(found["a"].seconds) == 4 and len(found["b"].seconds) == 50
+
+
+def test_a_launch_bound_run_is_replayed_from_a_graph() -> None:
+    """Where the host takes longer than the device, and it can be captured."""
+    stage = Stage()
+    runs = {
+        "bound": Run(stage, "bound", steady(1e-5), call=1e-4, replay=8e-6),
+        "not captured": Run(stage, "not captured", steady(1e-5), call=1e-4),
+        "long": Run(stage, "long", steady(1e-3), call=1e-4, replay=1.0),
+    }
+    found = measure.measure(runs, stage, "warm", QUICK)
+    assert {name: (t.launch, t.median_ms) for name, t in found.items()} == {
+        "bound": ("graph", pytest.approx(8e-3)), "not captured": ("direct", pytest.approx(1e-2)), "long": ("direct", pytest.approx(1.0)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {}, ""),
+        ({"throttle_reasons": 0x4, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, {"throttle_reasons": 0x4, "sm_clock_mhz": 1500, "sm_clock_max_mhz": 1980}, ""),
+        ({}, {"throttle_reasons": 0x4, "sm_clock_mhz": 1400, "sm_clock_max_mhz": 1980}, "1400 of 1980 MHz"),
+        ({"throttle_reasons": 0x40}, {"throttle_reasons": 0x40}, "hardware thermal slowdown"),
+        ({"throttle_reasons": None}, {"throttle_reasons": 0x88}, "hardware slowdown, power brake"),
+    ],
+)  # fmt: skip
+def test_throttling_is_told_from_full_power(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
+    """Running into the power limit at high clocks is what a GPU does; heat and low clocks are not."""
+    stage = Stage(before, after)
+    found = measure.measure({"a": Run(stage, "a", steady(1e-3))}, stage, "warm", QUICK)
+    assert found["a"].throttled == said
+
+
+def test_passes_together_are_summed_sample_by_sample() -> None:
+    """As many samples as both have."""
+    both = measure.together([Timing("warm", (1.0, 2.0, 3.0), (0.1,)), Timing("warm", (10.0, 20.0), (0.2,), "graph", "hot")])
+    assert (both.seconds, both.call_seconds, both.launch, both.throttled) == ((11.0, 22.0), pytest.approx((0.3,)), "direct", "hot")
