@@ -98,7 +98,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
                 progress(f"{step} {text}")
 
             for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
-                rows += _keep(folder, found, samples)
+                rows += _keep(folder, results.with_peak(found, rows), samples)
     except _Lost:
         rows = _in_a_fresh_process(options, table, run_id)
     progress("")

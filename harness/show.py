@@ -121,6 +121,9 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": passed, "rows": outcome.rows})
         return 0 if passed else 1
+    if not outcome.files:  # --dry-run: the plan is the result
+        print("\n".join(outcome.notes))
+        return 0
     for text in outcome.notes:
         note(text)
     if verbosity > QUIET:
