@@ -235,7 +235,4 @@ def _write_environment(path: Path, backend: Backend, run_id: str, resumed: bool)
 def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
     from . import report  # pandas and seaborn take a second to load
 
-    rows = results.read(folder / "results.csv")
-    last = [row for row in rows if row.run_id == rows[-1].run_id]
-    picture = pictures / f"{sweep.name}_{last[0].device}.png"
-    return [picture] if report.times(last, sweep.title, picture) else []
+    return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title)

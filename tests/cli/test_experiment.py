@@ -1,0 +1,150 @@
+"""Sweeps as a user runs them: what is selected, resumed, refused and written, on the CPU backend."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from harness import experiment, run
+from harness.backends import ContextLost
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Run = Callable[..., Result]
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+SWEEP = """
+title = "a test"
+kernels = ["naive", "fa2"]
+peers = []
+shapes = [{ test = "plain", batch = 1, heads = 2, seq = [16, 33], dim = 16 }, { test = "mask", batch = 2, heads = 4, heads_kv = 2, seq = 20, seq_kv = 33, dim = 8, causal = true }]
+"""
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """results.csv as written."""
+    with open(folder / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "s.toml"
+    path.write_text(SWEEP)
+    return path
+
+
+@needs_compiler
+def test_rates_are_of_the_work_counted_by_hand(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """FLOPs of a causal, grouped, unequal shape: queries 20, keys 33, so query i sees 14 + i keys."""
+    assert fa_cli("experiment", sweep, "--mode", "both", "--only", "mask").exit_code == 0
+    pairs = sum(14 + i for i in range(20))
+    forward = 4 * 2 * 4 * 8 * pairs  # 4 B H D pairs
+    for row in rows_of(tmp_path / "experiment_results"):
+        seconds = float(row["KernelTime_ms"]) * 1e-3
+        work = {"FOR": forward, "BAC": 2.5 * forward, "BOT": 3.5 * forward}[row["Type"]]
+        assert float(row["TFLOPS"]) == pytest.approx(work / seconds / 1e12)
+        q, kv, lse = 2 * 4 * 20 * 8 * 4, 2 * 2 * 33 * 8 * 4, 2 * 4 * 20 * 4
+        traffic = {"FOR": 2 * q + 2 * kv + lse, "BAC": 4 * q + 4 * kv + lse}  # Q O, K V; Q O dO dQ, K V dK dV; and logsumexp
+        traffic["BOT"] = traffic["FOR"] + traffic["BAC"]
+        assert float(row["Bandwidth_GBps"]) == pytest.approx(traffic[row["Type"]] / seconds / 1e9)
+        assert (row["causal"], row["heads_kv"], row["seq_kv"], row["timing"], row["device"]) == ("true", "2", "33", "warm", "cpu")
+
+
+@needs_compiler
+def test_every_sample_is_kept(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """A line of samples.jsonl for each row that was timed; the row's median is theirs."""
+    assert fa_cli("experiment", sweep, "--only", "S16").exit_code == 0
+    folder = tmp_path / "experiment_results"
+    rows, lines = rows_of(folder), [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == len(lines) == 2
+    for row, line in zip(rows, lines, strict=True):
+        assert (row["Kernel"], row["Type"], row["run_id"]) == (line["Kernel"], line["Type"], line["run_id"])
+        samples = sorted(line["samples_ms"])
+        assert len(samples) == int(row["n_samples"]) and samples[len(samples) // 2] == pytest.approx(float(row["KernelTime_ms"]))
+
+
+@needs_compiler
+def test_only_skip_and_dry_run(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """Patterns or parts of test names choose shapes; a dry run says what would be run and writes nothing."""
+    result = fa_cli("experiment", sweep, "--dry-run", "--skip", "S33")
+    assert result.exit_code == 0 and "2 shapes x 2 contenders" in result.stdout and "S33" not in result.stdout
+    assert "GFLOP" in result.stdout and sorted(tmp_path.iterdir()) == [sweep]
+    assert fa_cli("experiment", sweep, "--only", "plain*", "--skip", "S16").exit_code == 0
+    assert {row["Test"] for row in rows_of(tmp_path / "experiment_results")} == {"plain-S33"}
+    assert fa_cli("experiment", sweep, "--only", "nothing").exit_code == 2
+
+
+@needs_compiler
+def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """Refused, absent, wrong: each a row with its word and without a speed; only what is wrong makes the exit code 1."""
+    sweep.write_text('kernels = ["fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 8, dim = [16, 200] }]')
+    assert fa_cli("experiment", sweep).exit_code == 0
+    assert [(r["HeadDim"], r["Status"], bool(r["KernelTime_ms"])) for r in rows_of(tmp_path / "experiment_results")] == [
+        ("16", "PASS", True), ("200", "REFUSED", False),
+    ]  # fmt: skip
+    text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
+    (tmp_path / "wrong_forward.cu").write_text(text.replace("* inverse;", "* inverse * 1.001f;"))
+    result = fa_cli("experiment", sweep, "--compute", "./wrong_forward.cu", "--only", "D16", "--json")
+    assert result.exit_code == 1
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (
+        row["Status"] == "FAIL" and row["KernelTime_ms"] is None and row["TFLOPS"] is None and "exceeds the budget" in row["ErrorMessage"]
+    )
+    summary = "".join(path.read_text() for path in (tmp_path / "experiment_results").glob("*.md"))
+    assert "1.001" not in summary
+
+
+@needs_compiler
+def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
+    """SIGINT in the middle: exit code 130, finished rows stay; --resume adds the rest to the same run, nothing twice."""
+    sweep.write_text(
+        'kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 2, seq = [64, 128, 192, 256, 320, 384], dim = 64 }]'
+    )
+    command = [sys.executable, str(ROOT / "cli.py"), "experiment", str(sweep)]
+    environment = os.environ | {"FA_CLI_DEVICE": "cpu"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    table, end = tmp_path / "experiment_results" / "results.csv", time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None and not (table.exists() and table.read_text().count("\n") > 3):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    before = rows_of(table.parent)
+    assert 3 <= len(before) < 18
+    done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    after = rows_of(table.parent)
+    assert after[: len(before)] == before
+    assert len({(r["Test"], r["Kernel"]) for r in after}) == len(after) == 18
+    assert len({r["run_id"] for r in after}) == 1
+
+
+@needs_compiler
+def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that lost its CUDA context measures nothing more: a fresh one does the rest, and the row says ERROR."""
+    right = run.check_in_memory
+
+    def dies(compute: str, *more: Any) -> Any:
+        if compute == "fa1":
+            raise ContextLost("fa1 died while it ran", "an illegal memory access; this process's CUDA context is dead", "")
+        return right(compute, *more)
+
+    monkeypatch.setattr(run, "check_in_memory", dies)
+    sweep.write_text('kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]')
+    rows = experiment.run_sweep(experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out")).rows
+    assert {(r.Test, r.Kernel): r.Status for r in rows} == {
+        ("S16", "fa1"): "ERROR", ("S16", "naive"): "PASS", ("S16", "fa2"): "PASS",
+        ("S32", "naive"): "PASS", ("S32", "fa1"): "PASS", ("S32", "fa2"): "PASS",
+    }  # fmt: skip
+    assert len(rows) == 6 and all(r.KernelTime_ms for r in rows if r.Status == "PASS")
