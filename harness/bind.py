@@ -22,7 +22,7 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 #: The order of the tensors in fa::Args.
 ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
 _SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
-#: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_args.py compares the offsets on every backend).
+#: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_tile_words.py compares them on every backend).
 ARGS = np.dtype(
     {
         "names": [*ARGS_TENSORS, "workspace", *_SIZES, "scale"],
@@ -99,6 +99,7 @@ class Bound:
     def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Any]) -> None:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
+        self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
         plain = any(launch.args for launch in loaded.plan.launches)
         self.tensors: dict[str, Tensor] = {}
         for name in (*READS[self.pass_], *WRITES[self.pass_]):
@@ -160,7 +161,8 @@ class Bound:
         for space, tensor in self.workspaces:
             if space.init == "none":
                 tensor.poison()
-        self.backend.launch(self.loaded, self.steps)
+        with self.backend.range(self.label):
+            self.backend.launch(self.loaded, self.steps)
         label = self.loaded.kernel.label
         for name, tensor in (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces)):
             if not tensor.intact():
@@ -183,11 +185,13 @@ class Bound:
 
     def time(self) -> float:
         """Device seconds of one run, outputs not checked."""
-        return self.backend.time(self.loaded, self.steps)
+        with self.backend.range(self.label):
+            return self.backend.time(self.loaded, self.steps)
 
     def call(self) -> float:
         """Host seconds to enqueue one run."""
-        return self.backend.call(self.loaded, self.steps)
+        with self.backend.range(self.label):
+            return self.backend.call(self.loaded, self.steps)
 
     def graph(self) -> Callable[[], float] | None:
         """Device seconds of a replay of the run as a CUDA graph."""
