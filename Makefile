@@ -6,9 +6,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE := --batch 2 --heads 8 --seq 512 --dim 64
 
-# With an NVIDIA GPU: the extra for its driver's CUDA major. Without one nothing of CUDA is downloaded.
-CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && nvidia-smi | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p' | head -1)
-EXTRA := $(if $(CUDA),$(if $(filter-out 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cuda13,cuda12))
+# With an NVIDIA GPU the cuda12 extra (a driver of CUDA 13 runs it too, and its NVRTC still knows sm_70). Without one nothing of
+# CUDA is downloaded.
+EXTRA := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda12)
 comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BASE_STAMP := .venv/.installed-base$(addprefix -,$(EXTRA))
