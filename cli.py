@@ -188,6 +188,35 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
     return harness.show.new_kernel(harness.new.new(name, source, pass_, output_dir))
 
 
+@main.command(
+    epilog=f"{options.EXIT_CODES}\n\n"
+    + options.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
+)
+@options.compute
+@click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
+@click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute or Nsight Systems.")
+@options.shape
+@click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned).")
+@click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
+@options.device
+@options.tile
+@click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
+@options.printing
+@click.pass_context
+def profile(
+    context: Context, /, compute: list[str], mode: str, tool: str, causal: bool, scale: float | None, device: str, tile: dict[str, int],
+    output_dir: Path, json: bool, **shape: Any,
+) -> int:  # fmt: skip
+    """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
+    if harness.profile.is_child():
+        return harness.profile.launch()
+    rows = harness.profile.profile(
+        compute or ["fa2"], mode, options.problem_of(shape, causal, scale), tool=tool, output_dir=output_dir, seed=shape["seed"],
+        device=device, tiles=tile, progress=harness.printing.progress(context.obj["verbosity"]),
+    )  # fmt: skip
+    return harness.show.counters(rows, output_dir, json, context.obj["verbosity"])
+
+
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
 @options.printing
 @click.pass_context

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import compare as compare
     from . import compile as compile
     from . import contender as contender
+    from . import counters as counters
     from . import dataset as dataset
     from . import doctor as doctor
     from . import environment as environment
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from . import peers as peers
     from . import printing as printing
     from . import problem as problem
+    from . import profile as profile
     from . import reference as reference
     from . import report as report
     from . import results as results

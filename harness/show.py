@@ -13,6 +13,7 @@ from .printing import QUIET, VERBOSE, document, line, near, note, progress, tabl
 
 if TYPE_CHECKING:
     from .compile import CompileRow
+    from .counters import Counters
     from .dataset import Dataset
     from .doctor import Check
     from .experiment import Outcome
@@ -233,6 +234,27 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
     table(columns, rows)
     print()
     table(("sweep", "question"), sweeps.items())
+    return 0
+
+
+def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: int) -> int:
+    """profile: a line a counter, a column a launch; of the stall reasons only those that matter."""
+    if as_json:
+        document({"passed": True, "rows": rows})
+        return 0
+    if verbosity > QUIET:
+        print(rows[0].problem)
+        names = dict.fromkeys(name for row in rows for name in row.metrics)
+        least = 0.1 if verbosity < VERBOSE else 0.0  # waiting warps an issue
+        table(
+            ("counter", *(f"{row.kernel} {row.pass_}: {row.entry}" for row in rows)),
+            [
+                (name, *(row.metrics.get(name) for row in rows))
+                for name in names
+                if not name.startswith("stall_") or max(row.metrics.get(name) or 0.0 for row in rows) >= least
+            ],
+        )
+    print(f"written  {near(folder)}")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,6 +109,10 @@ class Backend(Protocol):
     def before(self, seconds: float, cold: bool) -> None:
         """Get ready for a sample: flush the L2 cache where cold, and keep the device busy for so long without waiting for it."""
         ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A named stretch of time that a profiler's time line shows; nothing where there is no profiler."""
+        return nullcontext()
 
     def state(self) -> dict[str, Any]:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""

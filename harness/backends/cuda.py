@@ -11,6 +11,7 @@ import ctypes
 import os
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,12 @@ class Cuda(Backend):
         if cold:
             self._flush.data.memset_async(0, self._flush.nbytes)
         self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """An NVTX range, where this CuPy has NVTX."""
+        from cupyx.profiler import time_range
+
+        return time_range(name) if self.xp.cuda.nvtx.available else super().range(name)
 
     def state(self) -> dict[str, Any]:
         """What NVML says of clocks, power, temperature and throttling now; empty without NVML."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..kernel import INCLUDE, Device, Kernel, Plan
 from ..problem import DiskFault, EnvironmentFault, KernelFault, Problem, UsageFault
-from . import CompileError, Fill, Loaded, Step, cache_dir
+from . import Backend, CompileError, Fill, Loaded, Step, cache_dir
 from .host_report import ASAN_CHILD, CheckFault, child_with_asan, with_lines
 from .host_source import HOST, translation_unit
 
@@ -52,7 +52,7 @@ class _Launch(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Host:
+class Host(Backend):
     """Runs kernels on the CPU. seed: 0 runs threads in index order, else in a random order drawn from it.
 
     check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that

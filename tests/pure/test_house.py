@@ -19,7 +19,7 @@ SOURCES = [ROOT / "cli.py", *MODULES.values()]
 
 #: Layers from the bottom up: a module may import its own layer and those below, except that problem imports nothing of ours.
 LAYERS = (
-    {"problem", "environment", "expression", "files", "rounding"},
+    {"problem", "counters", "environment", "expression", "files", "rounding"},
     {"header"},
     {"kernel"},
     {
@@ -36,7 +36,7 @@ LAYERS = (
     },
     {"bind", "printing", "measure", "sweep", "peers", "results"},
     {"contender"},
-    {"run", "compile", "doctor", "new", "report", "ceilings", "compare", "watch"},
+    {"run", "compile", "doctor", "new", "report", "ceilings", "compare", "watch", "profile"},
     {"verify", "experiment"},
     {"show", "command"},
 )
