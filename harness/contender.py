@@ -34,7 +34,7 @@ class PassResult:
     outputs: Mapping[str, Any]
     verdicts: Mapping[str, errors.Verdict]
     timed: Timed
-    device_bytes: int
+    device_bytes: int | None  # None: not known
     kernel: Kernel | None = None
     loaded: Loaded | None = None
     ran: str | None = None

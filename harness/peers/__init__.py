@@ -1,52 +1,37 @@
-"""Other people's attention, to measure against: one file a family, each optional, named by what really ran."""
+"""Other people's attention, to measure against: one file a family, each optional, named by what really ran.
+
+Everyone gets the same data and the same scope: contiguous (batch, heads, rows, head dim) tensors, laid out otherwise before any
+timing where a library wants it; a forward timed without autograd, a backward timed alone; TF32 off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import functools
 
-from ..problem import Problem
+from .base import Peer, Prepared
 
-
-class Prepared(Protocol):
-    """A peer with its tensors in place, ready to be timed. ran is what really ran."""
-
-    ran: str
-    peak_bytes: int
-
-    def outputs(self) -> dict[str, Any]: ...
-
-    def time(self) -> float: ...
-
-    def call(self) -> float: ...
-
-    def graph(self) -> Callable[[], float] | None: ...
+__all__ = ["Peer", "Prepared", "find", "names", "usual"]
 
 
-class Peer(Protocol):
-    """A library's attention under one name of design section 5."""
+@functools.cache
+def _all() -> dict[str, Peer]:
+    """Every peer by name, imported when first asked for: `--help` has no use for numpy."""
+    from . import flash, fused, on_numpy, sdpa, xformers
 
-    name: str
-    passes: tuple[str, ...]
-
-    def absent(self, device: str) -> tuple[str, str] | None: ...
-
-    def refuse(self, problem: Problem, pass_: str) -> None: ...
-
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> Prepared: ...
+    families: tuple[tuple[Peer, ...], ...] = (sdpa.PEERS, flash.PEERS, fused.PEERS, xformers.PEERS, on_numpy.PEERS)
+    return {peer.name: peer for family in families for peer in family}
 
 
 def names() -> tuple[str, ...]:
     """Every peer's name."""
-    return ()
+    return tuple(_all())
 
 
 def find(name: str) -> Peer | None:
     """The peer of a name; None for what is no peer's."""
-    return None
+    return _all().get(name)
 
 
 def usual(device: str) -> tuple[str, ...]:
-    """The peers a sweep measures where nothing else is said: those of the device's own kind."""
-    on_cpu = ("torch-cpu", "numpy")
-    return tuple(name for name in names() if (name in on_cpu) == (device == "cpu"))
+    """The peers a sweep takes unless told otherwise: all of the kind of device ("cpu" or "cuda"), here or not."""
+    return tuple(name for name, peer in _all().items() if peer.device == device)

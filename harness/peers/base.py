@@ -1,0 +1,148 @@
+"""What a peer is, where its library is looked for, and what it refuses in words before anything runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..problem import DTYPE_BYTES, PASSES, Problem, UsageFault
+
+
+class Prepared(Protocol):
+    """A peer with its tensors in place and one run behind it; what harness/measure.py can time (its Timed).
+
+    ran says what really ran, peak_bytes the most device memory one run holds, inputs and outputs included (None: not known).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ran(self) -> str: ...
+
+    @property
+    def peak_bytes(self) -> int | None: ...
+
+    def outputs(self) -> dict[str, Any]:
+        """Host storage arrays of a fresh run: O and, where the library gives it, logsumexp; or dQ, dK, dV."""
+        ...
+
+    def time(self) -> float: ...
+
+    def call(self) -> float: ...
+
+    def graph(self) -> Callable[[], float] | None: ...
+
+
+class Peer(Protocol):
+    """A library's attention under one name of design section 5. device is "cpu" or "cuda": where it runs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def passes(self) -> tuple[str, ...]: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    def absent(self, device: str) -> tuple[str, str] | None:
+        """Why it cannot run on a device ("cpu" or "cuda") here, and a hint; None where it can. Imports nothing heavy."""
+        ...
+
+    def refuse(self, problem: Problem, pass_: str) -> None:
+        """Raise UsageFault where it does not take a pass of a problem."""
+        ...
+
+    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> Prepared:
+        """Put host storage arrays Q, K, V (backward: and dO) in place and run once. pass_: "forward" or "backward".
+
+        Raises UsageFault for what it refuses, or where something else ran; EnvironmentFault for a library that does not
+        import; KernelFault for a run that failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """The part all peers share: the promises below, and how their absence and their refusals read.
+
+    modules are what must be importable ("a.b" is looked up without importing a); install is the pip line that brings them.
+    A head dim may be `widest` at most, and its row a multiple of row_bytes. causal says which shapes the causal mask is
+    right for, aligned bottom-right as everywhere here: "any"; "seen", where every query sees a key (seq_q <= seq_kv);
+    "square", where seq_q == seq_kv. arch is the least and the greatest compute capability, major * 10 + minor.
+    """
+
+    name: str
+    device: str
+    dtypes: tuple[str, ...]
+    modules: tuple[str, ...]
+    install: str
+    passes: tuple[str, ...] = PASSES
+    widest: int | None = 256
+    row_bytes: int = 1
+    gqa: bool = True
+    causal: str = "any"
+    arch: tuple[int, int] = (0, 999)
+
+    def absent(self, device: str) -> tuple[str, str] | None:
+        """Why this peer cannot run on a device here, and a hint; None where it can. Imports no library to find out."""
+        if device != self.device:
+            where = "a GPU" if self.device == "cuda" else "the CPU"
+            return f"{self.name} runs on {where} only; CPU and GPU times never share a table", f"use --device {self.device}"
+        missing = [module for module in self.modules if not installed(module)]
+        if missing:
+            return f"{', '.join(missing)} is not installed", self.install
+        if self.device == "cuda" and "torch" in self.modules and not torch_has_cuda():
+            return (
+                "this PyTorch was built for the CPU",
+                "pip install --force-reinstall torch (from pypi.org, or pytorch.org for another CUDA)",
+            )
+        return None
+
+    def refuse(self, problem: Problem, pass_: str) -> None:
+        """Raise UsageFault where this peer does not take a pass of a problem: refused, never computed wrongly."""
+
+        def no(why: str, hint: str) -> UsageFault:
+            return UsageFault(f"{self.name} does not take {problem.describe()} {pass_}", why, hint)
+
+        if pass_ not in self.passes:
+            raise no(f"it has only the {' and '.join(self.passes)} pass here", "leave it out: --peers")
+        if problem.dtype not in self.dtypes:
+            raise no(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}", f"use --dtype {self.dtypes[0]}")
+        if self.widest is not None and problem.head_dim > self.widest:
+            raise no(f"its widest head dim is {self.widest}", f"use --dim {self.widest} or less")
+        step = max(1, self.row_bytes // DTYPE_BYTES[problem.dtype])
+        if problem.head_dim % step:
+            raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use --dim {-(-problem.head_dim // step) * step}")
+        if problem.heads_q != problem.heads_kv and not self.gqa:
+            raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
+        if problem.causal and problem.causal_shift and self.causal == "square":
+            raise no("its causal mask is aligned top-left where seq-q != seq-kv, ours bottom-right", "use equal sequence lengths")
+        if problem.causal and problem.causal_shift < 0 and self.causal == "seen":
+            raise no("it promises nothing for a query that sees no key", "use a --seq-kv of at least --seq")
+
+
+def installed(module: str) -> bool:
+    """Whether a module could be imported, without importing it or its package: FlashAttention's package would load PyTorch."""
+    package, _, inner = module.partition(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not inner:
+        return spec is not None
+    folders = [Path(folder) / Path(*inner.split(".")) for folder in spec.submodule_search_locations or ()]
+    return any(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders)
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed PyTorch was built for CUDA: what its version file says, since importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    lines = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8").splitlines()
+    return any(line.startswith("cuda") and not line.rstrip().endswith("None") for line in lines)

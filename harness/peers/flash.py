@@ -1,0 +1,64 @@
+"""The FlashAttention packages by their own interfaces: 2 (CUDA), 3 (Hopper) and 4 (CuTe DSL). Causal is bottom-right, as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import PASSES, Problem
+from .base import installed
+from .on_torch import Step, TorchPeer, module, version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flash(TorchPeer):
+    """A package's flash_attn_func on (B, S, H, D) tensors. lse is the keyword that makes it return logsumexp too.
+
+    The logsumexp is asked for because our kernels write it as well: the same scope.
+    """
+
+    package: str  # the module flash_attn_func is in
+    distribution: str
+    lse: str = "return_attn_probs"
+    heads_first: bool = False
+
+    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+        """The function; of what it returns, O and logsumexp."""
+        run = module(self, self.package).flash_attn_func
+        options = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
+
+        def attend(q: Any, k: Any, v: Any) -> Sequence[Any]:
+            found: Sequence[Any] = run(q, k, v, **options)[:2]
+            return found
+
+        return attend
+
+    def ran(self, step: Step, pass_: str) -> str:
+        """The function and its package's version: it has one implementation a GPU."""
+        return f"{self.package}.flash_attn_func, {version(self.distribution)}"
+
+
+def _fa3() -> Flash:
+    """FlashAttention-3: the whole build (flash_attn_interface) where it is installed, else the wheel of its bfloat16 forward."""
+    whole = installed("flash_attn_interface")
+    name = "flash_attn_interface" if whole else "fa3_fwd_interface"
+    return Flash(
+        name="fa3", device="cuda", dtypes=("bfloat16", "float16") if whole else ("bfloat16",),
+        passes=PASSES if whole else ("forward",), modules=("torch", name), install="pip install fa3-fwd==0.0.3",
+        package=name, distribution="flash_attn_3" if whole else "fa3-fwd", row_bytes=16, arch=(80, 90),
+    )  # fmt: skip
+
+
+PEERS = (
+    Flash(
+        name="flash-attn2", device="cuda", dtypes=("float16", "bfloat16"), modules=("torch", "flash_attn_2_cuda", "flash_attn"),
+        install="pip install flash-attn --no-build-isolation", package="flash_attn", distribution="flash-attn", arch=(80, 999),
+    ),
+    _fa3(),
+    Flash(
+        name="fa4", device="cuda", dtypes=("float16", "bfloat16"), modules=("torch", "cutlass", "flash_attn.cute"),
+        install="pip install flash-attn-4==4.0.0b36", package="flash_attn.cute", distribution="flash-attn-4", lse="return_lse",
+        row_bytes=16, arch=(90, 129),
+    ),
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""A fused attention in Triton, written here (fused_kernels.py): what a week's work in a tile language gives, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import Problem
+from .on_torch import Step, TorchPeer, module, version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triton(TorchPeer):
+    """Our Triton kernels on (B, H, S, D) tensors. float32 is computed as IEEE float32, not TF32."""
+
+    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
+        """The launches of a pass; a backward pass's O and logsumexp are made now."""
+        step: Step = module(self, f"{__package__}.fused_kernels").step(problem, x, pass_)
+        return step
+
+    def ran(self, step: Step, pass_: str) -> str:
+        """Our kernels, and the compiler's version."""
+        return f"fa-cli's fused attention, {version('triton')}"
+
+
+PEERS = (
+    Triton(
+        name="triton", device="cuda", dtypes=("float32", "float16", "bfloat16"), modules=("torch", "triton"),
+        install="pip install triton", widest=128, arch=(80, 999),
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""Attention in a few lines of float32 numpy, head by head: what a user without any library has, and an oracle to read."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..problem import WRITES, Problem
+from ..rounding import round_to, widen
+from .base import Library
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numpy(Library):
+    """float32 arithmetic whatever the storage type; one rounding of each output."""
+
+    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> NumpyPrepared:
+        """Inputs widened and, for a backward pass, the forward done. Raises UsageFault for what it refuses."""
+        self.refuse(problem, pass_)
+        return NumpyPrepared(self.name, problem, inputs, pass_)
+
+
+class NumpyPrepared:
+    """numpy, ready: see base.Prepared."""
+
+    def __init__(self, name: str, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> None:
+        self.name, self._problem, self._pass = name, problem, pass_
+        names = ("Q", "K", "V") if pass_ == "forward" else ("Q", "K", "V", "dO")
+        self._x = {n: widen(np, inputs[n], problem.dtype, "float32") for n in names}
+        saved = () if pass_ == "forward" else forward(problem, self._x)
+        self._saved = dict(zip(WRITES["forward"], saved, strict=False))
+        self.ran = f"numpy {np.__version__}, float32"
+        tracemalloc.start()
+        self._run()
+        self.peak_bytes = tracemalloc.get_traced_memory()[1] + sum(a.nbytes for a in (*self._x.values(), *self._saved.values()))
+        tracemalloc.stop()
+
+    def _run(self) -> tuple[Array, ...]:
+        return forward(self._problem, self._x) if self._pass == "forward" else backward(self._problem, self._x | self._saved)
+
+    def outputs(self) -> dict[str, Any]:
+        """Host storage arrays of a fresh run."""
+        values = zip(WRITES[self._pass], self._run(), strict=True)
+        return {name: round_to(np, value, self._problem.tensor_dtype(name)) for name, value in values}
+
+    def time(self) -> float:
+        """Seconds of one run."""
+        start = time.perf_counter()
+        self._run()
+        return time.perf_counter() - start
+
+    def call(self) -> float:
+        """The same: nothing is enqueued."""
+        return self.time()
+
+    def graph(self) -> Callable[[], float] | None:
+        """None: there are no CUDA graphs on a CPU."""
+        return None
+
+
+def forward(problem: Problem, x: Mapping[str, Array]) -> tuple[Array, Array]:
+    """O (B, H, Sq, D) and logsumexp (B, H, Sq) of float32 Q, K, V. A row that sees no key gives 0 and -inf."""
+    out = np.empty(problem.shape("O"), np.float32)
+    lse = np.empty(problem.shape("logsumexp"), np.float32)
+    for b, h in np.ndindex(problem.batch, problem.heads_q):
+        g = h * problem.heads_kv // problem.heads_q
+        s = _scores(problem, x["Q"][b, h], x["K"][b, g])
+        top = s.max(axis=1, keepdims=True)
+        top[top == -np.inf] = 0
+        p = np.exp(s - top)
+        total = p.sum(axis=1, keepdims=True)
+        out[b, h] = p @ x["V"][b, g] / np.where(total == 0, np.float32(1), total)
+        with np.errstate(divide="ignore"):
+            lse[b, h] = (top + np.log(total))[:, 0]
+    return out, lse
+
+
+def backward(problem: Problem, x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    """dQ, dK, dV of float32 Q, K, V, dO and the forward's O and logsumexp: probabilities are made again, delta too."""
+    dq, dk, dv = (np.zeros(problem.shape(name), np.float32) for name in WRITES["backward"])
+    for b, h in np.ndindex(problem.batch, problem.heads_q):
+        g = h * problem.heads_kv // problem.heads_q
+        q, k, v, dout = x["Q"][b, h], x["K"][b, g], x["V"][b, g], x["dO"][b, h]
+        lse = x["logsumexp"][b, h][:, None]
+        p = np.exp(_scores(problem, q, k) - np.where(lse == -np.inf, np.float32(0), lse))
+        delta = (dout * x["O"][b, h]).sum(axis=1, keepdims=True)
+        ds = p * (dout @ v.T - delta) * np.float32(problem.scale)
+        dq[b, h] = ds @ k
+        dk[b, g] += ds.T @ q
+        dv[b, g] += p.T @ dout
+    return dq, dk, dv
+
+
+def _scores(problem: Problem, q: Array, k: Array) -> Array:
+    """scale q k^T (Sq, Skv), -inf where the causal mask hides a key."""
+    s: Array = q @ k.T * np.float32(problem.scale)
+    if problem.causal:
+        s[~np.tri(problem.seq_q, problem.seq_kv, problem.causal_shift, dtype=bool)] = -np.inf
+    return s
+
+
+PEERS = (
+    Numpy(
+        name="numpy", device="cpu", dtypes=("float32", "float16", "bfloat16"), modules=("numpy",), install="pip install numpy", widest=None
+    ),
+)

@@ -1,0 +1,261 @@
+"""What every peer that works on torch tensors shares: data in, timing, memory, CUDA graphs, data out.
+
+The scope is that of our kernels. Inputs are contiguous in the layout the library asks for, (batch, heads, rows, head dim) or
+(batch, rows, heads, head dim), before any timing. A forward pass runs without autograd; a backward pass runs alone, on a
+graph whose forward was built before (delta and conversions included, the forward not). TF32 is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..problem import EnvironmentFault, Fault, KernelFault, Problem, UsageFault
+from .base import Library
+
+#: One run: enqueues the pass and returns its outputs, (O[, logsumexp]) or (dQ, dK, dV), in the library's layout.
+Step = Callable[[], Sequence[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPeer(Library):
+    """A peer whose attention is a differentiable function of torch tensors. heads_first: its layout is (B, H, S, D), as ours."""
+
+    heads_first: bool = True
+
+    # -- what a family says -------------------------------------------------------------------------------------------
+
+    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+        """A function of (q, k, v) that returns (O[, logsumexp]); a mask and the like are made here, before any timing."""
+        raise NotImplementedError
+
+    def forced(self) -> contextlib.AbstractContextManager[Any]:
+        """What must hold while it runs: a choice of backend."""
+        return contextlib.nullcontext()
+
+    def ran(self, step: Step, pass_: str) -> str:
+        """What really runs in a step (which may be run to find out). Raises UsageFault where it is not what this peer is."""
+        raise NotImplementedError
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    def refuse(self, problem: Problem, pass_: str) -> None:
+        """As Library.refuse, and for a GPU it has no code for."""
+        super().refuse(problem, pass_)
+        if self.device == "cuda" and self.arch != (0, 999):
+            import torch
+
+            if torch.cuda.is_available():
+                major, minor = torch.cuda.get_device_capability()
+                if not self.arch[0] <= major * 10 + minor <= self.arch[1]:
+                    why = f"it has code for compute capability {self.arch[0] / 10} to {self.arch[1] / 10}, this GPU has {major}.{minor}"
+                    raise UsageFault(f"{self.name} does not run on this GPU", why, "leave it out: --peers")
+
+    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
+        """The step of a pass; a backward pass's forward is run now, in the current stream."""
+        import torch
+
+        attend = self.attention(problem, x["Q"].device)
+        leaves = [x[name].detach().requires_grad_(pass_ == "backward") for name in ("Q", "K", "V")]
+        if pass_ == "forward":
+            return lambda: attend(*leaves)
+        out = attend(*leaves)[0]
+        return lambda: torch.autograd.grad(out, leaves, x["dO"], retain_graph=True)
+
+    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> TorchPrepared:
+        """Tensors in place and one run done. Raises as base.Peer.prepare says."""
+        self.refuse(problem, pass_)
+        with told(self):
+            return TorchPrepared(self, problem, inputs, pass_)
+
+
+class TorchPrepared:
+    """A torch peer, ready: see base.Prepared."""
+
+    def __init__(self, peer: TorchPeer, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> None:
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        self._peer, self._problem, self._pass, self._torch = peer, problem, pass_, torch
+        self.name = peer.name
+        self._on_gpu = peer.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        if self._on_gpu:
+            torch.cuda.empty_cache()  # what earlier peers needed is no longer held back from anyone
+        before = torch.cuda.memory_allocated() if self._on_gpu else 0
+        names = ("Q", "K", "V") if pass_ == "forward" else ("Q", "K", "V", "dO")
+        self._x = {name: self._layout(to_torch(inputs[name], problem.dtype).to(device)) for name in names}
+        with self._scope():
+            self._step = peer.start(problem, self._x, pass_)
+            self._step()  # compiles what is compiled at first use
+            self.ran = peer.ran(self._step, pass_)
+        if problem.dtype == "float32" and self._on_gpu:
+            self.ran += ", TF32 off"
+        self.peak_bytes = self._peak(before) if self._on_gpu else None
+
+    def _layout(self, tensor: Any) -> Any:
+        return (tensor if self._peer.heads_first else tensor.transpose(1, 2)).contiguous()
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        with self._torch.set_grad_enabled(self._pass == "backward"), self._peer.forced():
+            yield
+
+    def _peak(self, before: int) -> int:
+        cuda = self._torch.cuda
+        cuda.reset_peak_memory_stats()
+        with self._scope():
+            self._step()
+        cuda.synchronize()
+        return int(cuda.max_memory_allocated() - before)
+
+    def outputs(self) -> dict[str, Any]:
+        """Host storage arrays of a fresh run: O[, logsumexp], or dQ, dK, dV. A row that sees no key has logsumexp -inf."""
+        with told(self._peer), self._scope():
+            values = self._step()
+        names = ("O", "logsumexp") if self._pass == "forward" else ("dQ", "dK", "dV")
+        found = {}
+        for name, value in zip(names, values, strict=False):
+            if name == "logsumexp":  # FlashAttention-2 and -3 say +inf there
+                value = value.detach().float().masked_fill(value == float("inf"), float("-inf"))
+            elif not self._peer.heads_first:
+                value = value.transpose(1, 2)
+            found[name] = to_host(value, self._problem.tensor_dtype(name))
+        return found
+
+    def time(self) -> float:
+        """Device seconds of one run, between two events in torch's current stream; on a CPU, seconds."""
+        if not self._on_gpu:
+            return self.call()
+        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with told(self._peer), self._scope():
+            start.record()
+            self._step()
+            stop.record()
+            stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3
+
+    def call(self) -> float:
+        """Host seconds to enqueue one run on an idle device (which has ended when this returns)."""
+        with told(self._peer), self._scope():
+            if self._on_gpu:
+                self._torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._step()
+            seconds = time.perf_counter() - start
+            if self._on_gpu:
+                self._torch.cuda.synchronize()
+        return seconds
+
+    def graph(self) -> Callable[[], float] | None:
+        """Capture the run as a CUDA graph; a call of what is returned replays it and gives device seconds. None where it cannot be."""
+        if not self._on_gpu:
+            return None
+        cuda = self._torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(cuda.current_stream())
+        try:
+            with cuda.stream(side), self._scope():  # autograd runs a backward pass in its forward's stream: a new one, there
+                step = self._peer.start(self._problem, self._x, self._pass)
+                for _ in range(3):
+                    step()
+            side.synchronize()
+            captured = cuda.CUDAGraph()
+            with self._scope(), cuda.graph(captured, stream=side):
+                kept = step()
+        except Exception:  # whatever a library throws when it may not allocate, wait or use another stream
+            cuda.synchronize()
+            return None
+
+        def replay(kept: Any = kept, step: Step = step) -> float:  # both hold memory that the graph writes and reads
+            start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            captured.replay()
+            stop.record()
+            stop.synchronize()
+            return float(start.elapsed_time(stop)) * 1e-3
+
+        return replay
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def to_torch(array: Any, dtype: str) -> Any:
+    """A CPU tensor with a copy of a storage array. bfloat16 goes by its bits, since numpy and torch share no such type."""
+    import torch
+
+    array = np.array(array, order="C")
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_host(tensor: Any, dtype: str) -> Any:
+    """A tensor as a contiguous storage array; the inverse of :func:`to_torch`."""
+    import torch
+
+    tensor = tensor.detach().contiguous().cpu()
+    if dtype == "bfloat16":
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.to(getattr(torch, dtype)).numpy()
+
+
+def operators(step: Step) -> tuple[str, ...]:
+    """The operators (namespace::name) torch dispatches in a run of a step, each once, in order."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: dict[str, None] = {}
+
+    class Listener(TorchDispatchMode):  # type: ignore[misc]  # Any where torch is not installed
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[func._schema.name] = None
+            return func(*args, **(kwargs or {}))
+
+    with Listener():
+        step()
+    return tuple(seen)
+
+
+def version(distribution: str) -> str:
+    """A distribution's version, for what is said to have run."""
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return distribution
+
+
+def module(peer: Library, name: str) -> Any:
+    """Import a peer's module. Raises EnvironmentFault where it is there and does not import."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:  # OSError: a shared library built for another torch or CUDA
+        raise EnvironmentFault(f"{peer.name}: {name} does not import", str(error), peer.install) from error
+
+
+@contextlib.contextmanager
+def told(peer: Library) -> Iterator[None]:
+    """Turn what a library throws into our faults: a refusal is UsageFault, with the warnings in which torch gives its reasons."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except Fault:
+            raise
+        except Exception as error:  # libraries and compilers have exceptions of their own
+            text = str(error) or type(error).__name__
+            reasons = "; ".join(dict.fromkeys([text, *(str(w.message).split(" (Triggered")[0] for w in said)]))
+            if isinstance(error, (AssertionError, NotImplementedError)) or "No available kernel" in text or "No viable backend" in text:
+                raise UsageFault(f"{peer.name} refuses this problem", reasons, "leave it out: --peers") from error
+            hint = "use smaller sizes" if "out of memory" in text.lower() else "fa-cli run -vv shows the traceback"
+            raise KernelFault(f"{peer.name} failed", reasons, hint) from error

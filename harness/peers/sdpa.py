@@ -1,0 +1,85 @@
+"""PyTorch's scaled_dot_product_attention: as it chooses on a CPU, and each of its GPU backends, forced and seen to have run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import Problem, UsageFault
+from .on_torch import Step, TorchPeer, operators
+
+HALF = ("float16", "bfloat16")
+TORCH = "pip install 'fa-cli[torch]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sdpa(TorchPeer):
+    """One backend of scaled_dot_product_attention. backend is torch's SDPBackend name ("" leaves the choice to torch).
+
+    operator is the one that must have run ("" for math, which is written in others; any for no forced backend). Torch's
+    is_causal is aligned top-left, so where seq_q != seq_kv the bottom-right mask is given as a tensor, or refused.
+    """
+
+    backend: str
+    operator: str = ""
+    modules: tuple[str, ...] = ("torch",)
+    install: str = TORCH
+
+    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+        """The function, with its mask made."""
+        import torch
+
+        mask = None
+        if problem.causal and problem.causal_shift:
+            mask = torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool, device=device).tril(problem.causal_shift)
+        options = {"attn_mask": mask, "is_causal": problem.causal and mask is None, "scale": problem.scale}
+        if problem.heads_q != problem.heads_kv:
+            options["enable_gqa"] = True
+        run = torch.nn.functional.scaled_dot_product_attention
+        return lambda q, k, v: (run(q, k, v, **options),)
+
+    def forced(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing but this backend."""
+        if not self.backend:
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        forced: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, self.backend))
+        return forced
+
+    def ran(self, step: Step, pass_: str) -> str:
+        """The attention operator torch dispatched, or for math its softmax. Raises UsageFault where it is another than forced."""
+        import torch
+
+        seen = operators(step)
+        fused = [name for name in seen if "attention" in name]
+        found = fused or [name for name in seen if "softmax" in name]
+        wanted = self.operator + ("_backward" if self.operator and pass_ == "backward" else "")
+        right = not self.backend or (fused == [wanted] if wanted else not fused)
+        if not right or not found:
+            raise UsageFault(
+                f"{self.name} did not run", f"torch ran {', '.join(found) or 'no attention'}, not {wanted or 'its math backend'}",
+                "leave it out: --peers",
+            )  # fmt: skip
+        text = f"{found[0]}{' (math)' if not fused else ''}, torch {torch.__version__}"
+        return text if self.device == "cuda" else f"{text}, {torch.get_num_threads()} threads"
+
+
+PEERS = (
+    Sdpa(name="torch-cpu", device="cpu", dtypes=("float32", "float16", "bfloat16", "float64"), backend="", widest=None),
+    Sdpa(name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None),
+    Sdpa(
+        name="torch-efficient", device="cuda", dtypes=("float32", *HALF), backend="EFFICIENT_ATTENTION",
+        operator="aten::_scaled_dot_product_efficient_attention", widest=None, row_bytes=16, gqa=False, causal="seen",
+    ),
+    Sdpa(
+        name="torch-flash", device="cuda", dtypes=HALF, backend="FLASH_ATTENTION",
+        operator="aten::_scaled_dot_product_flash_attention", causal="square", arch=(80, 999),
+    ),
+    Sdpa(
+        name="torch-cudnn", device="cuda", dtypes=HALF, backend="CUDNN_ATTENTION",
+        operator="aten::_scaled_dot_product_cudnn_attention", row_bytes=16, causal="seen", arch=(80, 999),
+    ),
+)  # fmt: skip

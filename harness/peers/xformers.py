@@ -1,0 +1,39 @@
+"""xFormers' memory_efficient_attention, which chooses an operator by itself: the one seen to run is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import Problem, UsageFault
+from .on_torch import Step, TorchPeer, module, operators, version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Xformers(TorchPeer):
+    """memory_efficient_attention on (B, S, H, D) tensors; its bottom-right mask is an object, not a tensor."""
+
+    heads_first: bool = False
+
+    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+        """The function, with its mask made."""
+        run = module(self, "xformers.ops").memory_efficient_attention
+        biases = module(self, "xformers.ops.fmha.attn_bias")
+        bias = biases.LowerTriangularFromBottomRightMask() if problem.causal else None
+        return lambda q, k, v: (run(q, k, v, attn_bias=bias, scale=problem.scale),)
+
+    def ran(self, step: Step, pass_: str) -> str:
+        """The operator that ran. Raises UsageFault where none that is known for attention did."""
+        found = [name for name in operators(step) if any(word in name for word in ("attention", "flash", "fmha"))]
+        if not found:
+            raise UsageFault("xformers did not run", "no attention operator was seen in its run", "leave it out: --peers")
+        return f"{found[0]}, {version('xformers')}"
+
+
+PEERS = (
+    Xformers(
+        name="xformers", device="cuda", dtypes=("float32", "float16", "bfloat16"), modules=("torch", "xformers"),
+        install="pip install xformers", gqa=False, causal="seen", arch=(70, 999),
+    ),
+)  # fmt: skip

@@ -1,0 +1,183 @@
+"""Torch peers on a CPU: right against float64, and the operator that ran is the one that is named."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import dataset, errors, peers, reference
+from harness.peers import on_torch, sdpa
+from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
+
+torch = pytest.importorskip("torch")
+
+SHAPES = [
+    {"seq": 65, "dim": 40},
+    {"seq": 64, "dim": 32, "causal": True},
+    {"seq": 48, "dim": 16, "heads": 4, "heads_kv": 2, "causal": True},
+    {"seq": 33, "seq_kv": 80, "dim": 24, "heads": 6, "heads_kv": 2},
+    {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "scale": -0.3},
+    {"seq": 70, "seq_kv": 40, "dim": 16, "causal": True},  # the first 30 rows see no key
+    {"seq": 50, "dim": 64, "dtype": "bfloat16", "causal": True},
+    {"seq": 50, "dim": 64, "dtype": "float16"},
+]
+SDPA = {peer.name: peer for peer in sdpa.PEERS}
+
+
+def problem(**shape: Any) -> Problem:
+    """A small problem of two batches."""
+    return Problem.of(**{"batch": 2, "heads": 2, **shape})
+
+
+def here(name: str) -> sdpa.Sdpa:
+    """A GPU peer, told to run on the CPU."""
+    return dataclasses.replace(SDPA[name], device="cpu")
+
+
+def check(peer: Any, shape: Problem, arithmetic: str = "f32") -> None:
+    """Both passes of a peer within the error budget; every output there, in its storage type."""
+    inputs = dataset.generate(shape, 3)
+    expected = reference.reference(np, shape, inputs)
+    baselines = reference.baselines(np, shape, inputs, arithmetic)
+    for pass_, names in (("forward", {"O"}), ("backward", {"dQ", "dK", "dV"})):
+        prepared = peer.prepare(shape, inputs, pass_)
+        outputs = prepared.outputs()
+        assert names <= set(outputs)
+        for name, array in outputs.items():
+            assert (array.shape, array.dtype) == (shape.shape(name), dataset.STORAGE[shape.tensor_dtype(name)])
+        verdicts = errors.compare(shape, outputs, expected, baselines, inputs=inputs)
+        assert all(v.passed for v in verdicts.values()), [errors.message(v) for v in verdicts.values()]
+        assert 0 < prepared.time() < 10 and 0 < prepared.call() < 10
+        assert prepared.graph() is None
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_cpu_is_right(shape: dict[str, Any]) -> None:
+    """SDPA on the CPU, both passes, for causal, grouped heads, seq_q != seq_kv, a scale and 16-bit types."""
+    made = problem(**shape)
+    check(peers.find("torch-cpu"), made, "f32" if made.dtype == "float32" else "p16")
+
+
+@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+def test_math_backend_is_right(shape: dict[str, Any]) -> None:
+    """The code behind torch-math, with its explicit mask and enable_gqa, run on the CPU."""
+    check(here("torch-math"), problem(**shape))
+
+
+def test_ran_names_the_operator() -> None:
+    """torch-cpu says which operator ran; a forced math backend is seen to be math; backward names the backward operator."""
+    shape = problem(seq=64, dim=32)
+    inputs = dataset.generate(shape, 0)
+    assert "_scaled_dot_product_flash_attention_for_cpu, torch" in SDPA["torch-cpu"].prepare(shape, inputs, "forward").ran
+    assert "_scaled_dot_product_flash_attention_for_cpu_backward" in SDPA["torch-cpu"].prepare(shape, inputs, "backward").ran
+    for pass_ in ("forward", "backward"):
+        assert "softmax" in here("torch-math").prepare(shape, inputs, pass_).ran
+
+
+class Unforced(sdpa.Sdpa):
+    """A peer that believes it forced a backend and did not."""
+
+    def forced(self) -> Any:
+        """Nothing is forced."""
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["torch-math", "torch-flash"])
+def test_another_backend_is_caught(name: str, pass_: str) -> None:
+    """Where torch ran another operator than was forced, there is no peer of that name, and the message says what ran."""
+    fields = {f.name: getattr(SDPA[name], f.name) for f in dataclasses.fields(SDPA[name])} | {"device": "cpu"}
+    shape = problem(seq=64, dim=32, dtype="float16")
+    with pytest.raises(UsageFault, match="did not run") as caught:
+        Unforced(**fields).prepare(shape, dataset.generate(shape, 0), pass_)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in caught.value.why
+
+
+def test_a_backend_torch_refuses_is_a_refusal() -> None:
+    """No efficient backend on a CPU: torch's own words are the reason."""
+    shape = problem(seq=32, dim=32)
+    with pytest.raises(UsageFault, match="torch-efficient refuses") as caught:
+        here("torch-efficient").prepare(shape, dataset.generate(shape, 0), "forward")
+    assert "backend" in caught.value.why
+
+
+def test_inputs_stay_as_they_were_and_are_copied() -> None:
+    """Read-only arrays are taken, and nothing writes to the caller's."""
+    shape = problem(seq=32, dim=16, dtype="bfloat16")
+    inputs = dataset.generate(shape, 0)
+    for array in inputs.values():
+        array.flags.writeable = False
+    SDPA["torch-cpu"].prepare(shape, inputs, "backward").outputs()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_storage_crosses_unchanged(dtype: str) -> None:
+    """numpy -> torch -> numpy keeps every bit, NaN and infinities too."""
+    values = np.array([[1.5, -0.0, np.inf, np.nan], [3.0e-5, -2.0, 65504.0, 1 / 3]]).astype(dataset.STORAGE[dtype])
+    tensor = on_torch.to_torch(values, dtype)
+    assert tensor.dtype == getattr(torch, dtype)
+    back = on_torch.to_host(tensor, dtype)
+    assert back.dtype == values.dtype and back.tobytes() == values.tobytes()
+    assert float(tensor[1, 1]) == -2.0
+
+
+class Broken(sdpa.Sdpa):
+    """A peer whose attention raises."""
+
+    error: Any = None
+
+    def attention(self, problem: Problem, device: Any) -> Any:
+        """Raise."""
+        raise type(self).error
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), KernelFault),
+        (AssertionError("head_dim must be a multiple of 8"), UsageFault),
+        (NotImplementedError(), UsageFault),
+        (EnvironmentFault("no"), EnvironmentFault),
+    ],
+)
+def test_what_libraries_throw_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, fault: type[Exception]) -> None:
+    """A crash is KernelFault with its text (a lost context is known by it), a refusal UsageFault, our own faults pass."""
+    monkeypatch.setattr(Broken, "error", error)
+    peer = Broken(name="broken", device="cpu", dtypes=("float32",), backend="")
+    shape = problem(seq=8, dim=8)
+    with pytest.raises(fault) as caught:
+        peer.prepare(shape, dataset.generate(shape, 0), "forward")
+    assert str(error) in str(caught.value)
+
+
+def test_rows_first_layout_and_logsumexp() -> None:
+    """A library of (B, S, H, D) tensors that gives a logsumexp gets them so and its outputs come back as ours; +inf means no key."""
+
+    class RowsFirst(on_torch.TorchPeer):
+        def attention(self, problem: Problem, device: Any) -> Any:
+            def attend(q: Any, k: Any, v: Any) -> Sequence[Any]:
+                assert q.shape == (2, 70, 2, 16) and k.shape == (2, 40, 2, 16) and q.is_contiguous()
+                s = torch.einsum("bqhd,bkhd->bhqk", q, k) * problem.scale
+                s = s.masked_fill(~torch.ones(70, 40, dtype=torch.bool).tril(-30), float("-inf"))
+                lse = s.logsumexp(-1)
+                p = (s - lse[..., None]).exp().nan_to_num(0.0)
+                return torch.einsum("bhqk,bkhd->bqhd", p, v), lse.masked_fill(lse == float("-inf"), float("inf"))
+
+            return attend
+
+        def ran(self, step: Any, pass_: str) -> str:
+            return "einsum"
+
+    peer = RowsFirst(name="rows-first", device="cpu", dtypes=("float32",), modules=(), install="", heads_first=False)
+    shape = problem(seq=70, seq_kv=40, dim=16, causal=True)
+    inputs = dataset.generate(shape, 3)
+    outputs = peer.prepare(shape, inputs, "forward").outputs()
+    expected = reference.reference(np, shape, inputs)
+    verdicts = errors.compare(shape, outputs, expected, reference.baselines(np, shape, inputs, "f32"), inputs=inputs)
+    assert set(verdicts) == {"O", "logsumexp"} and all(v.passed for v in verdicts.values())
+    assert (outputs["logsumexp"][:, :, :30] == -np.inf).all()
