@@ -134,7 +134,7 @@ def test_nsys(tool: Callable[[str, str], None], fa_cli: Run, tmp_path: Path) -> 
 )  # fmt: skip
 def test_a_tool_that_gives_nothing(said: str, code: int, words: tuple[str, ...], tool: Callable[[str, str], None], fa_cli: Run) -> None:
     """What it said, in our words where we know them; no table is written, and an old report is not read."""
-    tool("ncu", f"print({said!r})")
+    tool("ncu", NCU.partition("else:")[0] + f"else:\n    print({said!r})\n")
     Path("profiles").mkdir()
     Path("profiles/fa2_forward_B1_H2_S33_D16.ncu-rep").write_text("made")
     result = fa_cli("profile", *SHAPE)
