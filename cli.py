@@ -217,6 +217,41 @@ def profile(
     return harness.show.counters(rows, output_dir, json, context.obj["verbosity"])
 
 
+@main.command(
+    epilog="""\b
+How a verdict is reached. The ratio is time of B / time of A, with a 95%
+interval: from samples.jsonl by order statistics of each median (7 samples or
+more; of 3 to 6 the whole range, its width tripled), without samples from p20,
+p80 and their number, twice as wide as normal noise would have it.
+  SAME     the interval lies within 1 +- 3%
+  FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
+  UNSURE   everything else, and fewer than 3 samples\n\n"""
+    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
+)
+@click.argument("a", type=options.folder)
+@click.argument("b", type=options.folder)
+@click.option("--fail-if", metavar="slower:PERCENT%", help="Exit code 1 where a row is SLOWER by more, or passed in A and not in B.")
+@click.option("--ignore-device", is_flag=True, help="Compare runs of two devices all the same.")
+@options.printing
+@click.pass_context
+def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
+    """Hold two runs against each other: is B the same, FASTER or SLOWER than A, row by row? A and B are folders or results.csv files."""
+    found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
+    return harness.show_report.comparison(found, json, context.obj["verbosity"])
+
+
+@main.command(epilog=options.examples("fa-cli report experiment_results", "fa-cli report experiments/seqlen --output-dir figures"))
+@click.argument("folder", type=options.folder, metavar="DIR")
+@click.option("--output-dir", type=options.folder, help="Where the figures go.  [default: DIR]")
+@click.option("--title", default="", help="Above the figures.  [default: DIR's name]")
+@options.printing
+@click.pass_context
+def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
+    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
+    name = folder.resolve().name
+    return harness.show_report.redrawn(harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"])
+
+
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
 @options.printing
 @click.pass_context

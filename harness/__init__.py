@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from . import counters as counters
     from . import dataset as dataset
     from . import doctor as doctor
+    from . import drawing as drawing
     from . import environment as environment
     from . import errors as errors
     from . import experiment as experiment
     from . import expression as expression
+    from . import figures as figures
     from . import files as files
     from . import header as header
     from . import kernel as kernel
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from . import rounding as rounding
     from . import run as run
     from . import show as show
+    from . import show_report as show_report
+    from . import summary as summary
     from . import sweep as sweep
     from . import verify as verify
     from . import views as views

@@ -1,26 +1,24 @@
-"""Rows -> figures. The only importer, with compare.py, of pandas, matplotlib and seaborn: they take a second to load."""
+"""Rows -> a DataFrame, figures and a summary: of any run, on any machine, from results.csv and env.json alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed, and none is opened
-
-import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
+
+from . import environment, figures, results
+from .drawing import save
+from .figures import error_picture as error_picture
+from .files import disk_fault, write_files
+from .problem import DataFault
+from .summary import commit_of, dates_of, heading, summary
+from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, views
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from .results import Row
-
-PASSES = {"FOR": "forward", "BAC": "backward", "BOT": "forward and backward"}
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:
@@ -28,51 +26,81 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame([dataclasses.asdict(row) for row in rows])
 
 
-def times(rows: Sequence[Row], title: str, path: Path) -> Path | None:
-    """Draw kernel times into a PNG file: over the sequence length (log-log) where only that varies, else grouped by test.
+def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows and the environment record of a folder of `experiment` (or of a results.csv); no record is an empty one.
 
-    One panel a pass, one line or marker a kernel. Rows that did not pass have no time and are named under the picture. Returns the
-    path, or None where no row has a time.
+    Raises DataFault where the rows are missing or are not ours.
     """
-    data = frame(rows)
-    if data.empty or data["KernelTime_ms"].isna().all():
-        return None
-    timed = data.dropna(subset=["KernelTime_ms"])
-    timed = timed.assign(KernelTime_ms=timed["KernelTime_ms"].astype(float))
-    panels = [name for name in PASSES if name in set(timed["Type"])]
-    over_length = timed["SeqLen"].nunique() > 1 and len(timed[["Batch", "Heads", "HeadDim"]].drop_duplicates()) == 1
-    sns.set_theme(style="whitegrid", palette="colorblind")
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels) + 1, 5), squeeze=False, layout="constrained")
-    for axis, panel in zip(axes[0], panels, strict=True):
-        _panel(axis, timed[timed["Type"] == panel], over_length)
-        axis.set_title(PASSES[panel])
-    cpu = set(data["device"]) == {"cpu"}
-    unit = "CPU time (host backend), not GPU performance" if cpu else f"kernel time on {', '.join(dict.fromkeys(data['device_name']))}"
-    figure.suptitle(f"{title}\n{unit}")
-    absent = data[data["KernelTime_ms"].isna()]
-    if not absent.empty:
-        counts = (absent["Kernel"] + " " + absent["Status"]).value_counts(sort=False)
-        words = ", ".join(f"{what} ({count})" for what, count in counts.items())
-        figure.supxlabel(f"not drawn: {words}", fontsize="small", color="firebrick")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    table = folder / "results.csv" if folder.is_dir() else folder
+    if not table.is_file():
+        raise DataFault(f"{table} is missing", "there are no rows to draw", "fa-cli experiment writes them; give its --output-dir")
+    record = table.parent / "env.json"
+    return results.read(table), environment.read_env(record) if record.exists() else {}
 
 
-def _panel(axis: Axes, data: pd.DataFrame, over_length: bool) -> None:
-    if over_length:
-        sns.lineplot(data, x="SeqLen", y="KernelTime_ms", hue="Kernel", style="Kernel", markers=True, dashes=False, ax=axis, errorbar=None)
-        axis.set_xscale("log", base=2)
-        lengths = sorted(data["SeqLen"].unique())
-        axis.set_xticks(lengths, [str(length) for length in lengths])
-        axis.set_xlabel("sequence length S")
+def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Mapping[str, Any] | None = None) -> list[Path]:
+    """Draw every figure that rows (or those of a folder) have something for, as 300 dpi PNG files; returns their paths.
+
+    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; FIGURE is kernel_comparison, and where shapes
+    differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, and where ceilings were measured roofline.
+    CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
+    """
+    if isinstance(source, Path):
+        rows, found = read(source)
+        env = found if env is None else env
     else:
-        # Points, not bars: on a logarithmic axis a bar's length means nothing.
-        sns.scatterplot(data, x="Test", y="KernelTime_ms", hue="Kernel", style="Kernel", s=70, ax=axis)
-        axis.tick_params(axis="x", rotation=45)
-        for label in axis.get_xticklabels():
-            label.set_horizontalalignment("right")
-        axis.set_xlabel("")
-    axis.set_yscale("log")
-    sns.move_legend(axis, "lower right")  # times grow to the right, so that corner is empty
-    axis.set_ylabel("time, ms (median; lower is better)")
+        rows = list(source)
+    made: list[Path] = []
+    for view in views(rows):
+        label = _title(title or name, PASS_WORDS[view.type])
+        footer = _footer(view, env or {})
+        drawn = [("kernel_comparison", part, figures.kernel_comparison) for part in by_head_dim(view)]
+        drawn += [("roofline", view, figures.roofline)]
+        for family in families(view):
+            drawn += [
+                ("seqlen_analysis", family, figures.seqlen_analysis),
+                ("latency_scaling", family, figures.latency_scaling),
+                ("memory", family, figures.memory),
+                ("error_vs_S", family, figures.error_vs_s),
+            ]
+        for kind, part, function in drawn:
+            path = out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")
+            try:
+                if figure := function(part, label, footer):
+                    made.append(save(figure, path))
+            except OSError as error:
+                raise disk_fault(out_dir, error) from None
+    return made
+
+
+def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+    """The figures and summary.md of a folder again, from its files alone; returns their paths.
+
+    Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
+    figures of several experiments lie side by side there.
+    """
+    rows, env = read(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    pictures = pictures or folder
+    apart = pictures.resolve() != folder.resolve()
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(pictures, error) from None
+    write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
+    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+
+
+def _title(title: str, pass_: str) -> str:
+    """The title with the pass, unless it starts with that word and names no other."""
+    says = title.lower()
+    if says.startswith(pass_) and not any(other in says for other in PASS_WORDS.values() if other not in pass_):
+        return title
+    return f"{title}: {pass_}" if title else pass_
+
+
+def _footer(view: View, env: Mapping[str, Any]) -> str:
+    """One line below a figure: what it was measured on, when, at which commit."""
+    commit = commit_of(view.rows, env)
+    parts = [view.device_name, heading(view, view.timing), dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli"]
+    return " · ".join(filter(None, parts))

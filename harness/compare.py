@@ -1,0 +1,280 @@
+"""Two runs held against each other: for every row that both have, is B the same, faster, slower, or can it not be said?
+
+The ratio is time of B / time of A, of medians, with a 95% interval:
+- from samples.jsonl, 7 samples or more a side: order statistics bound each median with a confidence of sqrt(95%), whatever the
+  distribution; the extremes of the quotient bound the ratio.
+- 3 to 6 samples: too few for that. The whole ranges are taken and their quotient's width, in logarithms, is tripled.
+- without samples, from p20, p80 and n_samples of results.csv: the median m is taken to lie between m - 6 (m - p20) / sqrt(n) and
+  m + 6 (p80 - m) / sqrt(n), twice as wide as normal noise would have it.
+- fewer than 3 samples, or no p20 and p80: no interval.
+
+SAME: the interval lies within 1 +- 3% (clocks, placement and temperature move the median of an unchanged kernel so far between
+two runs, however many samples each has). FASTER, SLOWER: else, where it lies wholly beyond 1 +- 1%. UNSURE: everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+from . import environment, results
+from .problem import DataFault, UsageFault
+from .results import Row
+from .views import KEY, Key, geometric_mean, key_of, latest
+
+VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
+DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
+ENOUGH, FEWEST = 7, 3  # samples: for order statistics at sqrt(95%), and for any interval
+#: Facts of env.json that explain a difference.
+FACTS = ("cuda_driver", "driver", "cuda_runtime", "nvrtc", "cupy", "compiler", "threads", "packages", "git_commit")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row in both runs. ratio is time B / time A; low and high bound it (None: no interval); basis says from what."""
+
+    kernel: str
+    type: str
+    shape: str
+    timing: str | None
+    a_ms: float
+    b_ms: float
+    ratio: float
+    low: float | None
+    high: float | None
+    verdict: str
+    basis: str
+    source_changed: bool
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """A row in both runs that at least one of them has no time for."""
+
+    kernel: str
+    type: str
+    shape: str
+    a_status: str
+    b_status: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what they do not. geomean and geomeans (a kernel) are of time B / time A."""
+
+    pairs: tuple[Pair, ...]
+    untimed: tuple[Untimed, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    geomean: float | None
+    geomeans: Mapping[str, float]
+    notes: tuple[str, ...]
+    failures: tuple[str, ...]  # what --fail-if found; empty where it was not given
+
+    @property
+    def passed(self) -> bool:
+        """Whether --fail-if found nothing."""
+        return not self.failures
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many pairs have each verdict."""
+        found = Counter(pair.verdict for pair in self.pairs)
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+
+def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool = False) -> Comparison:
+    """Compare two folders of `experiment` (or their results.csv). The last row of a kernel, shape, pass and timing counts.
+
+    fail_if: "slower:5%" lists as failures the rows that are SLOWER by more than 5%, and those that passed in A but not in B.
+    Raises UsageFault for another fail_if, for runs on different GPUs unless ignore_device, and where no row is in both;
+    DataFault where a file is not what fa-cli writes.
+    """
+    limit = None if fail_if is None else parse_fail_if(fail_if)
+    tables = [_table(path) for path in (a, b)]
+    rows_a, rows_b = (results.read(table) for table in tables)
+    if not ignore_device:
+        _same_device(rows_a, rows_b)
+    matched, only_a, only_b = _match(rows_a, rows_b, ignore_device)
+    if not matched:
+        raise UsageFault(
+            f"{a} and {b} have no row in common",
+            "a row is a kernel, shape, dtype, mask, pass and timing",
+            "compare two runs of one experiment",
+        )
+    samples_a, samples_b = (_samples(table.parent / "samples.jsonl") for table in tables)
+    pairs, untimed, failures = [], [], []
+    for row_a, row_b in matched:
+        name = (row_a.Kernel, row_a.Type, _shape(row_b))
+        if row_a.KernelTime_ms and row_b.KernelTime_ms:
+            pair = _pair(row_a, row_b, samples_a.get((row_a.run_id, *key_of(row_a)), ()), samples_b.get((row_b.run_id, *key_of(row_b)), ()))
+            pairs.append(pair)
+            if limit is not None and pair.verdict == "SLOWER" and pair.ratio > 1 + limit:
+                failures.append(f"{' '.join(name)} {pair.timing or ''}: slower by {pair.ratio - 1:.1%}")
+        else:
+            untimed.append(Untimed(*name, row_a.Status, row_b.Status))
+            if limit is not None and row_a.Status == "PASS" != row_b.Status:
+                failures.append(f"{' '.join(name)}: PASS became {row_b.Status}")
+    kernels = dict.fromkeys(pair.kernel for pair in pairs)
+    return Comparison(
+        tuple(pairs), tuple(untimed), _labels(only_a), _labels(only_b), geometric_mean(p.ratio for p in pairs),
+        {k: m for k in kernels if (m := geometric_mean(p.ratio for p in pairs if p.kernel == k)) is not None},
+        _differences(tables[0].parent / "env.json", tables[1].parent / "env.json"), tuple(failures),
+    )  # fmt: skip
+
+
+def parse_fail_if(text: str) -> float:
+    """The part in "slower:5%" (0.05). Raises UsageFault for any other form."""
+    match = re.fullmatch(r"slower:(\d+(?:\.\d+)?)%", text.strip())
+    if not match:
+        raise UsageFault(f"--fail-if {text!r} is not understood", "the one condition there is: slower:PERCENT%", "--fail-if slower:5%")
+    return float(match[1]) / 100
+
+
+def median_interval(samples: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Bounds of the median by order statistics, at the confidence or better for any distribution; None where samples are too few."""
+    n = len(samples)
+    tail = (1 - confidence) / 2
+    if n > 1000:  # the binomial is a normal curve there
+        rank = math.floor((n - NormalDist().inv_cdf(1 - tail) * math.sqrt(n)) / 2)
+    else:
+        rank, below = 0, 0
+        while rank < n and below + math.comb(n, rank) <= tail * 2**n:  # P(fewer than rank + 1 samples lie below the median)
+            below += math.comb(n, rank)
+            rank += 1
+    if rank < 1:
+        return None
+    ordered = sorted(samples)
+    return ordered[rank - 1], ordered[n - rank]
+
+
+def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of median(b) / median(a) from samples, by the rules of this module; None with fewer than 3 on a side."""
+    if min(len(a), len(b)) < FEWEST:
+        return None
+    each = math.sqrt(CONFIDENCE)
+    of_a, of_b = median_interval(a, each), median_interval(b, each)
+    if of_a and of_b:
+        return of_b[0] / of_a[1], of_b[1] / of_a[0]
+    low, high = min(b) / max(a), max(b) / min(a)
+    return low * low / high, high * high / low
+
+
+def verdict(low: float, high: float) -> str:
+    """SAME, FASTER, SLOWER or UNSURE of an interval of time B / time A, by the rules of this module."""
+    if low >= 1 - SAME_ZONE and high <= 1 + SAME_ZONE:
+        return "SAME"
+    if high < 1 - DEAD_ZONE:
+        return "FASTER"
+    return "SLOWER" if low > 1 + DEAD_ZONE else "UNSURE"
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _pair(row_a: Row, row_b: Row, a: Sequence[float], b: Sequence[float]) -> Pair:
+    a_ms, b_ms = row_a.KernelTime_ms, row_b.KernelTime_ms
+    assert a_ms and b_ms
+    interval, basis = None, "no interval"
+    if a and b:
+        interval, basis = ratio_interval(a, b), f"{len(a)} and {len(b)} samples"
+    elif (of_a := _from_row(row_a)) and (of_b := _from_row(row_b)):
+        interval, basis = (of_b[0] / of_a[1], of_b[1] / of_a[0]), "p20 to p80"
+    low, high = interval or (None, None)
+    return Pair(
+        row_a.Kernel, row_a.Type, _shape(row_b), row_a.timing, a_ms, b_ms, b_ms / a_ms, low, high,
+        verdict(*interval) if interval else "UNSURE", basis, row_a.source_hash != row_b.source_hash,
+    )  # fmt: skip
+
+
+def _from_row(row: Row) -> tuple[float, float] | None:
+    """Bounds of the median from what results.csv has of the samples; None where that is too little."""
+    middle, low, high, n = row.KernelTime_ms, row.p20_ms, row.p80_ms, row.n_samples
+    if not (middle and low and high and n and n >= FEWEST):
+        return None
+    below = middle - 6 * (middle - low) / math.sqrt(n)
+    return (below, middle + 6 * (high - middle) / math.sqrt(n)) if below > 0 else None
+
+
+def _table(path: Path) -> Path:
+    return path / "results.csv" if path.is_dir() else path
+
+
+def _match(rows_a: Iterable[Row], rows_b: Iterable[Row], ignore_device: bool) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
+    """Pairs of the same question, then the rows that only A and only B have. A row without a timing answers for all timings."""
+    tables: list[dict[Key, dict[str | None, Row]]] = []
+    for rows in (rows_a, rows_b):
+        table: dict[Key, dict[str | None, Row]] = {}
+        for row in latest(replace(row, device_name=None) if ignore_device else row for row in rows):
+            table.setdefault((*key_of(row)[:-1], row.device_name), {})[row.timing] = row
+        tables.append(table)
+    pairs, only_a, only_b = [], [], []
+    for key, of_a in tables[0].items():
+        of_b = tables[1].pop(key, {})
+        if of_b and (None in of_a or None in of_b):
+            pairs.append((next(iter(of_a.values())), next(iter(of_b.values()))))
+            continue
+        pairs += [(row, of_b[timing]) for timing, row in of_a.items() if timing in of_b]
+        only_a += [row for timing, row in of_a.items() if timing not in of_b]
+        only_b += [row for timing, row in of_b.items() if timing not in of_a]
+    return pairs, only_a, [*only_b, *(row for of_b in tables[1].values() for row in of_b.values())]
+
+
+def _same_device(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> None:
+    """Raise UsageFault where both runs used a GPU, and not the same, or have no device in common."""
+    all_a, all_b = ({row.device_name for row in rows} for rows in (rows_a, rows_b))
+    gpus_a, gpus_b = ({row.device_name for row in rows if row.device != "cpu"} for rows in (rows_a, rows_b))
+    if (gpus_a != gpus_b) if gpus_a and gpus_b else not all_a & all_b:
+        names = [", ".join(sorted(str(name) for name in names)) for names in ((gpus_a or all_a), (gpus_b or all_b))]
+        raise UsageFault(
+            f"the runs are of different devices: {names[0]} and {names[1]}",
+            "times of two devices say nothing about a change",
+            "--ignore-device compares them all the same",
+        )
+
+
+def _samples(path: Path) -> dict[Key, list[float]]:
+    """samples.jsonl as (run_id, key) -> milliseconds; nothing where there is no such file."""
+    found: dict[Key, list[float]] = {}
+    if not path.exists():
+        return found
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                samples = [float(value) for value in record["samples_ms"]]
+                key = (record["run_id"], *(record[name] for name in KEY))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataFault(f"{path}:{number}: not a line of samples", str(error), "fa-cli experiment writes such a file") from None
+            if not all(math.isfinite(sample) and sample > 0 for sample in samples):
+                raise DataFault(f"{path}:{number}: a sample is not a positive time", f"of {record['Kernel']}", "run the experiment again")
+            found[key] = samples
+    return found
+
+
+def _shape(row: Row) -> str:
+    text = f"{row.Test} " if row.Test else ""
+    text += f"B{row.Batch} H{row.Heads} S{row.SeqLen} D{row.HeadDim}"
+    text += f" Hkv{row.heads_kv}" * (row.heads_kv != row.Heads) + f" Skv{row.seq_kv}" * (row.seq_kv != row.SeqLen)
+    return f"{text} {row.dtype}" + " causal" * row.causal
+
+
+def _labels(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Rows that the other run does not have, in words."""
+    return tuple(" ".join(filter(None, (row.Kernel, row.Type, _shape(row), row.timing, f"({row.Status})"))) for row in rows)
+
+
+def _differences(a: Path, b: Path) -> tuple[str, ...]:
+    """What of the machine and the code differs, from the two env.json; nothing where one is missing."""
+    if not (a.exists() and b.exists()):
+        return ()
+    record_a, record_b = (environment.read_env(path) for path in (a, b))
+    flat_a, flat_b = ({**record, **(record.get("packages") or {})} for record in (record_a, record_b))
+    names = sorted({*FACTS, *(record_a.get("packages") or {}), *(record_b.get("packages") or {})} - {"packages"})
+    return tuple(f"{name}: {flat_a.get(name)} in A, {flat_b.get(name)} in B" for name in names if flat_a.get(name) != flat_b.get(name))
