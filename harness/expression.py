@@ -25,7 +25,9 @@ def round_up(a: int, b: int) -> int:
 
 
 def floor_pow2(a: int) -> int:
-    """The greatest power of two not above a (a >= 1)."""
+    """The greatest power of two not above a. Raises ValueError below 1, where there is none."""
+    if a < 1:
+        raise ValueError(f"no power of two is at most {a}")
     return 1 << (a.bit_length() - 1)
 
 
@@ -43,17 +45,20 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
-    """The integer value of a header expression. Raises ExpressionError with the offending part quoted."""
-    if isinstance(expression, int):
-        return int(expression)
+    """The integer value of a header expression, of 64 bits at most. Raises ExpressionError with the offending part quoted."""
     try:
-        tree = ast.parse(expression, mode="eval").body
-    except SyntaxError as error:
-        raise ExpressionError(f"{expression!r} is not an expression: {error.msg}") from None
-    try:
-        return int(_value(tree, names))
+        value = expression if isinstance(expression, int) else int(_value(ast.parse(expression, mode="eval").body, names))
+    except ExpressionError:
+        raise
+    except (SyntaxError, ValueError) as error:
+        raise ExpressionError(f"{expression!r} is not an expression: {getattr(error, 'msg', error)}") from None
     except ZeroDivisionError:
         raise ExpressionError(f"{expression!r} divides by zero") from None
+    except (RecursionError, MemoryError):  # thousands of brackets or signs
+        raise ExpressionError(f"{str(expression)[:40]!r}… is nested too deeply") from None
+    if not -(2**63) <= value < 2**63:
+        raise ExpressionError(f"{expression!r} has a value beyond 64 bits")
+    return value
 
 
 def _value(node: ast.expr, names: Mapping[str, int]) -> int:

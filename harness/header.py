@@ -33,6 +33,11 @@ def _expression(value: Any) -> bool:
     return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
+def _named(value: Any) -> bool:
+    """A table whose keys can be macro names."""
+    return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
+
+
 def _rising(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(v) is int and v > 0 for v in value) and value == sorted(set(value))
 
@@ -66,8 +71,8 @@ OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "a whole number"),
-    "tile": (lambda v: isinstance(v, dict) and all(_expression(x) for x in v.values()), "a table of numbers or expressions"),
-    "workspace": (lambda v: isinstance(v, dict) and all(isinstance(x, dict) for x in v.values()), "a table of tables"),
+    "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
+    "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
 }
 _LAUNCH_REQUIRED: dict[str, Kind] = {
     "entry": (lambda v: isinstance(v, str) and v.isidentifier(), "a function's name"),
@@ -80,7 +85,7 @@ _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
 }
 _WORKSPACE: dict[str, Kind] = {
-    "dtype": (lambda v: v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
+    "dtype": (lambda v: isinstance(v, str) and v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
     "size": _NUMBER,
     "init": (lambda v: v in ("none", "zero", "zero_once"), "none, zero or zero_once"),
 }
@@ -129,6 +134,8 @@ def read_header(path: Path) -> dict[str, Any]:
         lines.check(f"workspace.{name}", space, _WORKSPACE, {})
     for item in head["launch"]:
         lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
+    if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
+        raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     return head
 
 
@@ -151,14 +158,15 @@ class _Lines:
         where = f" in {table}" if table else ""
         for key, value in found.items():
             if key not in kinds:
-                raise self._bad(key, f"unknown key {key!r}{where}; known: {', '.join(kinds)}")
+                raise self.bad(key, f"unknown key {key!r}{where}; known: {', '.join(kinds)}")
             if not kinds[key][0](value):
-                raise self._bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
+                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
         for key in required:
             if key not in found:
-                raise self._bad(table, f"the header lacks the required key {key!r}{where}")
+                raise self.bad(table, f"the header lacks the required key {key!r}{where}")
 
-    def _bad(self, key: str, message: str) -> UsageFault:
+    def bad(self, key: str, message: str) -> UsageFault:
+        """A fault at the line where a key or a table of that name stands."""
         name = re.escape(key)
         found = re.search(rf"^\s*(?:{name}\s*=|\[+{name}\]+)", self.body, re.M) if key else None
         return bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)

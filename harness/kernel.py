@@ -117,6 +117,11 @@ class Kernel:
         """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
         return {launch.entry: launch.args for launch in self.launches}
 
+    @property
+    def takes_scale(self) -> bool:
+        """Whether the kernel is told the scale: fa::Args holds it, plain parameters only where args names it."""
+        return any(not launch.args or "scale" in launch.args for launch in self.launches)
+
     @functools.cached_property
     def source_hash(self) -> str:
         """SHA-256 of the file and every header it includes (their closure): what was compiled, in 16 hex digits."""
@@ -127,7 +132,7 @@ class Kernel:
 
     def arch_for(self, dtype: str) -> str:
         """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
-        return self.arch if isinstance(self.arch, str) else self.arch[dtype]
+        return self.arch if isinstance(self.arch, str) else self.arch[dtype if dtype in self.arch else "tf32"]
 
     def runs_on(self, arch: str, dtype: str) -> bool:
         """Whether the header's architecture rule admits an architecture ("sm_90", or "sm_90a" for what needs the a)."""
@@ -154,6 +159,7 @@ class Kernel:
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
+            (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         ):
             if wanted and not promised:
                 raise UsageFault(f"{self.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
@@ -175,6 +181,10 @@ class Kernel:
                 "--tile takes NAME=VALUE for a name of the header's [tile]",
             )  # fmt: skip
         for name, value in self.tile.items():
+            if name in names:
+                raise UsageFault(
+                    f"{self.path}: tile {name} is taken", "the harness gives that name a value", "choose another name in [tile]"
+                )
             names[name] = overrides[name] if name in overrides else self._number(value, names, f"tile {name}")
         return names
 
@@ -210,11 +220,18 @@ class Kernel:
             if not 1 <= block <= 1024:
                 raise UsageFault(f"{self.label} wants {block} threads a block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
             launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
+        if not launches:
+            raise UsageFault(
+                f"{self.label} launches nothing on {problem.describe()}", "when is 0 for each launch", "correct when in its header"
+            )
         return Plan(tuple(macros), tuple(launches), spaces)
 
     def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
         try:
-            return evaluate(expression, names)
+            value = evaluate(expression, names)
+            if value < 0:
+                raise ExpressionError(f"{expression!r} is {value}, less than 0")
+            return value
         except ExpressionError as error:
             raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
 
@@ -252,9 +269,7 @@ def find(spec: str, pass_: str) -> Kernel:
 def _from_path(path: Path, pass_: str) -> Kernel:
     match = _FILE.match(path.stem)
     if not match:
-        raise UsageFault(
-            f"{path.name} cannot name a kernel", "the file name may hold letters, digits and _", "rename it to NAME_forward.cu"
-        )
+        raise UsageFault(f"{path.name} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu")
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if not file.is_file():

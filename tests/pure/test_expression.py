@@ -53,7 +53,13 @@ def test_values(expression: int | str, value: int) -> None:
         ("ceil_div(1)", "ceil_div"),
         ("min(1)", "min"),
         ("floor_pow2(0)", "floor_pow2"),
+        ("floor_pow2(-8)", "floor_pow2"),
         ("", "not an expression"),
+        ("1\0", "not an expression"),
+        pytest.param("(" * 5000 + "1" + ")" * 5000, "nested too deeply|not an expression", id="brackets"),
+        pytest.param("1" + " + 1" * 20000, "nested too deeply", id="a long sum"),
+        pytest.param("not " * 3000 + "1", "nested too deeply", id="many nots"),
+        ("4611686018427387904 * 2", "beyond 64 bits"),
     ],
 )
 def test_everything_else_is_refused(expression: str, word: str) -> None:

@@ -72,7 +72,10 @@ def test_header_is_read(tmp_path: Path) -> None:
         ("[32, 64, 128]", "[64, 32]", 4, "head_dims must be"),
         ("logits = 100", 'logits = "all"', 9, "logits must be"),
         ('arch = ">=sm_70"', 'arch = "newest"', 5, "arch must be"),
+        ('arch = ">=sm_70"', 'arch = { float32 = ">=sm_70" }', 5, "arch has no rule for float16"),
         ('init = "none"', 'init = "ones"', 18, "init"),
+        ('init = "none"', "init = {}", 18, "init"),
+        ('dtype = "float32"', 'dtype = ["float32"]', 16, "dtype"),
         ('// entry = "prepare"\n', "", 19, "lacks the required key 'entry'"),
         ("// block = 32\n", "// block = 32\n// color = 1\n", 23, "unknown key 'color'"),
         ("// cross = false", "// cross = ", 8, "not TOML"),
@@ -135,6 +138,20 @@ def test_what_a_header_does_not_promise_is_refused(tmp_path: Path, sizes: dict[s
     assert caught.value.hint
 
 
+def test_a_kernel_that_is_not_told_the_scale(tmp_path: Path) -> None:
+    """Plain parameters without scale: another scale than 1/sqrt(dim) is refused, not ignored."""
+    plain = HEADER.replace("// block = 128", '// block = 128\n// args = ["Q", "K", "V", "O", "logsumexp"]').replace(
+        "// block = 32", '// block = 32\n// args = ["Q"]'
+    )
+    unlike = Problem.of(dim=64, scale=0.5)
+    Kernel.read(write(tmp_path)).plan(unlike, DEVICE)
+    Kernel.read(write(tmp_path, text=plain.replace('"Q"]', '"Q", "scale"]'))).plan(unlike, DEVICE)
+    found = Kernel.read(write(tmp_path, text=plain))
+    found.plan(Problem.of(dim=64), DEVICE)
+    with pytest.raises(UsageFault, match="does not support a scale"):
+        found.plan(unlike, DEVICE)
+
+
 def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
     problem = Problem.of(dim=128)
@@ -145,6 +162,13 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
         found.plan(problem, DEVICE, {"BLOCK": 1})
     with pytest.raises(UsageFault, match="2048 threads"):
         Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", "block = 2048"))).plan(problem, DEVICE)
+    for old, new, word in (
+        ('"batch * heads_q * seq_q"', '"batch - 99"', "less than 0"),
+        ("BLOCK_Q = 64", "BLOCK_Q = 64\n// seq_q = 2", "tile seq_q is taken"),
+        ("block = 128\n", 'block = 128\n// when = "batch > 9"\n', "launches nothing"),
+    ):
+        with pytest.raises(UsageFault, match=word):
+            Kernel.read(write(tmp_path, text=HEADER.replace(old, new))).plan(problem, DEVICE)
     with pytest.raises(UsageFault, match="unknown name 'seq'"):
         Kernel.read(write(tmp_path, text=HEADER.replace("ceil_div(seq_q", "ceil_div(seq"))).plan(problem, DEVICE)
 
