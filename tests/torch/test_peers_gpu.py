@@ -1,0 +1,73 @@
+"""Every GPU peer that is installed, on a GPU: right, timed, captured. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import dataset, errors, peers, reference
+from harness.contender import PEER_BUDGETS
+from harness.problem import Problem, UsageFault
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU", allow_module_level=True)
+
+SHAPES = [
+    {"seq": 256, "dim": 64},
+    {"seq": 256, "dim": 128, "causal": True},
+    {"seq": 200, "dim": 64, "heads": 4, "heads_kv": 2, "causal": True},
+    {"seq": 130, "seq_kv": 300, "dim": 64, "causal": True, "scale": 0.2},
+    {"seq": 300, "seq_kv": 130, "dim": 64, "causal": True},  # the first 170 rows see no key
+    {"seq": 77, "dim": 40},
+]
+#: What every peer takes of the shapes above, so that a refusal of everything is seen.
+TAKEN = SHAPES[:2]
+
+
+@pytest.mark.parametrize("name", peers.usual("cuda"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
+    """Both passes against float64, or a refusal; the first shapes are refused by nobody who has the dtype."""
+    peer = peers.find(name)
+    assert peer is not None
+    if absent := peer.absent("cuda"):
+        pytest.skip(": ".join(absent))
+    problem = Problem.of(**{"batch": 2, "heads": 2, "dtype": dtype, **shape})
+    inputs = dataset.generate(problem, 3)
+    expected = reference.reference(np, problem, inputs)
+    baselines = reference.baselines(np, problem, inputs, "f32" if dtype == "float32" else "p16")
+    for pass_ in peer.passes:
+        try:
+            prepared = peer.prepare(problem, inputs, pass_)
+        except UsageFault as fault:
+            assert shape not in TAKEN or dtype not in peer.dtypes, str(fault)
+            pytest.skip(fault.why)
+        outputs = prepared.outputs()
+        assert set(outputs) >= ({"O"} if pass_ == "forward" else {"dQ", "dK", "dV"})
+        for verdict in errors.compare(problem, outputs, expected, baselines, inputs=inputs).values():
+            assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {errors.message(verdict)}"
+        assert prepared.ran
+        assert prepared.peak_bytes is not None and prepared.peak_bytes >= sum(inputs[t].nbytes for t in ("Q", "K", "V"))
+
+
+@pytest.mark.parametrize("name", peers.usual("cuda"))
+def test_peer_is_timed(name: str) -> None:
+    """A run takes device time, and about the same replayed from a graph where it can be captured."""
+    peer = peers.find(name)
+    assert peer is not None
+    if absent := peer.absent("cuda"):
+        pytest.skip(": ".join(absent))
+    problem = Problem.of(4, 16, 2048, 64, dtype="bfloat16", causal=True)
+    inputs = dataset.generate(problem, 0)
+    for pass_ in peer.passes:
+        prepared = peer.prepare(problem, inputs, pass_)
+        direct = min(prepared.time() for _ in range(10))
+        assert 1e-5 < direct < 0.1 and prepared.call() < 0.1
+        replay = prepared.graph()
+        print(name, pass_, prepared.ran, f"{direct * 1e3:.3f} ms", "no graph" if replay is None else f"{replay() * 1e3:.3f} ms as a graph")
+        if replay is not None:
+            assert min(replay() for _ in range(10)) < 1.5 * direct
