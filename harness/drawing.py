@@ -76,8 +76,8 @@ def sheet(
     """A figure with a title that says what is timed on what, a footer, and an array of axes."""
     sns.set_theme(style="whitegrid", rc=RC)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
-    where = f"{HOST_TIME}: {view.device_name}" if view.cpu else view.device_name
-    figure.suptitle(f"{title}\n{where}", fontsize=10)
+    where = f"{HOST_TIME}\n{view.device_name}" if view.cpu else view.device_name
+    figure.suptitle(f"{title}\n{where}, {view.dtype}, {'causal' if view.causal else 'not causal'}", fontsize=10)
     margin = FOOT / size[1]
     figure.get_layout_engine().set(rect=(0, margin, 1, 1 - margin))
     figure.text(0.01, 0.3 * margin, footer, fontsize=6.5, color=GREY)

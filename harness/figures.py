@@ -112,9 +112,9 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     last = max(fastest)
     growth = [fastest[last] * work[s] / work[last] for s in fastest]
     axis.set_yscale("log")
-    low = axis.get_ylim()[0]
+    low, high = axis.get_ylim()
     axis.plot(list(fastest), growth, color=GREY, linestyle=":", linewidth=1, label="the work")
-    seen = next(i for i, y in enumerate(growth) if y >= low or i == len(growth) - 1)
+    seen = next(i for i, y in enumerate(growth) if y >= low * (high / low) ** 0.1 or i == len(growth) - 1)
     axis.annotate("as the work grows", (list(fastest)[seen], growth[seen]), **NOTE, va="top", color=GREY)
     axis.set_ylim(bottom=low)
     drawing.plain_log(axis)
@@ -252,9 +252,10 @@ def error_picture(errors: np.ndarray[Any, Any], title: str, path: Path) -> Path:
     norm = matplotlib.colors.LogNorm(max(low, high * 1e-6), max(high, low * 1.001), clip=True)
     image = axis.imshow(np.ma.masked_invalid(np.maximum(values, low)), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     figure.colorbar(image, ax=axis, label="|error| (largest of the block)")
-    axis.plot(column, row, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8)
-    what = f"{worst:.3g}" if math.isfinite(worst) else "not finite"
-    axis.set_title(f"{title}\nworst: row {row}, block {column}: {what}" + "; red: not finite" * (not np.isfinite(values).all()))
+    for colour, width in (("black", 3.2), ("white", 1.6)):  # seen on every colour
+        axis.plot(column, row, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
+    what = f"{worst:.3g}" if math.isfinite(worst) else "not finite (red)"
+    axis.set_title(f"{title}\nworst: row {row}, block {column}: {what}")
     axis.set_xlabel("block of columns")
     axis.set_ylabel("row")
     return drawing.save(figure, path, 150)

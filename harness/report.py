@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,11 @@ from .summary import commit_of, dates_of, heading, summary
 from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, views
 
 if TYPE_CHECKING:
+    from matplotlib import figure as plot
+
     from .results import Row
+
+    Figure = Callable[[View, str, str], plot.Figure | None]
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:
@@ -52,21 +56,21 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         rows = list(source)
     made: list[Path] = []
     for view in views(rows):
-        label = _title(title or name, PASS_WORDS[view.type])
-        footer = _footer(view, env or {})
-        drawn = [("kernel_comparison", part, figures.kernel_comparison) for part in by_head_dim(view)]
-        drawn += [("roofline", view, figures.roofline)]
+        pass_ = PASS_WORDS[view.type]
+        label, footer = _title(title or name, pass_), _footer(view, env or {})
+        drawn: list[tuple[str, View, Figure, str]] = [("kernel_comparison", v, figures.kernel_comparison, label) for v in by_head_dim(view)]
+        drawn.append(("roofline", view, figures.roofline, f"Roofline: {pass_}"))
         for family in families(view):
             drawn += [
-                ("seqlen_analysis", family, figures.seqlen_analysis),
-                ("latency_scaling", family, figures.latency_scaling),
-                ("memory", family, figures.memory),
-                ("error_vs_S", family, figures.error_vs_s),
+                ("seqlen_analysis", family, figures.seqlen_analysis, label),
+                ("latency_scaling", family, figures.latency_scaling, label),
+                ("memory", family, figures.memory, f"Memory: {pass_}"),
+                ("error_vs_S", family, figures.error_vs_s, f"Error against float64: {pass_}"),
             ]
-        for kind, part, function in drawn:
+        for kind, part, function, heading_ in drawn:
             path = out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")
             try:
-                if figure := function(part, label, footer):
+                if figure := function(part, heading_, footer):
                     made.append(save(figure, path))
             except OSError as error:
                 raise disk_fault(out_dir, error) from None
