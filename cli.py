@@ -61,7 +61,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
 @options.device
 @options.tile
-@click.option("--tolerance", type=float, help="Also fail where an absolute error exceeds this.")
+@click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
 @click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")

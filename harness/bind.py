@@ -14,9 +14,9 @@ import numpy as np
 
 from .backends import Backend, Call, Fill, Loaded, Step
 from .dataset import STORAGE
+from .expression import round_up
 from .header import PLAIN_SIZES
-from .kernel import row_pitch
-from .problem import READS, WRITES, KernelFault, Problem
+from .problem import DTYPE_BYTES, READS, WRITES, KernelFault, Problem
 
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
 #: The order of the tensors in fa::Args.
@@ -33,6 +33,14 @@ ARGS = np.dtype(
 )
 POISON = 0xFF
 _ALIGN = 256
+
+
+def row_pitch(problem: Problem, tensor: str) -> int:
+    """Elements from one row of a device tensor to the next: rows start 16-byte aligned, so D = 59 keeps 128-bit loads."""
+    if tensor == "logsumexp":
+        return 1
+    size = DTYPE_BYTES[problem.dtype]
+    return round_up(problem.head_dim * size, 16) // size
 
 
 class Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,10 +72,11 @@ def explain(error: Exception, verbosity: int) -> int:
         traceback.print_exception(error)
     if isinstance(error, Fault):
         return complain(error.what, error.why, error.hint, error.exit_code)
-    if isinstance(error, OSError) and error.filename:  # a disk fault that no module foresaw
-        return complain(
-            f"{error.filename}: {error.strerror}", "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code
-        )
+    if isinstance(error, OSError) and error.errno:  # a disk fault that no module foresaw; without a file name, of stdout
+        what = f"{error.filename or 'output'}: {error.strerror}"
+        return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
+    if isinstance(error, MemoryError):
+        return complain("out of memory", str(error), "use a smaller --batch, --heads or --seq", UsageFault.exit_code)
     return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
 
 
@@ -102,7 +105,10 @@ def _verbosity(context: click.Context, parameter: click.Parameter, value: int) -
 
 
 def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    return [name for value in values for name in value.split(",") if name]
+    names = [name for value in values for name in value.split(",") if name]
+    if values and not names:
+        raise click.BadParameter("it names no kernel.")
+    return names
 
 
 def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -115,9 +121,16 @@ def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str 
 
 def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
-    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not v.isdigit()), None):
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("[1-9][0-9]{0,17}", v)), None):
         raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
     return {name: int(value) for name, value in pairs.items()}
+
+
+def parse_tolerance(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    """An absolute error: NaN would limit nothing and a negative number would fail everything."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise click.BadParameter(f"{value} is not an absolute error, a number of at least 0.")
+    return value
 
 
 def print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -169,7 +182,7 @@ shape = options(
     click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
     click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
     click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
-    click.option("--seed", type=int, default=42, show_default=True, help="Of the random numbers."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random numbers."),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -189,7 +202,7 @@ mode = click.option(
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
-    click.option("--schedule-seed", type=int, metavar="N", help="Host backend: run the threads in another order."),
+    click.option("--schedule-seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Host backend: run the threads in another order."),
 )
 kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

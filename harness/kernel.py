@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .expression import ExpressionError, evaluate, round_up
+from .expression import ExpressionError, evaluate
 from .header import Launch, bad, read_header
 from .problem import DTYPE_BYTES, PASSES, Problem, UsageFault
 
@@ -21,6 +21,10 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels_cu"
 INCLUDE = KERNELS / "include"
 
 _FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
+
+
+class NoSuchPass(UsageFault):
+    """A kernel that has no file for a pass."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ def find(spec: str, pass_: str) -> Kernel:
             return kernel
     passes = ", ".join(k.pass_ for k in same)
     hint = f"use --mode {same[0].pass_}, or a kernel with both passes: fa-cli list"
-    raise UsageFault(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
+    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
 
 
 def _from_path(path: Path, pass_: str) -> Kernel:
@@ -274,7 +278,7 @@ def _from_path(path: Path, pass_: str) -> Kernel:
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if not file.is_file():
         hint = f"write it: fa-cli new {match['name']} --pass {pass_}" if file != path else "fa-cli list shows the kernels there are"
-        raise UsageFault(f"no kernel file {file}", f"--compute {path} needs it for the {pass_} pass", hint)
+        raise NoSuchPass(f"no kernel file {file}", f"--compute {path} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
 
 
@@ -293,11 +297,3 @@ def include_closure(path: Path) -> list[Path]:
                     seen[file] = None
                     queue.append(file)
     return [path, *sorted(f for f in seen if f != path)]
-
-
-def row_pitch(problem: Problem, tensor: str) -> int:
-    """Elements from one row of a device tensor to the next: rows start 16-byte aligned, so D = 59 keeps 128-bit loads."""
-    if tensor == "logsumexp":
-        return 1
-    size = DTYPE_BYTES[problem.dtype]
-    return round_up(problem.head_dim * size, 16) // size

@@ -174,8 +174,15 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
         table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
         if verbosity >= VERBOSE:
             table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
+    told: set[str] = set()
     for case in wrong:
-        line("FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {case.message}")
+        log = case.message.partition("\nhint: ")[0]  # a compile error is told once, not once a case
+        first, more, _ = log.partition("\n")
+        again = " (as above)" if more and log in told else ""
+        told.add(log)
+        line(
+            "FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {first if again else case.message}{again}"
+        )
         print(f"     {case.repro}")
     line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
     return code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any
 from . import errors, kernel
 from .backends import Backend
 from .contender import run_kernel, yardstick_for
-from .problem import DTYPE_BYTES, READS, Fault, Problem, UsageFault
+from .problem import DTYPE_BYTES, PASSES, READS, Fault, Problem, UsageFault
 from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
@@ -32,11 +33,14 @@ CROSS = (
 SEED_SHAPES = (
     (1, 1, 128), (2, 4, 256), (2, 8, 256), (8, 16, 32), (2, 8, 512), (8, 16, 100), (4, 8, 512), (2, 8, 1024), (4, 12, 1024), (8, 16, 2048),
 )  # fmt: skip
-QUICK = ((1, 1), (65, 65), (129, 129), (113, 203), (239, 1), (3, 799))
+#: The quick matrix: a tile less one, whole tiles, a tile and one, and both ways across.
+QUICK = ((1, 1), (63, 63), (128, 128), (129, 129), (113, 203), (239, 1), (3, 799))
 HEAD_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128, 160, 256)
 GROUPS = (1, 3, 8)
 #: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
 SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
+#: Factors on the softmax scale 1/sqrt(dim): a kernel that does not read its scale is wrong at the other.
+SOFTMAX_SCALES = (1.0, 0.5)
 SCHEDULES = (0, 7)
 MATRICES = ("quick", "full")
 _MOST = {"cpu": 200, "cuda": 300}
@@ -75,7 +79,7 @@ class CaseResult:
 
 
 def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
-    """The cases of a kernel: those its header promises. quick is some 30, full at most 200 on cpu and 300 on cuda."""
+    """The cases of a kernel: those its header promises. quick is some 50, full at most 200 on cpu and 300 on cuda."""
     if which not in MATRICES:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
     lengths = [(s, s) for s in EDGES] + list(CROSS) if which == "full" else list(QUICK)
@@ -89,6 +93,7 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
         "group": list(GROUPS) if chosen.gqa else [1],
         "dtype": ["float32" if d == "tf32" else d for d in chosen.dtypes],
         "scale": scales,
+        "softmax": list(SOFTMAX_SCALES) if chosen.takes_scale else [1.0],
         "schedule": list(SCHEDULES) if device == "cpu" else [0],
     }
     rows = list(covering(factors, chosen.head_dims))
@@ -98,7 +103,8 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
         group = row["group"]
         batch = 1 if queries * keys > 1 << 16 else 2
         heads = {1: 2, 3: 6, 8: 8}[group] if queries * keys <= 1 << 16 else max(group, 2 if device == "cuda" else 1)
-        problem = Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"])
+        scale = row["dim"] ** -0.5 * row["softmax"]
+        problem = Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"], scale)
         cases.append((problem, row["scale"], row["schedule"]))
     if which == "full":
         cases += list(_seed_shapes(chosen, device))
@@ -226,7 +232,7 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) ->
     """One case; a fault is a failed result, not an exception."""
     start = time.perf_counter()
     spec = str(chosen.path) if chosen.number is None else chosen.name
-    repro = f"fa-cli verify {spec} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
+    repro = f"fa-cli verify {shlex.quote(spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
@@ -244,12 +250,14 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) ->
 
 
 def _kernels(computes: Iterable[str], mode: str) -> Iterator[kernel.Kernel]:
+    """The kernels of mode's passes; in mode both, those of the two that there are."""
     for compute in computes:
-        found = []
-        for pass_ in ("forward", "backward") if mode == "both" else (mode,):
+        found, absent = [], []
+        for pass_ in PASSES if mode == "both" else (mode,):
             try:
                 found.append(kernel.find(compute, pass_))
-            except UsageFault:
-                if mode != "both" or (pass_ == "backward" and not found):
-                    raise
+            except kernel.NoSuchPass as fault:
+                absent.append(fault)
+        if not found:
+            raise absent[0]
         yield from found

@@ -7,6 +7,7 @@ buffers (layout, guard bands, poison) and what comes out is harness/run.py's, th
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ class CompileError(KernelFault):
     """A kernel did not compile. command, log and file are kept for messages and editors."""
 
     def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
-        hint = f"the command was: {' '.join(command)}" if command else ""
+        hint = f"the command was: {shlex.join(command)}" if command else ""
         super().__init__(f"{kernel.path.name} does not compile", log.strip(), hint)
         self.command, self.log, self.file = list(command), log, kernel.path
 

@@ -19,6 +19,7 @@ import pytest
 from click.testing import Result
 
 import cli
+from harness import kernel
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -291,6 +292,43 @@ def test_verify(fa_cli: Run, wrong: str) -> None:
     assert result.exit_code == 0 and json.loads(result.stdout)["rows"][0]["passed"] is True
     result = fa_cli("verify", wrong, "--mode", "forward", "--case", 0)
     assert result.exit_code == 1 and "FAIL wrong forward case 0" in result.stdout and "--case 0" in result.stdout
+
+
+@needs_compiler
+def test_verify_tells_a_compile_error_once(fa_cli: Run, tmp_path: Path) -> None:
+    """Every case fails of it, the compiler's log is printed for the first."""
+    (tmp_path / "broken_forward.cu").write_text(WRONG.replace("= 0;", "= nosuch;", 1))
+    result = fa_cli("verify", "./broken_forward.cu")
+    assert result.exit_code == 5
+    assert result.stdout.count("broken_forward.cu:20") == 1 and result.stdout.count("(as above)") > 10
+
+
+def test_verify_names_the_file_that_is_wrong(fa_cli: Run, tmp_path: Path) -> None:
+    """A pass that is not there is left out in mode both; a pass whose header is broken is not, nor is a path to nothing."""
+    (tmp_path / "mine_forward.cu").write_text(WRONG)
+    (tmp_path / "mine_backward.cu").write_text(WRONG.replace("// gqa", "// gqaa"))
+    result = fa_cli("verify", "./mine_forward.cu")
+    assert result.exit_code == 2 and "mine_backward.cu" in result.stderr and "gqaa" in result.stderr
+    result = fa_cli("verify", "./nosuch_forward.cu")
+    assert result.exit_code == 2 and "no kernel file nosuch_forward.cu" in result.stderr
+
+
+@needs_compiler
+def test_verify_takes_other_scales_than_the_default(fa_cli: Run, tmp_path: Path) -> None:
+    """A kernel that computes 1/sqrt(dim) itself passes `run` and fails even the quick matrix."""
+    text = (kernel.KERNELS / "05_fa2_naive_forward.cu").read_text()
+    (tmp_path / "mine_forward.cu").write_text(text.replace("float(args.scale)", "(1.0f / sqrtf(float(args.head_dim)))"))
+    assert fa_cli("run", "--compute", "./mine_forward.cu", *SHAPE).exit_code == 0
+    result = fa_cli("verify", "./mine_forward.cu")
+    assert result.exit_code == 1 and "scale=" in result.stdout and "FAIL 0 of" not in result.stdout
+
+
+def test_a_full_stdout_is_exit_6() -> None:
+    """The table could not be written: said on stderr, not taken for success."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT / "cli.py"), "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 6 and "No space left" in done.stderr and "hint: " in done.stderr
 
 
 @needs_compiler

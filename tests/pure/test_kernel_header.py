@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import kernel
+from harness.bind import row_pitch
 from harness.kernel import Device, Kernel
 from harness.problem import Problem, UsageFault
 
@@ -222,7 +223,7 @@ def test_source_hash_covers_includes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_row_pitch() -> None:
     """Rows start 16-byte aligned."""
-    assert kernel.row_pitch(Problem.of(dim=59), "Q") == 60
-    assert kernel.row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
-    assert kernel.row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
-    assert kernel.row_pitch(Problem.of(dim=59), "logsumexp") == 1
+    assert row_pitch(Problem.of(dim=59), "Q") == 60
+    assert row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
+    assert row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
+    assert row_pitch(Problem.of(dim=59), "logsumexp") == 1
