@@ -284,5 +284,6 @@ def test_a_row_measured_twice_uses_the_samples_of_its_own_run(tmp_path: Path) ->
     old, new = [5.0] * 9, [1.0] * 9
     first = row("fa2", old, run_id="20261119T000000Z-0000")
     a = folder(tmp_path / "a", [(first, old), (row("fa2", new), new)])
-    (pair,) = compare.compare(a, folder(tmp_path / "b", [(replace(row("fa2", new)), new)])).pairs
-    assert (pair.ratio, pair.low, pair.high) == (1.0, 1.0, 1.0)
+    later = replace(row("fa2", new), run_id="20261121T000000Z-0000")
+    (pair,) = compare.compare(a, folder(tmp_path / "b", [(later, new)])).pairs
+    assert (pair.ratio, pair.low, pair.high, pair.basis) == (1.0, 1.0, 1.0, "9 and 9 samples")
