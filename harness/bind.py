@@ -191,16 +191,16 @@ class Bound:
             return flat.reshape(tensor.shape)
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
 
-    def time(self) -> float:
-        """Device seconds of one run, outputs not checked."""
+    def enqueue(self) -> Callable[[], float]:
+        """Enqueue one run, outputs not checked; what is returned waits for it and gives its device seconds."""
         with self.backend.range(self.label):
-            return self.backend.time(self.loaded, self.steps)
+            return self.backend.enqueue(self.loaded, self.steps)
 
     def call(self) -> float:
         """Host seconds to enqueue one run."""
         with self.backend.range(self.label):
             return self.backend.call(self.loaded, self.steps)
 
-    def graph(self) -> Callable[[], float] | None:
-        """Device seconds of a replay of the run as a CUDA graph."""
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
+        """The same by replaying the run as a CUDA graph."""
         return self.backend.graph(self.loaded, self.steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +37,24 @@ class _Work:
     def __init__(self, xp: Any, work: Callable[[], object]) -> None:
         self._xp, self._work = xp, work
 
-    def time(self) -> float:
+    def enqueue(self) -> Callable[[], float]:
         start, stop = self._xp.cuda.Event(), self._xp.cuda.Event()
         start.record()
         self._work()
         stop.record()
-        stop.synchronize()
-        return float(self._xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+
+        def seconds() -> float:
+            stop.synchronize()
+            return float(self._xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+
+        return seconds
 
     def call(self) -> float:
-        return self.time()
+        start = time.perf_counter()
+        finish = self.enqueue()
+        seconds = time.perf_counter() - start
+        finish()
+        return seconds
 
     def graph(self) -> None:
         """Long enough to be launched as it is."""

@@ -1,8 +1,8 @@
 """Honest times: samples of kernels and peers taken in turn, A B A B, each warm or cold, until they are steady enough.
 
-A sample is one run on the device, between two events in the stream that runs it. Before the first event the device is kept
-busy for longer than the host needs to enqueue the run (`Backend.before`), so a sample holds no launch gap: it is what the
-device did. What the host needs is measured apart (`call`). Every sample is kept; the rates are made elsewhere, by Problem.
+A sample is one run on the device, between two events in the stream that runs it. Samples of a turn are enqueued one behind the
+other, and where the host is slower than the device it is kept busy meanwhile (`Backend.before`), so a sample holds no launch
+gap: it is what the device did. What the host needs is measured apart (`call`). Every sample is kept; rates are Problem's.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TIMINGS = ("warm", "cold")
 class Timed(Protocol):
     """What can be measured: a kernel or a peer, its tensors in place."""
 
-    def time(self) -> float:
-        """Device seconds of one run, by events in its own stream; on a CPU, seconds."""
+    def enqueue(self) -> Callable[[], float]:
+        """Enqueue a run between two events in its own stream; what is returned waits for it and gives device seconds."""
         ...
 
     def call(self) -> float:
         """Host seconds to enqueue one run (which has ended when this returns)."""
         ...
 
-    def graph(self) -> Callable[[], float] | None:
-        """Device seconds of one replay of the run as a captured CUDA graph; None where it cannot be captured."""
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
+        """Capture the run as a CUDA graph: the same as enqueue by replaying it. None where it cannot be captured."""
         ...
 
 
@@ -43,18 +43,22 @@ class Policy:
     """When enough samples were taken of a contender: at least min_samples and min_seconds, and then either noise or max_seconds.
 
     noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. warm_up seconds run before the first.
+    A turn takes `turn` seconds of samples one after the other without a pause, so that a contender is measured at the clocks
+    its own power draw leaves it, not at those of its neighbour's or of an idle GPU.
     """
 
-    warm_up: float = 0.025
-    min_samples: int = 20
-    max_samples: int = 1000
-    min_seconds: float = 0.02
+    warm_up: float = 0.1
+    turn: float = 0.06
+    min_turns: int = 3
+    min_samples: int = 10
+    max_samples: int = 2000
+    min_seconds: float = 0.1
     noise: float = 0.002
     max_seconds: float = 2.0
 
 
 #: A GPU is steady and its runs are short; a CPU shares its cores with everyone and shows only that a kernel works.
-POLICY = {"cuda": Policy(), "cpu": Policy(warm_up=0.0, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, max_seconds=2.0)}
+POLICY = {"cuda": Policy(), "cpu": Policy(warm_up=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0)}
 
 
 @dataclass(frozen=True)
@@ -119,46 +123,62 @@ class Stage(Protocol):
 
 
 def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
-    """Take samples of all contenders in turn until each is steady.
+    """Take samples of all contenders in turns until each is steady.
 
     A run that the host takes longer to enqueue than the device to execute is replayed from a CUDA graph where it can be
     captured, since that is how anyone who cares would launch it; the Timing says so.
     """
     before = stage.state()
-    runs = {name: _ready(contender, stage, policy) for name, contender in contenders.items()}
+    runs = {name: _Run.ready(contender, stage, policy) for name, contender in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    turns = dict.fromkeys(runs, 0)
     spent = dict.fromkeys(runs, 0.0)
-    waiting = set(runs)
+    waiting = list(runs)
     while waiting:
-        for name, (run, _, calls) in runs.items():
-            if name not in waiting:
-                continue
+        for name in list(waiting):
             start = time.perf_counter()
-            stage.before(_lead(calls), timing == "cold")
-            seconds[name].append(run())
+            seconds[name] += runs[name].turn(stage, timing == "cold", policy.turn)
             spent[name] += time.perf_counter() - start
-            if _enough(seconds[name], spent[name], policy):
-                waiting.discard(name)
+            turns[name] += 1
+            if _enough(seconds[name], turns[name], spent[name], policy):
+                waiting.remove(name)
     after = stage.state()
     throttled = throttling(before, after)
-    return {
-        name: Timing(timing, tuple(seconds[name]), tuple(calls), launch, throttled, before, after)
-        for name, (_, launch, calls) in runs.items()
-    }
+    return {n: Timing(timing, tuple(seconds[n]), tuple(r.calls), r.launch, throttled, before, after) for n, r in runs.items()}
 
 
-def _ready(contender: Timed, stage: Stage, policy: Policy) -> tuple[Callable[[], float], str, list[float]]:
-    """Warm a contender up, learn what a call costs, and choose how to launch it."""
-    contender.call()  # what the first run does besides, compiling say, is nobody's time
-    calls = [contender.call() for _ in range(min(10, policy.min_samples))]
-    start, device = time.perf_counter(), list[float]()
-    while not device or time.perf_counter() - start < policy.warm_up:
-        stage.before(_lead(calls), False)
-        device.append(contender.time())
-    if statistics.median(calls) > statistics.median(device) and (replay := contender.graph()):
-        replay()
-        return replay, "graph", calls
-    return contender.time, "direct", calls
+@dataclass(frozen=True)
+class _Run:
+    """A contender warmed up: how it is launched, what a call costs the host and, about, the device."""
+
+    enqueue: Callable[[], Callable[[], float]]
+    launch: str
+    calls: tuple[float, ...]
+    device: float
+
+    @classmethod
+    def ready(cls, contender: Timed, stage: Stage, policy: Policy) -> _Run:
+        contender.call()  # what the first run does besides, compiling say, is nobody's time
+        calls = tuple(contender.call() for _ in range(min(10, policy.min_samples)))
+        start, seconds = time.perf_counter(), list[float]()
+        while not seconds or time.perf_counter() - start < policy.warm_up:
+            stage.before(_lead(calls), False)
+            seconds.append(contender.enqueue()())
+        found = cls(contender.enqueue, "direct", calls, statistics.median(seconds))
+        if statistics.median(calls) > found.device and (replay := contender.graph()):
+            replay()()
+            return cls(replay, "graph", calls, found.device)
+        return found
+
+    def turn(self, stage: Stage, cold: bool, wanted: float) -> list[float]:
+        """Samples enqueued one behind the other for about `wanted` device seconds, at least one."""
+        waiting = []
+        host = 2e-5 if self.launch == "graph" else statistics.median(self.calls)
+        for i in range(max(1, min(200, round(wanted / self.device)))):
+            # The queue empties where the host is slower than the device: then, and at first, the device is kept busy meanwhile.
+            stage.before(_lead(self.calls) if i == 0 or host > 0.5 * self.device else 0.0, cold)
+            waiting.append(self.enqueue())
+        return [finish() for finish in waiting]
 
 
 def _lead(calls: Sequence[float]) -> float:
@@ -166,11 +186,13 @@ def _lead(calls: Sequence[float]) -> float:
     return 2 * statistics.median(calls) + 2e-5
 
 
-def _enough(seconds: Sequence[float], spent: float, policy: Policy) -> bool:
+def _enough(seconds: Sequence[float], turns: int, spent: float, policy: Policy) -> bool:
     n = len(seconds)
-    if n < policy.min_samples:
-        return spent > 10 * policy.max_seconds and n >= 3  # a run of many seconds is measured three times, not twenty
-    if n >= policy.max_samples or spent > policy.max_seconds:
+    if n >= policy.max_samples:
+        return True
+    if n < policy.min_samples or turns < policy.min_turns:
+        return spent > 5 * policy.max_seconds and n >= 3  # a run of many seconds is measured three times, not ten
+    if spent > policy.max_seconds:
         return True
     if sum(seconds) < policy.min_seconds:
         return False

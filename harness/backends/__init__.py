@@ -95,16 +95,20 @@ class Backend(Protocol):
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
         ...
 
+    def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
+        """Enqueue the steps between two events. What is returned waits for them and gives device seconds from first to last."""
+        ...
+
     def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
         """Run the steps once and return device seconds from the first to the end of the last."""
-        ...
+        return self.enqueue(loaded, steps)()
 
     def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
         """Run the steps once, wait, and return the host seconds it took to enqueue them."""
         ...
 
-    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float] | None:
-        """Capture the steps; each call of what is returned replays them and gives device seconds. None where there is no such thing."""
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], Callable[[], float]] | None:
+        """Capture the steps; each call of what is returned enqueues a replay, as enqueue does. None where there is no such thing."""
         ...
 
     def before(self, seconds: float, cold: bool) -> None:

@@ -7,10 +7,11 @@ CuPy itself (CUPY_CACHE_DIR); over 48 KB of shared memory a block must be asked 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time as clock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -70,14 +71,8 @@ class Cuda(Backend):
         self._spin: Any = None
         self._flush: Any = None
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
-        self._device = Device(
-            kind="cuda",
-            name=facts["name"].decode(),
-            arch=f"sm_{facts['major']}{facts['minor']}",
-            sms=facts["multiProcessorCount"],
-            l2_bytes=facts["l2CacheSize"],
-            shared_optin=facts["sharedMemPerBlockOptin"],
-        )
+        arch, optin = f"sm_{facts['major']}{facts['minor']}", facts["sharedMemPerBlockOptin"]
+        self._device = Device("cuda", facts["name"].decode(), arch, facts["multiProcessorCount"], facts["l2CacheSize"], optin)
 
     def device(self) -> Device:
         """What this GPU is."""
@@ -161,36 +156,31 @@ class Cuda(Backend):
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel dies."""
-        self._run(loaded, steps)
+        self.call(loaded, steps)
 
-    def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
-        """Run the steps once and return device seconds from the first to the end of the last. Raises as launch does."""
-        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-        self._run(loaded, steps, start, stop)
-        return float(self.xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+    def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
+        """Enqueue the steps between two events; what is returned waits and gives device seconds. Both raise as launch does."""
+        with self._faults(loaded, steps):
+            return self._between_events(lambda: self._enqueue(loaded, steps), lambda: self._faults(loaded, steps))
 
     def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
         """Run the steps once and return the host seconds it took to enqueue them. Raises as launch does."""
-        return self._run(loaded, steps)
+        with self._faults(loaded, steps):
+            began = clock.perf_counter()
+            self._enqueue(loaded, steps)
+            enqueued = clock.perf_counter() - began
+            self.xp.cuda.get_current_stream().synchronize()
+        return enqueued
 
-    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float] | None:
-        """Capture the steps as a CUDA graph; a call of what is returned replays it and gives device seconds."""
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], Callable[[], float]] | None:
+        """Capture the steps as a CUDA graph; a call of what is returned enqueues a replay, as enqueue does."""
         stream = self.xp.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
             self._enqueue(loaded, steps)
             captured = stream.end_capture()
         null = self.xp.cuda.Stream.null
-
-        def replay() -> float:
-            start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-            start.record(null)
-            captured.launch(null)
-            stop.record(null)
-            stop.synchronize()
-            return float(self.xp.cuda.get_elapsed_time(start, stop)) * 1e-3
-
-        return replay
+        return lambda: self._between_events(lambda: captured.launch(null), lambda: self._faults(loaded, steps))
 
     def before(self, seconds: float, cold: bool) -> None:
         """Write twice the L2 cache's size where cold, then let one thread spin for so long."""
@@ -199,7 +189,8 @@ class Cuda(Backend):
             self._flush = self.xp.empty(2 * self._device.l2_bytes, np.uint8)
         if cold:
             self._flush.data.memset_async(0, self._flush.nbytes)
-        self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
+        if seconds:
+            self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         """An NVTX range, where this CuPy has NVTX."""
@@ -219,19 +210,27 @@ class Cuda(Backend):
                 parameters = tuple(map(_parameter, step.parameters))
                 loaded.functions[step.entry](step.grid, (step.block, 1, 1), parameters, shared_mem=step.shared)
 
-    def _run(self, loaded: Loaded, steps: Sequence[Step], start: Any = None, stop: Any = None) -> float:
+    def _between_events(
+        self, work: Callable[[], None], faults: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Callable[[], float]:
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        start.record()
+        work()
+        stop.record()
+
+        def seconds() -> float:
+            with faults():
+                stop.synchronize()
+            return float(self.xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+
+        return seconds
+
+    @contextlib.contextmanager
+    def _faults(self, loaded: Loaded, steps: Sequence[Step]) -> Iterator[None]:
         try:
-            if start is not None:
-                start.record()
-            began = clock.perf_counter()
-            self._enqueue(loaded, steps)
-            enqueued = clock.perf_counter() - began
-            if stop is not None:
-                stop.record()
-            self.xp.cuda.get_current_stream().synchronize()
+            yield
         except RuntimeError as error:  # CuPy's CUDADriverError (launch) or CUDARuntimeError (while it ran)
             raise _run_fault(loaded.kernel, steps, error) from None
-        return enqueued
 
 
 def _cupy() -> Any:

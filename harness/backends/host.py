@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,16 @@ from typing import Any
 import numpy as np
 
 from ..kernel import INCLUDE, Device, Kernel, Plan
-from ..problem import DiskFault, EnvironmentFault, KernelFault, Problem, UsageFault
+from ..problem import DiskFault, EnvironmentFault, Problem, UsageFault
 from . import Backend, CompileError, Fill, Loaded, Step, cache_dir
-from .host_report import ASAN_CHILD, CheckFault, child_with_asan, with_lines
+from .host_report import ASAN_CHILD, child_with_asan, failure
 from .host_source import HOST, translation_unit
 
 CHECKS = ("race", "asan")
 
-# A frame limit, because a fiber's stack is 128 KB: told with file and line, not met as a crash.
 _FLAGS = (
     "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fno-exceptions", "-fno-rtti", "-Werror=frame-larger-than=98304",
+    "-fno-exceptions", "-fno-rtti",
 )  # fmt: skip
 
 
@@ -103,7 +102,7 @@ class Host(Backend):
         return int(buffer.ctypes.data)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
-        """Run the steps in order. Raises KernelFault (deadlock, divergent barrier …) or CheckFault with the engine's report."""
+        """Run the steps in order. Raises KernelFault (deadlock, bad address …) or CheckFault with the engine's report."""
         library: _Library = loaded.functions["library"]
         for call in steps:
             if isinstance(call, Fill):
@@ -120,16 +119,14 @@ class Host(Backend):
             )  # fmt: skip
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                text = with_lines(report.value.decode(errors="replace"), library.path)
-                fault = CheckFault if outcome == 2 else KernelFault
-                what = "races on shared memory" if outcome == 2 else "stopped on the CPU backend"
-                raise fault(f"{loaded.kernel.label}: {what} in {call.entry}", text.strip(), f"see {loaded.kernel.path}")
+                raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
 
-    def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
-        """CPU seconds of the steps."""
+    def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
+        """Run the steps; what is returned gives their CPU seconds."""
         start = time.perf_counter()
         self.launch(loaded, steps)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        return lambda: seconds
 
     def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
         """The same: here the host is the device."""
@@ -177,9 +174,11 @@ def _toolchain() -> str:
     return f"{path} {stat.st_size} {stat.st_mtime_ns}"
 
 
-def _native() -> list[str]:
-    gnu = "clang" not in compiler()[0] and len(compiler()) == 1
-    return ["-march=native", *(["-fno-gnu-unique"] if gnu else [])]
+def _dialect() -> list[str]:
+    """What g++ and clang++ (also behind the names c++ and zig) spell differently. A fiber's stack is 128 KB: larger frames are refused."""
+    if len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name:
+        return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
+    return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
 
 
 def _build(key: str, steps: Sequence[Sequence[str]], sources: Mapping[str, str], kernel: Kernel | None) -> Path:
@@ -249,7 +248,7 @@ _open: weakref.WeakValueDictionary[str, _Library] = weakref.WeakValueDictionary(
 
 def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     unit = translation_unit(kernel)
-    flags = [*_FLAGS, *_native(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
+    flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
     flags += [f"-D{name}={value}" for name, value in plan.macros]
     if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
@@ -296,4 +295,4 @@ def run_under_asan(arguments: Sequence[str]) -> int:
 
     Raises CheckFault for an access outside of what a launch was given, EnvironmentFault where the compiler has no AddressSanitizer.
     """
-    return child_with_asan(compiler()[0], arguments)
+    return child_with_asan(compiler(), arguments)

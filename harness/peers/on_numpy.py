@@ -50,17 +50,18 @@ class NumpyPrepared:
         values = zip(WRITES[self._pass], self._run(), strict=True)
         return {name: round_to(np, value, self._problem.tensor_dtype(name)) for name, value in values}
 
-    def time(self) -> float:
-        """Seconds of one run."""
+    def enqueue(self) -> Callable[[], float]:
+        """Run it; what is returned gives the seconds it took."""
+        seconds = self.call()
+        return lambda: seconds
+
+    def call(self) -> float:
+        """Seconds of one run: nothing is enqueued."""
         start = time.perf_counter()
         self._run()
         return time.perf_counter() - start
 
-    def call(self) -> float:
-        """The same: nothing is enqueued."""
-        return self.time()
-
-    def graph(self) -> Callable[[], float] | None:
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
         """None: there are no CUDA graphs on a CPU."""
         return None
 

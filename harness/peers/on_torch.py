@@ -133,17 +133,26 @@ class TorchPrepared:
             found[name] = to_host(value, self._problem.tensor_dtype(name))
         return found
 
-    def time(self) -> float:
-        """Device seconds of one run, between two events in torch's current stream; on a CPU, seconds."""
+    def enqueue(self) -> Callable[[], float]:
+        """Enqueue a run between two events in torch's current stream; what is returned waits and gives device seconds (on a CPU, seconds)."""
         if not self._on_gpu:
-            return self.call()
-        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+            seconds = self.call()
+            return lambda: seconds
         with told(self._peer), self._scope():
-            start.record()
-            self._step()
-            stop.record()
-            stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e-3
+            return self._between_events(self._step)
+
+    def _between_events(self, work: Callable[[], object]) -> Callable[[], float]:
+        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+
+        def seconds() -> float:
+            with told(self._peer):
+                stop.synchronize()
+            return float(start.elapsed_time(stop)) * 1e-3
+
+        return seconds
 
     def call(self) -> float:
         """Host seconds to enqueue one run on an idle device (which has ended when this returns)."""
@@ -157,8 +166,8 @@ class TorchPrepared:
                 self._torch.cuda.synchronize()
         return seconds
 
-    def graph(self) -> Callable[[], float] | None:
-        """Capture the run as a CUDA graph; a call of what is returned replays it and gives device seconds. None where it cannot be."""
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
+        """Capture the run as a CUDA graph; a call of what is returned enqueues a replay, as enqueue does. None where it cannot be."""
         if not self._on_gpu:
             return None
         cuda = self._torch.cuda
@@ -177,13 +186,8 @@ class TorchPrepared:
             cuda.synchronize()
             return None
 
-        def replay(kept: Any = kept, step: Step = step) -> float:  # both hold memory that the graph writes and reads
-            start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            captured.replay()
-            stop.record()
-            stop.synchronize()
-            return float(start.elapsed_time(stop)) * 1e-3
+        def replay(kept: Any = kept, step: Step = step) -> Callable[[], float]:  # both hold memory that the graph writes and reads
+            return self._between_events(captured.replay)
 
         return replay
 

@@ -62,7 +62,7 @@ class Fake:
             set_allocator=self.allocators.append,
             compiler=SimpleNamespace(CompileException=CompileException),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
-            Event=lambda: SimpleNamespace(record=lambda: None),
+            Event=lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: self.synchronize()),
             get_current_stream=lambda: SimpleNamespace(synchronize=lambda: self.synchronize()),
             get_elapsed_time=lambda start, stop: 2.5,
         )

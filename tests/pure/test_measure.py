@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,22 +33,23 @@ class Run:
     def __init__(self, stage: Stage, name: str, seconds: Iterator[float], call: float = 1e-6, replay: float | None = None) -> None:
         self.stage, self.name, self.seconds, self.cost, self.replay = stage, name, seconds, call, replay
 
-    def time(self) -> float:
+    def enqueue(self) -> Callable[[], float]:
         self.stage.log.append(self.name)
-        return next(self.seconds)
+        seconds = next(self.seconds)
+        return lambda: seconds
 
     def call(self) -> float:
         return self.cost
 
-    def graph(self) -> Callable[[], float] | None:
-        return None if self.replay is None else lambda: self.replay or 0.0
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
+        return None if self.replay is None else lambda: lambda: self.replay or 0.0
 
 
 def steady(seconds: float) -> Iterator[float]:
     return itertools.repeat(seconds)
 
 
-QUICK = Policy(warm_up=0.0, min_samples=4, max_samples=50, min_seconds=0.0, noise=0.01, max_seconds=60.0)
+QUICK = Policy(warm_up=0.0, turn=0.0, min_turns=1, min_samples=4, max_samples=50, min_seconds=0.0, noise=0.01, max_seconds=60.0)
 
 
 def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() -> None:
@@ -62,6 +64,19 @@ def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() 
     assert all(seconds == pytest.approx(2e-6 + 2e-5) for _, seconds, _ in waits)
     assert (found["a"].median_ms, found["b"].median_ms) == pytest.approx((1, 2))
     assert found["a"].timing == "cold" and found["a"].launch == "direct"
+
+
+def test_a_turn_is_a_burst_without_pauses() -> None:
+    """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
+    stage = Stage()
+    policy = replace(QUICK, turn=4e-3, min_turns=2, min_samples=1)
+    measure.measure(
+        {"long": Run(stage, "long", steady(1e-3)), "short": Run(stage, "short", steady(2e-3), call=3e-3)}, stage, "warm", policy
+    )
+    names = [entry for entry in stage.log if isinstance(entry, str)]
+    assert names[2:] == (["long"] * 4 + ["short"] * 2) * 2
+    waits = [entry[1] > 0 for entry in stage.log if not isinstance(entry, str)][2:]
+    assert waits == ([True, False, False, False] + [True, True]) * 2
 
 
 def test_noise_takes_more_samples_and_steadiness_fewer() -> None:
