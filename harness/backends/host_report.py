@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..kernel import Kernel
 from ..problem import EnvironmentFault, KernelFault
 
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
@@ -20,6 +22,15 @@ class CheckFault(KernelFault):
     """The race check or AddressSanitizer found a fault in a kernel. A failed check: exit code 1."""
 
     exit_code = 1
+
+
+def failure(outcome: int, report: str, library: Path, kernel: Kernel, entry: str) -> BaseException:
+    """What to raise for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
+    if outcome == 3:
+        return KeyboardInterrupt()
+    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
+    text = with_lines(report, library).replace("??:?", "a line that --check asan names")
+    return fault(f"{kernel.label}: {what} in {entry}", text.strip(), f"see {kernel.path}")
 
 
 def with_lines(report: str, library: Path) -> str:
@@ -45,11 +56,15 @@ def with_lines(report: str, library: Path) -> str:
     return report
 
 
-def child_with_asan(compiler: str, arguments: Sequence[str]) -> int:
+def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     """Run this command again in a child process with AddressSanitizer loaded; a finding is told with its line. Returns the exit code."""
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout.strip()
-    if not Path(runtime).is_file():
-        raise EnvironmentFault("no AddressSanitizer library", f"{compiler} has no libasan.so", "apt install libasan8, or use --check race")
+    runtime = ""
+    for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):  # gcc's first: it finds lines without llvm-symbolizer
+        told = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()
+        runtime = runtime or (told if Path(told).is_absolute() else "")
+    if not runtime:
+        why = f"{' '.join(compiler)} has no libasan.so"
+        raise EnvironmentFault("no AddressSanitizer library", why, "apt install libasan8, or use --check race")
     options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
     environment = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
     child = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True, check=False)

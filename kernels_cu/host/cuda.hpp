@@ -177,22 +177,19 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, FA_HOST_HERE) {
     return v.got;
 }
 inline int __any_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, predicate, file, line) == mask; }
+// Not `== mask`: lanes that a last, smaller warp does not have vote for nothing.
+inline int __all_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
 
-inline float atomicAdd(float* address, float value) { return fa_host_atomic_add_f32(address, value); }
-inline double atomicAdd(double* address, double value) { return fa_host_atomic_add_f64(address, value); }
-inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
-inline unsigned atomicAdd(unsigned* address, unsigned value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
-inline int atomicExch(int* address, int value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
-inline int atomicCAS(int* address, int compare, int value) {
-    __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    return compare;
+// Inlined even in the race check's unoptimised build, so that a report names the kernel's line.
+__forceinline__ float atomicAdd(float* address, float value) { return fa_host_atomic_add_f32(address, value); }
+__forceinline__ double atomicAdd(double* address, double value) { return fa_host_atomic_add_f64(address, value); }
+__forceinline__ int atomicAdd(int* address, int value) { return fa_host_atomic_add_i32(address, value); }
+__forceinline__ unsigned atomicAdd(unsigned* address, unsigned value) {
+    return unsigned(fa_host_atomic_add_i32(reinterpret_cast<int*>(address), int(value)));
 }
-inline int atomicMax(int* address, int value) {
-    int old = __atomic_load_n(address, __ATOMIC_RELAXED);
-    while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-    return old;
-}
+__forceinline__ int atomicExch(int* address, int value) { return fa_host_atomic_exchange_i32(address, value); }
+__forceinline__ int atomicCAS(int* address, int compare, int value) { return fa_host_atomic_compare_exchange_i32(address, compare, value); }
+__forceinline__ int atomicMax(int* address, int value) { return fa_host_atomic_max_i32(address, value); }
 
 // -- the seam to the engine -------------------------------------------------------------------------------------------
 

@@ -6,19 +6,26 @@
 //
 // What it sees that a GPU does not tell: who waits where when nothing can run (deadlock), threads that meet at different
 // __syncthreads (divergent barrier), lanes missing from a collective, shared memory read before it was written (it starts
-// as NaN), and, with the race check, accesses that no barrier orders (race.hpp). What it cannot see: races on global memory
-// between blocks, the memory model, and a missing __syncwarp that no schedule exposes.
+// as NaN), accesses to memory that is not there, and, with the race check, accesses that no barrier orders (race.hpp). What it
+// cannot see: races on global memory between blocks, the memory model, and a missing __syncwarp that no schedule exposes.
+//
+// Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or at the end of one. A loop that meets none of
+// them cannot be told from a long computation and is never left (a spin lock among the threads of a block is such a loop,
+// because threads are not preempted): a second Ctrl-C ends the process.
 
 #include "engine.hpp"
 
 #include <link.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -152,12 +159,13 @@ struct Worker {
     const char* barrier_file;
     int barrier_line;
     uint64_t random;  // 0: index order
-    bool failed;
+    bool failed, faulted;
     void* home;  // where the worker itself waits while fibers run
     void* home_fake;
     const void* home_bottom;
     size_t home_size;
-    Race* race;
+    Race* race;         // null without the race check
+    Race* race_memory;  // its storage, once there has been one
     Fiber fiber[max_threads];
     Warp warp[max_warps];
 };
@@ -171,6 +179,7 @@ struct Shared {  // one launch, seen by all workers
     pthread_mutex_t lock;
 };
 static Shared* job;
+static volatile sig_atomic_t stop_asked;  // Ctrl-C during this launch
 
 static void say(const char* format, ...) {
     va_list arguments;
@@ -195,6 +204,10 @@ static void leave_block(Worker& w) {  // abandons every fiber; their stacks are 
     if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
     fa_host_switch(&unused, w.home);
     __builtin_unreachable();
+}
+
+static inline void leave_if_asked(Worker& w) {
+    if (__builtin_expect(stop_asked, 0)) leave_block(w);
 }
 
 // Prints "threads 0-63, 96" for the threads a predicate picks.
@@ -343,6 +356,7 @@ static void fiber_main() {
         __sanitizer_finish_switch_fiber(nullptr, first ? &w.home_bottom : nullptr, first ? &w.home_size : nullptr);
     }
     w.launch->entry(w.launch->parameters);
+    leave_if_asked(w);
     Fiber& self = w.fiber[w.current];
     self.done = true;
     self.wait.word = nullptr;
@@ -424,23 +438,46 @@ static void run_block(Worker& w, uint64_t index) {
 
 // -- workers ----------------------------------------------------------------------------------------------------------
 
-static Worker* worker_of_this_thread() {
-    static __thread Worker* mine = nullptr;
-    if (mine) return mine;
-    void* memory = mmap(nullptr, sizeof(Worker), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    mine = static_cast<Worker*>(memory);
-    mine->stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the compiler refuses frames over 96 KB (host.py)
-    void* stacks =
-        mmap(nullptr, max_threads * mine->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    void* arena = mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || stacks == MAP_FAILED || arena == MAP_FAILED) abort();
-    mine->stacks = static_cast<char*>(stacks);
-    mine->arena = static_cast<char*>(arena);  // page-aligned, so 1024-byte aligned tiles hold
-    return mine;
+constexpr int max_workers = 1024;
+
+// Number 0 is the thread that launches, whichever that is; the others are the pool's.
+static Worker& worker(int number) {
+    static Worker* workers[max_workers];
+    if (workers[number]) return *workers[number];
+    auto map = [](size_t bytes) {
+        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) abort();
+        return static_cast<char*>(memory);
+    };
+    Worker& w = *reinterpret_cast<Worker*>(map(sizeof(Worker)));
+    w.stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the compiler refuses frames over 96 KB (host.py)
+    w.stacks = map(max_threads * w.stack_bytes);
+    w.arena = map(arena_bytes);  // page-aligned, so 1024-byte aligned tiles hold
+    return *(workers[number] = &w);
 }
 
-static void work() {
-    Worker& w = *worker_of_this_thread();
+// The processor's floating-point modes. Kernels run with subnormals flushed to zero, as CuPy's -ftz=true has it.
+static void set_modes(unsigned long modes) {
+#if defined(__x86_64__)
+    _mm_setcsr(unsigned(modes));
+#else
+    asm volatile("msr fpcr, %0" ::"r"(modes));
+#endif
+}
+
+static unsigned long flush_subnormals() {
+#if defined(__x86_64__)
+    unsigned long modes = _mm_getcsr(), flush = 0x8040;
+#else
+    unsigned long modes, flush = 1 << 24;
+    asm volatile("mrs %0, fpcr" : "=r"(modes));
+#endif
+    set_modes(modes | flush);
+    return modes;
+}
+
+static void work(int number) {
+    Worker& w = worker(number);
     const Launch& launch = *job->launch;
     w.launch = &launch;
     w.threads = launch.block[0] * launch.block[1] * launch.block[2];
@@ -451,19 +488,15 @@ static void work() {
         __asan_unpoison_memory_region(w.arena, launch.dynamic_bytes);
         __asan_poison_memory_region(w.arena + launch.dynamic_bytes, arena_bytes - launch.dynamic_bytes);
     }
+    w.faulted = false;
     here = &w;
-#if defined(__x86_64__)
-    unsigned modes = _mm_getcsr();
-    _mm_setcsr(modes | 0x8040);  // flush subnormals, as CuPy's -ftz=true does
-#endif
-    while (job->outcome != fault) {
+    unsigned long modes = flush_subnormals();
+    while (job->outcome != fault && !stop_asked) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;
         run_block(w, index);
     }
-#if defined(__x86_64__)
-    _mm_setcsr(modes);
-#endif
+    set_modes(modes);
     here = nullptr;
 }
 
@@ -472,9 +505,17 @@ struct Pool {  // OS threads kept between launches; the caller of run() works to
     pthread_cond_t start, finish;
     int size, wanted, busy;
     uint64_t turn;
-    pid_t owner;
 };
-static Pool pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0};
+constexpr Pool no_threads = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0};
+static Pool pool = no_threads;
+static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+
+// In the child of a fork there are no other threads: not the pool's, and not one that launches. What they held is made anew.
+static void after_fork() {
+    pool = no_threads;
+    one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    job = nullptr;
+}
 
 static void* pool_thread(void* number) {
     uint64_t seen = 0;
@@ -486,7 +527,7 @@ static void* pool_thread(void* number) {
         }
         seen = pool.turn;
         pthread_mutex_unlock(&pool.lock);
-        work();
+        work(1 + int(reinterpret_cast<intptr_t>(number)));
         pthread_mutex_lock(&pool.lock);
         if (--pool.busy == 0) pthread_cond_signal(&pool.finish);
         pthread_mutex_unlock(&pool.lock);
@@ -496,7 +537,6 @@ static void* pool_thread(void* number) {
 
 static void work_together(int helpers) {
     pthread_mutex_lock(&pool.lock);
-    if (pool.owner != getpid()) pool.size = 0, pool.owner = getpid();  // after a fork the threads are gone
     while (pool.size < helpers) {
         pthread_t thread;
         if (pthread_create(&thread, nullptr, pool_thread, reinterpret_cast<void*>(intptr_t(pool.size)))) break;
@@ -507,11 +547,66 @@ static void work_together(int helpers) {
     ++pool.turn;
     pthread_cond_broadcast(&pool.start);
     pthread_mutex_unlock(&pool.lock);
-    work();
+    work(0);
     pthread_mutex_lock(&pool.lock);
     while (pool.busy) pthread_cond_wait(&pool.finish, &pool.lock);
     pool.wanted = 0;
     pthread_mutex_unlock(&pool.lock);
+}
+
+// -- signals ----------------------------------------------------------------------------------------------------------
+
+constexpr int watched[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE};
+static struct sigaction before[4];  // how they were handled before the launch
+
+// Ctrl-C: the launch is to end, and whoever handled it before (Python) is told too. A second one, which is not the same one
+// sent twice, means that the launch does not end.
+static void on_interrupt(int number, siginfo_t* info, void* context) {
+    static timespec first;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!stop_asked) first = now;
+    else if (now.tv_sec - first.tv_sec + (now.tv_nsec - first.tv_nsec) * 1e-9 > 0.3) _exit(130);
+    stop_asked = 1;
+    before[0].sa_flags& SA_SIGINFO ? before[0].sa_sigaction(number, info, context) : before[0].sa_handler(number);
+}
+
+// A fault of a kernel is reported and ends the launch; any other, one of the report itself too, is left to the old handler.
+static void on_fault(int number, siginfo_t* info, void* context) {
+    if (!here || here->faulted) {
+        for (int i = 0; i < 4; ++i)
+            if (watched[i] == number) sigaction(number, &before[i], nullptr);
+        return;  // to the faulting instruction, which now meets the old handler
+    }
+    here->faulted = true;
+    auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    auto code = machine.gregs[REG_RIP];
+#else
+    auto code = machine.pc;
+#endif
+    begin_report(*here, number == SIGFPE ? "integer division by zero" : "illegal memory access");
+    say(": thread %d at pc:%p", here->current, reinterpret_cast<void*>(code + 1));  // as a return address: after the instruction
+    if (number != SIGFPE) say(", address %p", info->si_addr);
+    say("\n");
+    end_report(*here);
+}
+
+static void watch_signals() {
+    stop_asked = 0;
+    for (int i = 0; i < 4; ++i) {
+        struct sigaction old, ours = {};
+        ours.sa_sigaction = i ? on_fault : on_interrupt;
+        ours.sa_flags = SA_SIGINFO | (i ? SA_NODEFER : SA_RESTART);
+        sigaction(watched[i], nullptr, &old);
+        if (old.sa_sigaction != ours.sa_sigaction) before[i] = old;  // the same in a child forked during a launch
+        bool handled = before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN;
+        if (i ? !__sanitizer_start_switch_fiber : handled) sigaction(watched[i], &ours, nullptr);
+    }
+}
+
+static void leave_signals() {
+    for (int i = 0; i < 4; ++i) sigaction(watched[i], &before[i], nullptr);
 }
 
 }  // namespace fa_host
@@ -524,6 +619,7 @@ extern "C" {
 
 void fa_host_syncthreads(const char* file, int line) {
     Worker& w = *here;
+    leave_if_asked(w);
     if (w.at_barrier && (w.barrier_line != line || (w.barrier_file != file && strcmp(w.barrier_file, file)))) {
         begin_report(w, "divergent barrier: threads of one block meet at different __syncthreads");
         say("\n  thread %d has come to %s:%d\n", w.current, file, line);
@@ -550,6 +646,7 @@ void fa_host_syncthreads(const char* file, int line) {
 
 void fa_host_warp(unsigned mask, Apply apply, void* mine, const char* word, int orders, const char* file, int line) {
     Worker& w = *here;
+    leave_if_asked(w);
     int self = w.current, lane = self % 32;
     Warp& warp = w.warp[self / 32];
     int lanes = w.threads - self / 32 * 32;
@@ -601,7 +698,14 @@ void fa_host_fail(const char* what, const char* file, int line) {
     end_report(w);
 }
 
-float fa_host_atomic_add_f32(float* address, float value) {  // blocks run on several OS threads, so this must be atomic
+// Blocks run on several OS threads, so these must be atomic. They are here, not inline, for the race check's sake.
+static void atomic_access(void* address, int bytes, void* code) {
+    leave_if_asked(*here);
+    if (here->race) here->race->access(static_cast<char*>(address), bytes, true, code, true);
+}
+
+float fa_host_atomic_add_f32(float* address, float value) {
+    atomic_access(address, 4, __builtin_return_address(0));
     auto bits = reinterpret_cast<uint32_t*>(address);
     uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
     float before;
@@ -614,6 +718,7 @@ float fa_host_atomic_add_f32(float* address, float value) {  // blocks run on se
 }
 
 double fa_host_atomic_add_f64(double* address, double value) {
+    atomic_access(address, 8, __builtin_return_address(0));
     auto bits = reinterpret_cast<uint64_t*>(address);
     uint64_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
     double before;
@@ -625,15 +730,43 @@ double fa_host_atomic_add_f64(double* address, double value) {
     return before;
 }
 
+int fa_host_atomic_add_i32(int* address, int value) {
+    atomic_access(address, 4, __builtin_return_address(0));
+    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
+int fa_host_atomic_exchange_i32(int* address, int value) {
+    atomic_access(address, 4, __builtin_return_address(0));
+    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+
+int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value) {
+    atomic_access(address, 4, __builtin_return_address(0));
+    __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return compare;
+}
+
+int fa_host_atomic_max_i32(int* address, int value) {
+    atomic_access(address, 4, __builtin_return_address(0));
+    int old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
+
 int fa_host_run(const Launch* launch) {
     Shared shared{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
-    static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    static bool fork_is_watched;
     pthread_mutex_lock(&one_at_a_time);
+    if (!fork_is_watched) fork_is_watched = !pthread_atfork(nullptr, nullptr, after_fork);
     job = &shared;
     launch->report[0] = 0;
     int workers = launch->workers < 1 ? 1 : launch->workers;
+    if (workers > max_workers) workers = max_workers;
     if (uint64_t(workers) > shared.blocks) workers = int(shared.blocks);
+    watch_signals();
     work_together(workers - 1);
+    leave_signals();
+    if (stop_asked) shared.outcome = interrupted;
     job = nullptr;
     pthread_mutex_unlock(&one_at_a_time);
     return shared.outcome;

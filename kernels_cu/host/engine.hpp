@@ -32,7 +32,7 @@ struct Launch {
     int report_bytes;
 };
 
-enum Outcome { ok = 0, fault = 1, race = 2 };
+enum Outcome { ok = 0, fault = 1, race = 2, interrupted = 3 };
 
 }  // namespace fa_host
 
@@ -49,6 +49,10 @@ void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* w
 
 float fa_host_atomic_add_f32(float* address, float value);
 double fa_host_atomic_add_f64(double* address, double value);
+int fa_host_atomic_add_i32(int* address, int value);
+int fa_host_atomic_exchange_i32(int* address, int value);
+int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
+int fa_host_atomic_max_i32(int* address, int value);
 
 // Stops the block with a message (a word's own check failed).
 void fa_host_fail(const char* what, const char* file, int line);

@@ -3,7 +3,7 @@
 // The kernel is compiled with -fsanitize=thread but without its library: the calls the compiler inserts come here instead.
 // Every access to shared memory is held against the last write and recent reads of the same two bytes. Two accesses are
 // ordered if a __syncthreads lies between them (the epoch moved on) or a chain of __syncwarp does (vector clocks). A shuffle
-// orders nothing. Limits: of the reads of a place, one per parity of warp and lane is remembered; global memory is not watched.
+// orders nothing. Atomics do not race with each other, but with plain accesses. Limits: of the reads of a place, one per parity of warp and lane is remembered; global memory is not watched.
 #pragma once
 
 namespace fa_host {
@@ -14,6 +14,7 @@ struct Race {
         uint32_t clock;
         int16_t thread;
         uint8_t part;  // 3: both bytes; 1, 2: a one-byte access
+        bool atomic;
         void* code;
     };
     struct Cell {
@@ -30,16 +31,15 @@ struct Race {
     Cell cell[dynamic_cells + static_cells];
 
     static Race* of(Worker& w) {
-        static __thread Race* mine = nullptr;
-        if (!mine) {
+        if (!w.race_memory) {
             void* memory = mmap(nullptr, sizeof(Race), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (memory == MAP_FAILED) abort();
-            mine = static_cast<Race*>(memory);
-            mine->epoch = 1;  // zeroed cells are of epoch 0, so ordered before everything
-            for (auto& c : mine->clock) c = 1;
+            w.race_memory = static_cast<Race*>(memory);
+            w.race_memory->worker = &w;
+            w.race_memory->epoch = 1;  // zeroed cells are of epoch 0, so ordered before everything
+            for (auto& c : w.race_memory->clock) c = 1;
         }
-        mine->worker = &w;
-        return mine;
+        return w.race_memory;
     }
 
     void new_block() { ++epoch; }
@@ -65,7 +65,7 @@ struct Race {
         return before.epoch != epoch || before.thread == worker->current || seen[worker->current][before.thread] >= before.clock;
     }
 
-    void access(const char* address, size_t bytes, bool writes, void* code) {
+    void access(const char* address, size_t bytes, bool writes, void* code, bool atomic = false) {
         long long at = address - worker->arena;
         int first;
         if (at >= 0 && at < worker->launch->dynamic_bytes) {
@@ -77,11 +77,11 @@ struct Race {
         }
         uint8_t part = bytes == 1 ? (at & 1 ? 2 : 1) : 3;
         int cells = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
-        Access now{epoch, clock[worker->current], int16_t(worker->current), part, code};
+        Access now{epoch, clock[worker->current], int16_t(worker->current), part, atomic, code};
         int warp = worker->current / 32, slot = (warp & 1) * 2 + (worker->current & 1);
         for (int i = 0; i < cells; ++i) {
             Cell& c = cell[first + i];
-            if (!ordered(c.write) && c.write.part & part) tell(c.write, true, now, writes, at);
+            if (!ordered(c.write) && c.write.part & part && !(c.write.atomic && atomic)) tell(c.write, true, now, writes, at);
             if (writes) {
                 for (auto& read : c.read)
                     if (!ordered(read) && read.part & part) tell(read, false, now, true, at);
@@ -134,6 +134,21 @@ FA_HOST_HOOK(2)
 FA_HOST_HOOK(4)
 FA_HOST_HOOK(8)
 FA_HOST_HOOK(16)
+void* __tsan_memcpy(void* to, const void* from, unsigned long n) {
+    fa_host::hook(from, n, false, __builtin_return_address(0));
+    fa_host::hook(to, n, true, __builtin_return_address(0));
+    return memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long n) {
+    fa_host::hook(from, n, false, __builtin_return_address(0));
+    fa_host::hook(to, n, true, __builtin_return_address(0));
+    return memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, unsigned long n) {
+    fa_host::hook(to, n, true, __builtin_return_address(0));
+    return memset(to, value, n);
+}
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __tsan_read_range(void* a, unsigned long n) { fa_host::hook(a, n, false, __builtin_return_address(0)); }
 void __tsan_write_range(void* a, unsigned long n) { fa_host::hook(a, n, true, __builtin_return_address(0)); }
 void __tsan_init() {}

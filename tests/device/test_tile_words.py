@@ -41,6 +41,7 @@ SOURCE = """\
 #include <fa/tile.cuh>
 #include <fa/warp.cuh>
 using scalar = fa::{dtype};
+{before}
 extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {{
     const scalar* a = static_cast<const scalar*>(args.Q.data);
     const scalar* b = static_cast<const scalar*>(args.K.data);
@@ -79,17 +80,26 @@ class Given(Bound):
         return (args,)
 
 
-def run(
+def bound(
     backend: Backend, folder: Path, body: str, a: Any = 0, b: Any = 0, *, dtype: str = "float32", block: int = 32, shared: int = 0,
-    causal: bool = False, fields: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
-    """The 32-bit words that one block leaves in `out`, its arrays a and b given as they are; fields replaces parts of fa::Args."""
+    causal: bool = False, fields: dict[str, Any] | None = None, before: str = "",
+) -> Bound:  # fmt: skip
+    """A kernel of one block with its arrays a and b, given as they are; fields replaces parts of fa::Args."""
     path = folder / "word_forward.cu"
-    path.write_text(SOURCE.format(block=block, shared=shared, dtype=dtype, body=body))
+    path.write_text(SOURCE.format(block=block, shared=shared, dtype=dtype, body=body, before=before))
     problem = Problem.of(1, 1, ROWS, 64, causal=causal)
     inputs = {"Q": words(a), "K": words(b), "V": words(0)}
-    bound = Given(fields or {}, backend, backend.load(Kernel.read(path), problem), problem, inputs)
-    return bound.run()["O"].reshape(-1).view(np.uint32)
+    return Given(fields or {}, backend, backend.load(Kernel.read(path), problem), problem, inputs)
+
+
+def answer(kernel: Bound) -> Any:
+    """The 32-bit words that a launch leaves in `out`."""
+    return kernel.run()["O"].reshape(-1).view(np.uint32)
+
+
+def run(backend: Backend, folder: Path, body: str, a: Any = 0, b: Any = 0, **more: Any) -> Any:
+    """The answer of a kernel that is launched once; parameters as bound() takes them."""
+    return answer(bound(backend, folder, body, a, b, **more))
 
 
 def integers(*shape: int, seed: int = 0, most: int = 8) -> Any:
