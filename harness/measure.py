@@ -43,13 +43,14 @@ class Policy:
     """When enough samples were taken of a contender: at least min_samples and min_seconds, and then either noise or max_seconds.
 
     noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. warm_up seconds run before the first.
-    A turn takes `turn` seconds of samples one after the other without a pause, so that a contender is measured at the clocks
-    its own power draw leaves it, not at those of its neighbour's or of an idle GPU.
+    A turn takes `turn` seconds of samples one after the other without a pause, after `settle` seconds of the same that are not
+    kept, so that a contender is measured at the clocks its own power draw leaves it, not at its neighbour's or an idle GPU's.
     """
 
-    warm_up: float = 0.1
+    warm_up: float = 0.05
+    settle: float = 0.12
     turn: float = 0.06
-    min_turns: int = 3
+    min_turns: int = 2
     min_samples: int = 10
     max_samples: int = 2000
     min_seconds: float = 0.1
@@ -58,7 +59,10 @@ class Policy:
 
 
 #: A GPU is steady and its runs are short; a CPU shares its cores with everyone and shows only that a kernel works.
-POLICY = {"cuda": Policy(), "cpu": Policy(warm_up=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0)}
+POLICY = {
+    "cuda": Policy(),
+    "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
     while waiting:
         for name in list(waiting):
             start = time.perf_counter()
-            seconds[name] += runs[name].turn(stage, timing == "cold", policy.turn)
+            runs[name].turn(stage, timing == "cold", policy.settle, 0)
+            seconds[name] += runs[name].turn(stage, timing == "cold", policy.turn, 1)
             spent[name] += time.perf_counter() - start
             turns[name] += 1
             if _enough(seconds[name], turns[name], spent[name], policy):
@@ -170,11 +175,11 @@ class _Run:
             return cls(replay, "graph", calls, found.device)
         return found
 
-    def turn(self, stage: Stage, cold: bool, wanted: float) -> list[float]:
-        """Samples enqueued one behind the other for about `wanted` device seconds, at least one."""
+    def turn(self, stage: Stage, cold: bool, wanted: float, least: int) -> list[float]:
+        """Samples enqueued one behind the other for about `wanted` device seconds, at least `least` and at most 200."""
         waiting = []
         host = 2e-5 if self.launch == "graph" else statistics.median(self.calls)
-        for i in range(max(1, min(200, round(wanted / self.device)))):
+        for i in range(max(least, min(200, round(wanted / self.device)))):
             # The queue empties where the host is slower than the device: then, and at first, the device is kept busy meanwhile.
             stage.before(_lead(self.calls) if i == 0 or host > 0.5 * self.device else 0.0, cold)
             waiting.append(self.enqueue())

@@ -49,7 +49,7 @@ def steady(seconds: float) -> Iterator[float]:
     return itertools.repeat(seconds)
 
 
-QUICK = Policy(warm_up=0.0, turn=0.0, min_turns=1, min_samples=4, max_samples=50, min_seconds=0.0, noise=0.01, max_seconds=60.0)
+QUICK = Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=4, max_samples=50, min_seconds=0.0, noise=0.01, max_seconds=60.0)
 
 
 def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() -> None:
@@ -69,14 +69,15 @@ def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() 
 def test_a_turn_is_a_burst_without_pauses() -> None:
     """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
     stage = Stage()
-    policy = replace(QUICK, turn=4e-3, min_turns=2, min_samples=1)
+    policy = replace(QUICK, settle=2e-3, turn=4e-3, min_turns=2, min_samples=1)
     measure.measure(
         {"long": Run(stage, "long", steady(1e-3)), "short": Run(stage, "short", steady(2e-3), call=3e-3)}, stage, "warm", policy
     )
     names = [entry for entry in stage.log if isinstance(entry, str)]
-    assert names[2:] == (["long"] * 4 + ["short"] * 2) * 2
+    assert names[2:] == (["long"] * (2 + 4) + ["short"] * (1 + 2)) * 2
+    assert len(found["long"].seconds) == 8 and len(found["short"].seconds) == 4, "what settles the clocks is not kept"
     waits = [entry[1] > 0 for entry in stage.log if not isinstance(entry, str)][2:]
-    assert waits == ([True, False, False, False] + [True, True]) * 2
+    assert waits == ([True, False] + [True, False, False, False] + [True] * 3) * 2
 
 
 def test_noise_takes_more_samples_and_steadiness_fewer() -> None:
