@@ -52,8 +52,8 @@ class Tensor:
         rows = math.prod(shape[:-1]) if len(shape) == 4 else math.prod(shape)
         self.bytes = rows * pitch * self.storage.itemsize
         guard = backend.guard_bytes
-        xp = backend.xp
-        self._raw = xp.full(self.bytes + 2 * guard + (_ALIGN if guard else 0), POISON, dtype=np.uint8)
+        self._raw = backend.memory(self.bytes + 2 * guard + (_ALIGN if guard else 0))
+        self.poison()
         self._start = guard + (-(backend.address(self._raw) + guard) % _ALIGN if guard else 0)
         self.address = backend.address(self._raw) + self._start
 

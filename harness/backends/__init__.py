@@ -81,8 +81,8 @@ class Backend(Protocol):
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded: ...
 
-    def put(self, array: Any) -> Any:
-        """A device copy of a numpy array of any dtype and shape, as flat uint8."""
+    def memory(self, size: int) -> Any:
+        """A new uint8 buffer of so many bytes, their values unspecified."""
         ...
 
     def get(self, buffer: Any) -> Any:

@@ -134,14 +134,13 @@ class Cuda(Backend):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def put(self, array: Any) -> Any:
-        """A device copy of a numpy array of any dtype and shape, as flat uint8."""
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    def memory(self, size: int) -> Any:
+        """Uninitialised device memory. Raises UsageFault where there is not so much."""
         try:
-            return self.xp.asarray(flat)
+            return self.xp.empty(size, np.uint8)
         except self.xp.cuda.memory.OutOfMemoryError:
             free, total = self.xp.cuda.runtime.memGetInfo()
-            what = f"{self._device.name} has no room for {flat.nbytes} more bytes"
+            what = f"{self._device.name} has no room for {size} more bytes"
             raise UsageFault(what, f"{free} of its {total} bytes are free", "use a smaller problem") from None
 
     def get(self, buffer: Any) -> Any:

@@ -29,6 +29,7 @@ import numpy as np
 from ..kernel import INCLUDE, Device, Kernel, Plan
 from ..problem import DiskFault, EnvironmentFault, Problem, UsageFault
 from . import Backend, CompileError, Fill, Loaded, Step, cache_dir
+from .host_memory import fenced
 from .host_report import ASAN_CHILD, child_with_asan, failure
 from .host_source import HOST, translation_unit
 
@@ -89,9 +90,9 @@ class Host(Backend):
         library = _library(kernel, plan, self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
-    def put(self, array: Any) -> Any:
-        """A copy of an array's bytes, flat."""
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
+    def memory(self, size: int) -> Any:
+        """Bytes between fences; for AddressSanitizer of the heap, around whose arrays it puts its own."""
+        return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
 
     def get(self, buffer: Any) -> Any:
         """The buffer's bytes, copied."""

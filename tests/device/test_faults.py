@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import planted
 import pytest
 
 from harness import kernel
@@ -94,6 +95,15 @@ def test_writing_outside_a_tensor_is_caught_by_the_guard_bands(backend: Backend,
     wrong = mutant(tmp_path, FORWARD, ("if (query >= args.seq_q) break;", "if (query > args.seq_q) break;"))
     with pytest.raises(KernelFault, match="wrote outside"):
         judge(backend, wrong, Problem.of(1, 1, 65, 64))
+
+
+def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: Path) -> None:
+    """Beyond the guard band of the CPU backend is a fence: the launch stops there, and the process goes on."""
+    far = "static_cast<float*>(args.O.data)[blockIdx.x == 3 ? 1 << 12 : 0] = 1.0f"
+    chosen = planted.kernel(tmp_path, planted.GOOD.replace("static_cast<float*>(args.O.data)[0] += 1.0f", far))
+    for _ in range(3):
+        with pytest.raises(KernelFault, match=r"illegal memory access in block \(3, 0, 0\)"):
+            judge(Host(), chosen, Problem.of(1, 1, 8, 64))
 
 
 def test_changing_an_input_is_caught(backend: Backend, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Fake:
         }  # fmt: skip
         module: Any = ModuleType("cupy")
         module.RawModule = self._module
-        module.asarray, module.asnumpy = np.array, np.array
+        module.asarray, module.asnumpy, module.empty = np.array, np.array, np.empty
         module.cuda = SimpleNamespace(
             runtime=SimpleNamespace(getDeviceCount=lambda: 2, getDeviceProperties=lambda i: self.facts, memGetInfo=lambda: (10, 100)),
             Device=lambda i: SimpleNamespace(use=lambda: self.used.append(i)),
@@ -207,21 +207,22 @@ def test_an_illegal_access_says_the_context_is_dead_and_how_to_find_the_line(fak
         assert caught.value.exit_code == 5
 
 
-def test_put_flattens_to_bytes_and_get_brings_them_back(fake: Fake) -> None:
-    backend, array = cuda.Cuda(), np.arange(6, dtype=np.float64).reshape(2, 3).T
-    buffer = backend.put(array)
+def test_memory_is_bytes_and_get_brings_them_back(fake: Fake) -> None:
+    backend = cuda.Cuda()
+    buffer = backend.memory(48)
     assert (buffer.dtype, buffer.shape) == (np.uint8, (48,))
-    assert (backend.get(buffer).view(np.float64) == array.ravel()).all()
+    buffer[:] = range(48)
+    assert (backend.get(buffer) == np.arange(48)).all()
 
 
 def test_no_room_is_a_usage_fault(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(array: Any) -> None:
+    def full(size: int, dtype: Any) -> None:
         raise MemoryError
 
     backend = cuda.Cuda()
-    monkeypatch.setattr(fake.module, "asarray", full)
+    monkeypatch.setattr(fake.module, "empty", full)
     with pytest.raises(UsageFault, match="no room for 4 more bytes"):
-        backend.put(np.zeros(1, np.float32))
+        backend.memory(4)
 
 
 # -- environment ------------------------------------------------------------------------------------------------------
