@@ -70,7 +70,7 @@ def test_a_turn_is_a_burst_without_pauses() -> None:
     """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
     stage = Stage()
     policy = replace(QUICK, settle=2e-3, turn=4e-3, min_turns=2, min_samples=1)
-    measure.measure(
+    found = measure.measure(
         {"long": Run(stage, "long", steady(1e-3)), "short": Run(stage, "short", steady(2e-3), call=3e-3)}, stage, "warm", policy
     )
     names = [entry for entry in stage.log if isinstance(entry, str)]
