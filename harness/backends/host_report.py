@@ -29,8 +29,7 @@ def failure(outcome: int, report: str, library: Path, kernel: Kernel, entry: str
     if outcome == 3:
         return KeyboardInterrupt()
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
-    text = with_lines(report, library).replace("??:?", "a line that --check asan names")
-    return fault(f"{kernel.label}: {what} in {entry}", text.strip(), f"see {kernel.path}")
+    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library).strip(), f"see {kernel.path}")
 
 
 def with_lines(report: str, library: Path) -> str:
@@ -48,9 +47,10 @@ def with_lines(report: str, library: Path) -> str:
     done = subprocess.run([tool, "-a", "-i", "-e", str(library), *offsets], capture_output=True, text=True, check=False)
     places: list[str] = []
     for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:
-        frames = [line.split(" (")[0] for line in block.splitlines()]
+        known = (line.split(" (")[0] for line in block.splitlines())  # without -g there is no line, or that of our launcher
+        frames = [frame for frame in known if not re.match(r"\?\?|.*entries of ", frame)]
         # the outermost frame in a kernel file: words are inlined into it
-        places.append(next((f for f in reversed(frames) if ".cu:" in f), frames[-1] if frames else "?"))
+        places.append(next((f for f in reversed(frames) if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
     for address, place in zip(addresses, places, strict=False):
         report = report.replace(f"pc:{address}", place)
     return report
