@@ -219,9 +219,7 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
     """The rows with pct_of_peak: of the matrix products of their dtype measured in the same run, where they were."""
     most = {row.Kernel.removeprefix("ceiling-gemm-"): row.TFLOPS for row in ceilings if row.Kernel.startswith("ceiling-gemm-")}
-    return [
-        replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows
-    ]
+    return [replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows]
 
 
 def rows_without(
