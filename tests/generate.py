@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import main  # noqa: E402
-from harness import show  # noqa: E402
+from harness import results, show  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 
@@ -31,6 +31,19 @@ def ladder() -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
+def measured() -> str:
+    """Speeds of record on the large shape of seed 002 (B8 H16 S2048 D64, float32, warm), forward and backward, torch beside them."""
+    columns = ("kernel", "forward ms", "TFLOP/s", "of torch's fastest", "backward ms", "TFLOP/s", "of torch's fastest")
+    cells: dict[str, list[str]] = {}
+    for place, name in ((0, "forward"), (3, "backward")):
+        for row in results.read(ROOT / "experiments" / name / "results.csv"):
+            if row.Test == "Stress-1" and row.timing == "warm" and row.KernelTime_ms and row.TFLOPS and row.Speedup:
+                found = cells.setdefault(row.Kernel, [""] * 6)
+                found[place : place + 3] = [f"{row.KernelTime_ms:.2f}", f"{row.TFLOPS:.1f}", f"{row.Speedup:.2f}x"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join([kernel, *row]) + " |" for kernel, row in cells.items()]) + "\n"
+
+
 def help_of(verb: str) -> str:
     """`fa-cli VERB --help`, or the group's help for the empty verb."""
     group = click.Context(main, info_name="fa-cli", terminal_width=110, **main.context_settings)
@@ -43,7 +56,7 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         what, _, rest = match[2].partition(" ")
-        return f"{match[1]}\n{ {'ladder': ladder, 'help': lambda: help_of(rest)}[what]() }\n{match[3]}"
+        return f"{match[1]}\n{ {'ladder': ladder, 'measured': measured, 'help': lambda: help_of(rest)}[what]() }\n{match[3]}"
 
     return _MARK.sub(part, text)
 
