@@ -276,9 +276,9 @@ def available_memory() -> int:
     return free
 
 
-def check_size(problem: Problem, folder: Path | None = None) -> None:
-    """Raise UsageFault where inputs and outputs exceed 90 % of the available memory, or of the free disk at folder."""
-    need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"]))
+def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
+    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the available memory, or of the free disk at folder."""
+    need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
     room = [("memory", available_memory())]
     if folder is not None:
         place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())

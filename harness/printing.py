@@ -92,7 +92,7 @@ def _text(value: object) -> str:
 def _plain(value: Any) -> Any:
     """A value as JSON has it: dataclasses and mappings as objects, paths as text, NaN and infinity as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = {field.name.rstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

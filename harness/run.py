@@ -12,7 +12,7 @@ from . import dataset as data
 from . import errors, kernel, measure, peers
 from .backends import Backend, pick
 from .contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
-from .problem import PASSES, READS, EnvironmentFault, Problem, UsageFault
+from .problem import DTYPE_BYTES, PASSES, READS, EnvironmentFault, Problem, UsageFault
 
 #: Modes of a run and the passes each consists of.
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
@@ -178,7 +178,9 @@ def _refuse(compute: str, mode: str, problem: Problem, backend: Backend, tiles: 
         return peer.name
     chosen = [kernel.find(compute, pass_) for pass_ in MODES[mode]]
     for each in chosen:
-        each.plan(problem, backend.device(), tiles)
+        spaces = each.plan(problem, backend.device(), tiles).workspaces
+        if backend.name == "cpu":  # a GPU says itself what does not fit
+            data.check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
     return chosen[0].name
 
 

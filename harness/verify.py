@@ -20,7 +20,7 @@ from typing import Any
 from . import errors, kernel
 from .backends import Backend
 from .contender import run_kernel, yardstick_for
-from .problem import DTYPE_BYTES, PASSES, READS, Fault, Problem, UsageFault
+from .problem import PASSES, READS, Fault, Problem, UsageFault
 from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
@@ -110,13 +110,15 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
         cases += list(_seed_shapes(chosen, device))
         if device == "cuda":
             cases += list(_large(chosen))
-    return [Case(i, *case) for i, case in enumerate(cases[: _MOST[device]])]
+    assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
+    return [Case(i, *case) for i, case in enumerate(cases)]
 
 
 def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[tuple[Problem, float, int]]:
     masks = [False, True] if chosen.causal and device == "cuda" else [False]
+    dtypes = ["float32" if d == "tf32" else d for d in chosen.dtypes]
     for i, (batch, heads, length) in enumerate(SEED_SHAPES):
-        dtype = [d for d in chosen.dtypes if d in DTYPE_BYTES][i % len([d for d in chosen.dtypes if d in DTYPE_BYTES])]
+        dtype = dtypes[i % len(dtypes)]
         if device == "cpu" and length > 256:  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
             batch, heads, length = 1, max(1, heads // 4), 512
         for causal in masks:

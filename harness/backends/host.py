@@ -29,6 +29,7 @@ import numpy as np
 from ..kernel import INCLUDE, Device, Kernel, Plan
 from ..problem import DiskFault, EnvironmentFault, Problem, UsageFault
 from . import Backend, CompileError, Fill, Loaded, Step, cache_dir
+from .host_machine import processor, threads
 from .host_memory import fenced
 from .host_report import ASAN_CHILD, child_with_asan, failure
 from .host_source import HOST, translation_unit
@@ -70,19 +71,19 @@ class Host(Backend):
                 "the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan"
             )
         self.seed, self.check = seed or 0, check
-        self.workers = int(os.environ.get("FA_CLI_THREADS") or len(os.sched_getaffinity(0)))
+        self.workers = threads()
         #: Bytes of poisoned memory run.py puts around each tensor; AddressSanitizer brings its own.
         self.guard_bytes = 0 if check == "asan" else 4096
         compiler()
 
     def device(self) -> Device:
         """The processor. The architecture and sizes are those of the GPU whose launch plans are followed (an H200)."""
-        return Device("cpu", _processor(), "sm_90", 132, 50 << 20, 232448)
+        return Device("cpu", processor(), "sm_90", 132, 50 << 20, 232448)
 
     def environment(self) -> dict[str, Any]:
         """Processor, compiler and threads."""
         version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-        return {"device": self.name, "device_name": _processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
+        return {"device": self.name, "device_name": processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
@@ -279,16 +280,6 @@ def _aligned(data: bytes) -> Any:
     start = -room.ctypes.data % 64
     room[start : start + len(data)] = np.frombuffer(data, np.uint8)
     return room[start : start + len(data)]
-
-
-@cache
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M):
-            return found[1]
-    import platform
-
-    return platform.machine()
 
 
 def run_under_asan(arguments: Sequence[str]) -> int:

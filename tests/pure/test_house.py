@@ -29,6 +29,7 @@ LAYERS = (
         "backends",
         "backends.cuda",
         "backends.host",
+        "backends.host_machine",
         "backends.host_memory",
         "backends.host_report",
         "backends.host_source",

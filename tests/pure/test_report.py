@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from harness.problem import DataFault, DiskFault, Problem
 from harness.results import Row
 from harness.summary import summary
 from harness.views import by_head_dim, families, latest, limiter, roofs, views
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 GPU, CPU = {"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cpu", "device_name": "a processor"}
 RUN = "20261120T184550Z-ab12"
@@ -371,3 +375,14 @@ def test_every_figure_has_a_function() -> None:
         figures.kernel_comparison, figures.seqlen_analysis, figures.latency_scaling, figures.memory, figures.roofline, figures.error_vs_s,
     )  # fmt: skip
     assert all(function(view, "t", "f") is None for function in functions)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """README's cells, with the checkout's name of the package."""
+    cells = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    for cell in cells:
+        exec(cell.replace("fa_cli.harness", "harness"), {})
+    said = capsys.readouterr().out
+    assert len(cells) == 2 and "KernelTime_ms" in said and "True" in said

@@ -68,6 +68,8 @@ def test_peer_is_timed(name: str) -> None:
         direct = min(prepared.enqueue()() for _ in range(10))
         assert 1e-5 < direct < 0.1 and prepared.call() < 0.1
         replay = prepared.graph()
-        print(name, pass_, prepared.ran, f"{direct * 1e3:.3f} ms", "no graph" if replay is None else f"{replay()() * 1e3:.3f} ms as a graph")
+        print(
+            name, pass_, prepared.ran, f"{direct * 1e3:.3f} ms", "no graph" if replay is None else f"{replay()() * 1e3:.3f} ms as a graph"
+        )
         if replay is not None:
             assert min(replay()() for _ in range(10)) < 1.5 * direct
