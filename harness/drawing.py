@@ -41,7 +41,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color
 _BLACK = (0.1, 0.1, 0.1)
 #: By number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
 COLOURS = (_GREY, _BROWN, _PINK, _SKY, _PURPLE, _RED, _GREEN, _BLUE, _ORANGE, _BLACK)
-PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY)
+PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY, _GREEN, _RED)
 MARKERS = "os^DvPX<>dph"
 DASHES: tuple[Any, ...] = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 MARK: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
