@@ -17,8 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -231,13 +231,12 @@ def _engine() -> ctypes.CDLL:
 
 
 class _Library:
-    """A loaded kernel library; closed when nobody uses it any more."""
+    """A loaded kernel library."""
 
     def __init__(self, path: Path, kernel: Kernel) -> None:
         _engine()
         self.path = path
         self.dll = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-        weakref.finalize(self, _ctypes.dlclose, self.dll._handle)
         self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
         self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
@@ -245,29 +244,39 @@ class _Library:
         self.static_offset, self.static_bytes = offset.value, size.value
 
 
-_open: weakref.WeakValueDictionary[str, _Library] = weakref.WeakValueDictionary()
+#: Libraries stay open for the next who wants them, so many at most. The oldest unused are closed here and not by a finalizer:
+#: Python drops a Ctrl-C that falls into one.
+_OPEN_AT_MOST = 64
+_open: dict[str, _Library] = {}
+_opening = threading.Lock()
+
+
+def _keep_open(key: str, library: _Library) -> _Library:
+    with _opening:
+        kept = _open.setdefault(key, library)
+        for old in list(_open)[:-_OPEN_AT_MOST]:
+            if sys.getrefcount(_open[old]) == 2:  # the table's and this call's: no Loaded holds it
+                _ctypes.dlclose(_open.pop(old).dll._handle)
+    return kept
 
 
 def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     unit = translation_unit(kernel)
     flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
     flags += [f"-D{name}={value}" for name, value in plan.macros]
+    link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
     if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
-        link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
     elif check == "asan":
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
-        link = ["-shared", "-fsanitize=address", "{dir}/unit.o", "-o", "{dir}/out.so"]
+        link.append("-fsanitize=address")
     else:
-        flags += ["-O3"]
-        link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
+        flags.append("-O3")
     key = _hash(unit, kernel.source_hash, _toolchain(), _words(), *flags)
-    if key not in _open:
-        compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
-        library = _Library(_build(key, [compile_, link], {"unit.cpp": unit}, kernel), kernel)
-        _open[key] = library
-        return library
-    return _open[key]
+    if found := _open.get(key):
+        return found
+    compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
+    return _keep_open(key, _Library(_build(key, [compile_, link], {"unit.cpp": unit}, kernel), kernel))
 
 
 @cache
