@@ -395,7 +395,7 @@ def test_an_unknown_sweep_is_exit_2(fa_cli: Run) -> None:
 def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     """Exit code 130, every row in the file whole."""
     (tmp_path / "long.toml").write_text(SWEEP.replace("[16, 33]", str([16, *range(400, 800)])))
-    command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--device", "cpu"]
+    command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--peers", "none", "--device", "cpu"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     table = tmp_path / "experiment_results" / "results.csv"
     deadline = time.monotonic() + 60

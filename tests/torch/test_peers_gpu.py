@@ -46,6 +46,8 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
         except UsageFault as fault:
             assert shape not in TAKEN or dtype not in peer.dtypes, str(fault)
             pytest.skip(fault.why)
+        if name == "fa4" and pass_ == "backward" and problem.head_dim == 40:
+            pytest.xfail("flash-attn-4 4.0.0b36 gives a wrong dQ in the last tile at head dim 40, seen on an H200")
         outputs = prepared.outputs()
         assert set(outputs) >= ({"O"} if pass_ == "forward" else {"dQ", "dK", "dV"})
         for verdict in errors.compare(problem, outputs, expected, baselines, inputs=inputs).values():
