@@ -222,7 +222,7 @@ def _hash(*parts: str) -> str:
 
 @cache
 def _engine() -> ctypes.CDLL:
-    source = "".join((HOST / name).read_text() for name in ("engine.cpp", "engine.hpp", "race.hpp"))
+    source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
     step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w", f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
     path = _build(_hash("engine", source, _toolchain(), *step), [step], {}, None)
     engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find the engine's symbols by name

@@ -31,83 +31,9 @@
 #include <xmmintrin.h>
 #endif
 
+#include "fiber.hpp"
+
 namespace fa_host {
-
-// -- switching fibers -------------------------------------------------------------------------------------------------
-
-// void fa_host_switch(void** save_stack_pointer, void* load_stack_pointer): callee-saved registers go on the stack.
-extern "C" void fa_host_switch(void**, void*);
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl fa_host_switch
-.hidden fa_host_switch
-.type fa_host_switch, @function
-fa_host_switch:
-    push %rbp
-    push %rbx
-    push %r12
-    push %r13
-    push %r14
-    push %r15
-    mov %rsp, (%rdi)
-    mov %rsi, %rsp
-    pop %r15
-    pop %r14
-    pop %r13
-    pop %r12
-    pop %rbx
-    pop %rbp
-    ret
-.size fa_host_switch, .-fa_host_switch
-)");
-constexpr int saved_words = 6;  // then the return address
-#elif defined(__aarch64__)
-asm(R"(
-.text
-.globl fa_host_switch
-.hidden fa_host_switch
-.type fa_host_switch, %function
-fa_host_switch:
-    sub sp, sp, #160
-    stp x19, x20, [sp, #0]
-    stp x21, x22, [sp, #16]
-    stp x23, x24, [sp, #32]
-    stp x25, x26, [sp, #48]
-    stp x27, x28, [sp, #64]
-    stp x29, x30, [sp, #80]
-    stp d8, d9, [sp, #96]
-    stp d10, d11, [sp, #112]
-    stp d12, d13, [sp, #128]
-    stp d14, d15, [sp, #144]
-    mov x9, sp
-    str x9, [x0]
-    mov sp, x1
-    ldp x19, x20, [sp, #0]
-    ldp x21, x22, [sp, #16]
-    ldp x23, x24, [sp, #32]
-    ldp x25, x26, [sp, #48]
-    ldp x27, x28, [sp, #64]
-    ldp x29, x30, [sp, #80]
-    ldp d8, d9, [sp, #96]
-    ldp d10, d11, [sp, #112]
-    ldp d12, d13, [sp, #128]
-    ldp d14, d15, [sp, #144]
-    add sp, sp, #160
-    ret
-.size fa_host_switch, .-fa_host_switch
-)");
-#else
-#error "the host backend has a fiber switch for x86-64 and aarch64 only"
-#endif
-
-// AddressSanitizer must be told of stack switches; these exist only in a process that has it.
-extern "C" {
-void __sanitizer_start_switch_fiber(void** fake, const void* bottom, size_t size) __attribute__((weak));
-void __sanitizer_finish_switch_fiber(void* fake, const void** bottom, size_t* size) __attribute__((weak));
-void __asan_poison_memory_region(void const volatile* address, size_t size) __attribute__((weak));
-void __asan_unpoison_memory_region(void const volatile* address, size_t size) __attribute__((weak));
-}
 
 // -- a block ----------------------------------------------------------------------------------------------------------
 
@@ -554,62 +480,9 @@ static void work_together(int helpers) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// -- signals ----------------------------------------------------------------------------------------------------------
-
-constexpr int watched[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE};
-static struct sigaction before[4];  // how they were handled before the launch
-
-// Ctrl-C: the launch is to end, and whoever handled it before (Python) is told too. A second one, which is not the same one
-// sent twice, means that the launch does not end.
-static void on_interrupt(int number, siginfo_t* info, void* context) {
-    static timespec first;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if (!stop_asked) first = now;
-    else if (now.tv_sec - first.tv_sec + (now.tv_nsec - first.tv_nsec) * 1e-9 > 0.3) _exit(130);
-    stop_asked = 1;
-    before[0].sa_flags& SA_SIGINFO ? before[0].sa_sigaction(number, info, context) : before[0].sa_handler(number);
-}
-
-// A fault of a kernel is reported and ends the launch; any other, one of the report itself too, is left to the old handler.
-static void on_fault(int number, siginfo_t* info, void* context) {
-    if (!here || here->faulted) {
-        for (int i = 0; i < 4; ++i)
-            if (watched[i] == number) sigaction(number, &before[i], nullptr);
-        return;  // to the faulting instruction, which now meets the old handler
-    }
-    here->faulted = true;
-    auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
-#if defined(__x86_64__)
-    auto code = machine.gregs[REG_RIP];
-#else
-    auto code = machine.pc;
-#endif
-    begin_report(*here, number == SIGFPE ? "integer division by zero" : "illegal memory access");
-    say(": thread %d at pc:%p", here->current, reinterpret_cast<void*>(code + 1));  // as a return address: after the instruction
-    if (number != SIGFPE) say(", address %p", info->si_addr);
-    say("\n");
-    end_report(*here);
-}
-
-static void watch_signals() {
-    stop_asked = 0;
-    for (int i = 0; i < 4; ++i) {
-        struct sigaction old, ours = {};
-        ours.sa_sigaction = i ? on_fault : on_interrupt;
-        ours.sa_flags = SA_SIGINFO | (i ? SA_NODEFER : SA_RESTART);
-        sigaction(watched[i], nullptr, &old);
-        if (old.sa_sigaction != ours.sa_sigaction) before[i] = old;  // the same in a child forked during a launch
-        bool handled = before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN;
-        if (i ? !__sanitizer_start_switch_fiber : handled) sigaction(watched[i], &ours, nullptr);
-    }
-}
-
-static void leave_signals() {
-    for (int i = 0; i < 4; ++i) sigaction(watched[i], &before[i], nullptr);
-}
-
 }  // namespace fa_host
+
+#include "signals.hpp"
 
 // -- what words call --------------------------------------------------------------------------------------------------
 

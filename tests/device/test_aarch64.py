@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device.test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, ulps
+from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, ulps
 
 from harness.backends.host import _FLAGS
 from harness.backends.host_source import _DYNAMIC, HOST

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device.test_tile_words import answer, bound, f32, run
+from test_tile_words import answer, bound, f32, run
 
 from harness.backends.host import Host
 from harness.backends.host_report import CheckFault
@@ -210,7 +210,7 @@ def test_atomics_under_the_race_check(tmp_path: Path) -> None:
 SCRIPT = """
 import sys; sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
-from device.test_tile_words import run
+from test_tile_words import run
 from harness.backends.host import Host
 try:
     run(Host(), Path({folder!r}), {body!r}, block=64, before={before!r})
@@ -230,7 +230,7 @@ ENDLESS = {
 
 def interrupted(folder: Path, body: str, times: int) -> tuple[int, str, float]:
     """Exit code, output and seconds of a process whose kernel gets SIGINT while it runs, again after half a second."""
-    code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), body=RUNNING + body, before=BEFORE)
+    code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests" / "device"), folder=str(folder), body=RUNNING + body, before=BEFORE)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         try:
