@@ -27,7 +27,8 @@ PEER_BUDGETS = 8.0
 class PassResult:
     """One pass: outputs (host storage arrays), a verdict for each, what can be timed, and the timings taken so far (warm, cold).
 
-    kernel and loaded are None for a peer; ran says which backend of its library really ran.
+    kernel and loaded are None for a peer; ran says which backend of its library really ran. maps holds for each tensor that
+    failed its |error| as errors.error_map gives it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PassResult:
     loaded: Loaded | None = None
     ran: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
+    maps: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -85,6 +87,11 @@ class Yardstick:
             self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, inputs=self._device, xp=self.xp, tile=tile
         )
 
+    def error_maps(self, outputs: Mapping[str, Any], verdicts: Mapping[str, errors.Verdict]) -> dict[str, Any]:
+        """The |error| map of each output that failed."""
+        failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
+        return {name: errors.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
+
     def forward_outputs(self) -> dict[str, Any]:
         """The reference's O and logsumexp, rounded to storage: what verify and experiment feed a backward pass."""
         found = {}
@@ -108,7 +115,8 @@ def run_kernel(
     bound = Bound(backend, loaded, yardstick.problem, inputs)
     outputs = bound.run()
     verdicts = yardstick.judge(outputs, chosen.arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
-    return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded)
+    maps = yardstick.error_maps(outputs, verdicts)
+    return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded, maps=maps)
 
 
 def run_peer(peer: Peer, yardstick: Yardstick, pass_: str) -> PassResult:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
+from .show_report import error_pictures, times_as_fast
 
 if TYPE_CHECKING:
     from .compile import CompileRow
@@ -54,6 +55,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
         for verdict in result.verdicts.values():
             if not verdict.passed:
                 line(" ", errors.message(verdict))
+    for path in error_pictures(found):
+        note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
         note(text)
     return 0 if passed else 1
@@ -92,7 +95,7 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
     for result in found:
         for name, each in result.passes.items():
             time, base = result.time_ms[name], first.time_ms[name]
-            speed = base / time if base and time and result is not first else None
+            speed = times_as_fast(each, first.passes[name]) if base and time and result is not first else None
             rows.append((result.compute, name, time, result.tflops[name], result.gbps[name], speed, len(each.seconds)))
     cpu = first.device == "cpu"
     shown = [0, 1, 2, *(() if cpu else (3, 4)), *((5,) if len(found) > 1 else ()), 6]

@@ -1,16 +1,19 @@
-"""What the verbs compare and report print, as show.py does for the rest. Every public function returns the exit code."""
+"""What the verbs compare and report print, as show.py does for the rest. They return the exit code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .compare import ratio_interval
 from .printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .compare import Comparison
+    from .contender import PassResult
+    from .run import Result
 
 
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
@@ -67,3 +70,26 @@ def redrawn(paths: Sequence[Path], as_json: bool, verbosity: int) -> int:
         for path in paths:
             line(f"written  {near(path)}")
     return 0
+
+
+def error_pictures(found: Sequence[Result]) -> list[Path]:
+    """Draw where each tensor that failed its check is wrong, beside the outputs: error_<tensor>.png, later kernels' with their name."""
+    made: list[Path] = []
+    for place, result in enumerate(found):
+        if not result.outputs:
+            continue
+        for each in result.passes.values():
+            for tensor, picture in each.maps.items():
+                from . import report  # matplotlib takes a second to load
+
+                name = f"error_{tensor}.png" if place == 0 else f"error_{result.compute}_{tensor}.png"
+                title = f"|error| of {tensor}, {result.compute}, {result.problem.describe()}"
+                made.append(report.error_picture(picture, title, result.outputs / name))
+    return made
+
+
+def times_as_fast(mine: PassResult, base: PassResult) -> str:
+    """base's time over mine, and its 95 % interval where there are samples enough."""
+    ratio = base.timings["warm"].median_ms / mine.timings["warm"].median_ms
+    interval = ratio_interval(mine.seconds, base.seconds)
+    return f"{ratio:.3g}" + (f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else "")
