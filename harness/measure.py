@@ -51,7 +51,7 @@ class Policy:
     settle: float = 0.12
     turn: float = 0.06
     min_turns: int = 2
-    min_samples: int = 10
+    min_samples: int = 20
     max_samples: int = 2000
     min_seconds: float = 0.1
     noise: float = 0.002
