@@ -131,11 +131,6 @@ class Bound:
         """Device memory the tensors and workspaces take."""
         return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory beyond inputs and outputs."""
-        return sum(t.bytes for _, t in self.workspaces)
-
     def _parameters(self, plain: tuple[str, ...]) -> tuple[Any, ...]:
         problem = self.problem
         if plain:

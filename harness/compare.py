@@ -30,7 +30,7 @@ from .views import KEY, Key, geometric_mean, key_of, latest
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
-ENOUGH, FEWEST = 7, 3  # samples: for order statistics at sqrt(95%), and for any interval
+FEWEST = 3  # samples for any interval; order statistics at sqrt(95%) need 7
 #: Facts of env.json that explain a difference.
 FACTS = ("cuda_driver", "driver", "cuda_runtime", "nvrtc", "cupy", "compiler", "threads", "packages", "git_commit")
 

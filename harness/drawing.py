@@ -47,8 +47,6 @@ DASHES: tuple[Any, ...] = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 MARK: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
 HOLLOW: dict[str, Any] = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
 NOTE: dict[str, Any] = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
-#: Behind a text that may lie over points.
-BEHIND: dict[str, Any] = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
 RC: dict[str, Any] = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 7.5, "grid.linewidth": 0.5, "axes.linewidth": 0.7, "font.family": "DejaVu Sans"}  # fmt: skip
 
 

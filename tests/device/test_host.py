@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,9 +161,10 @@ def test_a_kernel_compiles_in_two_seconds_and_then_not_again(empty_cache: Path, 
     """The engine is built already (once a machine); the second load takes the library from the cache."""
     backend, problem = Host(), Problem.of(1, 1, 8, 64)
     backend.load(own(tmp_path), problem)
-    start = time.process_time()
+    before = os.times()
     backend.load(kernel.find("naive", "forward"), problem)
-    assert os.times().children_user < 60 and time.process_time() - start < 2
+    after = os.times()  # processor time, the compiler's included: a busy machine does not change it
+    assert 0 < sum(after[:4]) - sum(before[:4]) < 2
     libraries = {file: file.stat().st_mtime_ns for file in empty_cache.rglob("*.so")}
     backend.load(kernel.find("naive", "forward"), problem)
     assert libraries and {file: file.stat().st_mtime_ns for file in empty_cache.rglob("*.so")} == libraries
