@@ -61,6 +61,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
 @options.device
 @options.tile
+@options.deterministic
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
@@ -70,7 +71,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.pass_context
 def run(
     context: Context, /, compute: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
-    tile: dict[str, int], tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, watch: bool,
+    tile: dict[str, int], deterministic: bool, tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, watch: bool,
     json: bool, **shape: Any,
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
@@ -83,7 +84,7 @@ def run(
     results = harness.run.run(
         compute or ["fa2"], mode, data_folder=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
         data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tile, check=check,
-        schedule_seed=schedule_seed, causal=causal, scale=scale,
+        schedule_seed=schedule_seed, causal=causal, scale=scale, deterministic=deterministic,
     )  # fmt: skip
     harness.watch.tell(results)
     return harness.show.results(results, json, context.obj["verbosity"])
@@ -108,6 +109,7 @@ def run(
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
 @click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
+@options.deterministic
 @click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
 @click.option("--experiment", "--save-results", "--no-stop-on-failure", is_flag=True, hidden=True, expose_value=False)
 @click.option("--no-gpu-reference", is_flag=True, hidden=True)
@@ -117,14 +119,14 @@ def run(
 def experiment(
     context: Context, /, name: str | None, seqlen: bool, mode: str | None, compute: list[str], peers: str | None, only: tuple[str, ...],
     skip: tuple[str, ...], output_dir: Path, record: bool, resume: bool, dry_run: bool, full: bool, no_gpu_reference: bool, device: str,
-    json: bool,
+    deterministic: bool, json: bool,
 ) -> int:  # fmt: skip
     """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
     wanted = "none" if no_gpu_reference else peers
     outcome = harness.experiment.run_sweep(
         harness.experiment.Options(
             "seqlen" if seqlen else name or mode or "forward", mode, tuple(compute), options.names(wanted), device, output_dir, record,
-            full, resume, dry_run, only, skip,
+            full, resume, dry_run, only, skip, deterministic,
         ),
         harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
@@ -140,20 +142,22 @@ def experiment(
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
+@options.deterministic
 @options.device
 @options.checks
 @options.printing
 @click.pass_context
 def verify(
-    context: Context, kernels: tuple[str, ...], compute: list[str], mode: str, matrix: str, case: int | None, device: str,
-    check: str | None, schedule_seed: int | None, json: bool,
+    context: Context, kernels: tuple[str, ...], compute: list[str], mode: str, matrix: str, case: int | None, deterministic: bool,
+    device: str, check: str | None, schedule_seed: int | None, json: bool,
 ) -> int:  # fmt: skip
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
-        [*kernels, *compute] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check, schedule_seed=schedule_seed, case=case,
+        [*kernels, *compute] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check,
+        schedule_seed=schedule_seed, case=case, deterministic=deterministic,
         progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
     )  # fmt: skip
     return harness.show.cases(cases, json, context.obj["verbosity"])
@@ -200,19 +204,20 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
 @options.device
 @options.tile
+@options.deterministic
 @click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
 @options.printing
 @click.pass_context
 def profile(
     context: Context, /, compute: list[str], mode: str, tool: str, causal: bool, scale: float | None, device: str, tile: dict[str, int],
-    output_dir: Path, json: bool, **shape: Any,
+    deterministic: bool, output_dir: Path, json: bool, **shape: Any,
 ) -> int:  # fmt: skip
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     if harness.profile.is_child():
         return harness.profile.launch()
     rows = harness.profile.profile(
         compute or ["fa2"], mode, options.problem_of(shape, causal, scale), tool=tool, output_dir=output_dir, seed=shape["seed"],
-        device=device, tiles=tile, progress=harness.printing.progress(context.obj["verbosity"]),
+        device=device, tiles=tile, deterministic=deterministic, progress=harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
     return harness.show.counters(rows, output_dir, json, context.obj["verbosity"])
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from . import measure as measure
     from . import new as new
     from . import peers as peers
+    from . import plan as plan
     from . import printing as printing
     from . import problem as problem
     from . import profile as profile

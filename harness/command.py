@@ -204,5 +204,6 @@ checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
     click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="Host backend: run the threads in another order."),
 )
+deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
 kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

@@ -37,6 +37,7 @@ class CompileRow:
     shared_bytes: int | None = None  # a block: static and dynamic
     seconds: float | None = None  # of the compile, also where it was remembered
     message: str = ""  # why it did not pass, or is not offered
+    deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
 
     @property
     def passed(self) -> bool:
@@ -112,8 +113,10 @@ def _find(spec: str) -> list[Kernel]:
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool) -> list[_Case]:
     widths = kernel.head_dims if everything else kernel.head_dims[-1:]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
+    forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     return [
-        _Case(kernel, dtype, width, causal, arch)
+        _Case(form, dtype, width, causal, arch)
+        for form in forms
         for dtype in kernel.dtypes
         for width in widths
         for causal in masks
@@ -124,7 +127,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool) -> list[_Case
 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = case.kernel, nvrtc.SHARED_LIMIT[case.arch]
-    row = CompileRow(kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch, OK)
+    row = CompileRow(kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch, OK, deterministic=kernel.deterministic)
     # Lengths play no part in what is compiled, so any will do; tf32 is float32 files.
     problem = Problem.of(1, 1, 1024, case.width, dtype="float32" if case.dtype == "tf32" else case.dtype, causal=case.causal)
     device = Device(kind="cuda", name=case.arch, arch=case.arch, shared_optin=limit)

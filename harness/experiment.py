@@ -43,6 +43,7 @@ class Options:
     dry_run: bool = False
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
                 progress(f"{step} {text}")
 
-            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
+            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell, options.deterministic):
                 rows += _keep(folder, results.with_peak(found, rows), samples)
     except _Lost:
         rows = _in_a_fresh_process(options, table, run_id)
@@ -106,7 +107,14 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
 
 
 def _shape(
-    backend: Backend, computes: Sequence[str], mode: str, test: str, problem: Problem, run_id: str, progress: Callable[[str], None]
+    backend: Backend,
+    computes: Sequence[str],
+    mode: str,
+    test: str,
+    problem: Problem,
+    run_id: str,
+    progress: Callable[[str], None],
+    deterministic: bool,
 ) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
     yardstick: Yardstick | None = None
@@ -115,13 +123,13 @@ def _shape(
         progress(f"checks {compute}")
         try:
             yardstick = yardstick or yardstick_for(problem, backend, mode, SEED)
-            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, yardstick))
+            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, yardstick, deterministic))
         except DiskFault:
             raise  # every other row would meet it too
         except Exception as error:
             absent = isinstance(error, EnvironmentFault)
             status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
-            yield results.rows_without(test, compute, mode, problem, backend, run_id, SEED, status, str(error)), []
+            yield results.rows_without(test, compute, mode, problem, backend, run_id, SEED, status, str(error), deterministic), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost from error
     for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
@@ -183,7 +191,7 @@ def _computes(options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[
     for spec in asked:
         for pass_ in passes:
             if not peers.find(spec):
-                find(spec, pass_)
+                find(spec, pass_, options.deterministic)
     if not asked:
         dtypes = {problem.dtype for _, problem in shapes}
         having = [{k.name for k in catalogue() if k.pass_ == pass_ and dtypes & set(k.dtypes)} for pass_ in passes]

@@ -49,6 +49,7 @@ def _arch(value: Any) -> bool:
 
 Kind = tuple[Callable[[Any], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
+_FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
 _NUMBER: Kind = (_expression, "a whole number or an expression")
 
 #: What each key of a header must be. Required keys first.
@@ -64,7 +65,7 @@ REQUIRED: dict[str, Kind] = {
     "gqa": _FLAG,
     "cross": _FLAG,
     "logits": (lambda v: v == "any" or type(v) in (int, float), 'a number or "any"'),
-    "deterministic": _FLAG,
+    "deterministic": _FORMS,
     "launch": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[launch]]"),
 }
 OPTIONAL: dict[str, Kind] = {

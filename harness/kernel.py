@@ -9,12 +9,16 @@ import functools
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .expression import ExpressionError, evaluate
 from .header import Launch, bad, read_header
+from .plan import Device as Device
+from .plan import LaunchPlan as LaunchPlan
+from .plan import Plan as Plan
+from .plan import Workspace as Workspace
 from .problem import DTYPE_BYTES, PASSES, Problem, UsageFault
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels_cu"
@@ -25,48 +29,6 @@ _FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|b
 
 class NoSuchPass(UsageFault):
     """A kernel that has no file for a pass."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a launch plan may depend on. arch is sm_90 and the like; on the CPU backend, the architecture it stands in for."""
-
-    kind: str  # "cuda" or "cpu"
-    name: str
-    arch: str = "sm_90"
-    sms: int = 132
-    l2_bytes: int = 50 << 20
-    shared_optin: int = 232448
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """One launch with numbers: grid in blocks, block in threads, dynamic shared memory in bytes."""
-
-    entry: str
-    grid: tuple[int, int, int]
-    block: int
-    shared: int
-    args: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Device memory a kernel asks for: elements of dtype; init is none (poisoned), zero (every run) or zero_once."""
-
-    name: str
-    dtype: str
-    elements: int
-    init: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A kernel made ready for one problem: the compile key (macros), the launches and the workspaces."""
-
-    macros: tuple[tuple[str, str], ...]
-    launches: tuple[LaunchPlan, ...]
-    workspaces: tuple[Workspace, ...]
 
 
 @dataclass(frozen=True)
@@ -85,13 +47,14 @@ class Kernel:
     gqa: bool
     cross: bool
     logits: float  # largest |q.k.scale| promised; inf for "any"
-    deterministic: bool
+    deterministic: bool  # of this form of the kernel
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     spill_bytes_allowed: int = 0
     tile: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
+    forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -106,9 +69,10 @@ class Kernel:
             path=path, number=int(match["number"]) if match["number"] else None, name=match["name"], pass_=match["pass"] or "forward",
             title=head["title"], dtypes=tuple(head["dtypes"]), head_dims=tuple(head["head_dims"]), arch=head["arch"], causal=head["causal"],
             gqa=head["gqa"], cross=head["cross"], logits=float("inf") if head["logits"] == "any" else float(head["logits"]),
-            deterministic=head["deterministic"], arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
+            deterministic=head["deterministic"] is True, arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0), tile=head.get("tile", {}), workspace=head.get("workspace", {}),
             launches=tuple(Launch.of(item) for item in head["launch"]),
+            forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
         )  # fmt: skip
 
     @property
@@ -145,6 +109,15 @@ class Kernel:
             return int(re.sub(r"\D", "", arch)) >= int(re.sub(r"\D", "", rule))
         return arch.rstrip("a") == rule.rstrip("a")
 
+    def made_deterministic(self) -> Kernel:
+        """The form that gives the same bits on every run (--deterministic). Raises UsageFault where there is none."""
+        if True not in self.forms:
+            raise UsageFault(
+                f"{self.label} has no deterministic form", "its header says deterministic = false",
+                "leave out --deterministic, or use another kernel: fa-cli list",
+            )  # fmt: skip
+        return self if self.forms == (True,) else replace(self, deterministic=True, forms=(True,))
+
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def refuse(self, problem: Problem) -> None:
@@ -174,7 +147,7 @@ class Kernel:
         names = {
             "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv, "seq_q": problem.seq_q,
             "seq_kv": problem.seq_kv, "head_dim": problem.head_dim, "HEAD_DIM": width, "causal": int(problem.causal),
-            "deterministic": 1, "sizeof_dtype": DTYPE_BYTES[problem.dtype], "sms": device.sms, "l2_bytes": device.l2_bytes,
+            "deterministic": int(self.deterministic), "sizeof_dtype": DTYPE_BYTES[problem.dtype], "sms": device.sms, "l2_bytes": device.l2_bytes,
             "shared_optin": device.shared_optin,
         }  # fmt: skip
         overrides = dict(overrides or {})
@@ -250,8 +223,16 @@ def catalogue() -> tuple[Kernel, ...]:
     return tuple(sorted(kernels, key=lambda k: (k.number if k.number is not None else 999, k.name, PASSES.index(k.pass_))))
 
 
-def find(spec: str, pass_: str) -> Kernel:
-    """The kernel a user means by a name, a number, an alias or a path, for a pass. Raises UsageFault with what there is."""
+def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
+    """The kernel a user means by a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
+
+    Raises UsageFault with what there is, NoSuchPass where the kernel has no such pass.
+    """
+    found = _find(spec, pass_)
+    return found.made_deterministic() if deterministic else found
+
+
+def _find(spec: str, pass_: str) -> Kernel:
     if spec.endswith(".cu") or "/" in spec:
         return _from_path(Path(spec), pass_)
     wanted = spec.lower().replace("-", "_")

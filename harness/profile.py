@@ -67,6 +67,7 @@ class Job:
     device: str
     tiles: Mapping[str, int]
     runs: int
+    deterministic: bool
 
 
 def profile(
@@ -79,6 +80,7 @@ def profile(
     seed: int = 42,
     device: str = "auto",
     tiles: Mapping[str, int] | None = None,
+    deterministic: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Counters]:
     """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
@@ -87,7 +89,7 @@ def profile(
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
     """
     passes = PASSES if mode == "both" else (mode,)
-    kernels = [(compute, find(compute, pass_)) for compute in computes for pass_ in passes]
+    kernels = [(compute, find(compute, pass_, deterministic)) for compute in computes for pass_ in passes]
     if device == "cpu" or not nvidia_driver():
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
@@ -101,8 +103,8 @@ def profile(
     found: list[Counters] = []
     for compute, kernel in kernels:
         progress(f"{tool} {kernel.name} {kernel.pass_} {problem.describe()}")
-        job = Job(compute, kernel.pass_, problem, seed, device, tiles or {}, RUNS[tool])
-        report = output_dir / f"{kernel.name}_{kernel.pass_}_{problem.describe().replace(' ', '_')}"
+        job = Job(compute, kernel.pass_, problem, seed, device, tiles or {}, RUNS[tool], deterministic)
+        report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * deterministic}"
         rows = _profiled(tool, program, job, report, list(kernel.entries))
         found += [Counters(kernel.name, kernel.pass_, entry, problem.describe(), metrics) for entry, metrics in rows]
     progress("")
@@ -166,7 +168,7 @@ def launch() -> int:
 
 def _run(job: Job) -> None:
     backend = pick(job.device)
-    kernel = find(job.compute, job.pass_)
+    kernel = find(job.compute, job.pass_, job.deterministic)
     yardstick = yardstick_for(job.problem, backend, job.pass_, job.seed)
     given = {**yardstick.inputs, **(yardstick.forward_outputs() if job.pass_ == "backward" else {})}
     found = run_kernel(backend, kernel, yardstick, {name: given[name] for name in READS[job.pass_]}, job.tiles)

@@ -223,21 +223,22 @@ def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
 
 
 def rows_without(
-    test: str, kernel: str, mode: str, problem: Problem, backend: Backend, run_id: str, seed: int, status: str, why: str
-) -> list[Row]:
+    test: str, kernel: str, mode: str, problem: Problem, backend: Backend, run_id: str, seed: int, status: str, why: str,
+    deterministic: bool = False,
+) -> list[Row]:  # fmt: skip
     """The rows of a kernel that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     message = " ".join(why.split())
     facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
-    return [Row(**_of_problem(test, kernel, m, problem), Status=status, ErrorMessage=message, **facts) for m in modes]
+    return [Row(**_of_problem(test, kernel, m, problem, deterministic), Status=status, ErrorMessage=message, **facts) for m in modes]
 
 
-def _of_problem(test: str, kernel: str, mode: str, problem: Problem) -> dict[str, Any]:
+def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:
     p = problem
     return {
         "Test": test, "Kernel": kernel, "Type": TYPES[mode], "Batch": p.batch, "Heads": p.heads_q, "SeqLen": p.seq_q,
         "HeadDim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv, "dtype": p.dtype, "causal": p.causal, "scale": p.scale,
-        "repro": _repro(kernel, mode, p),
+        "repro": _repro(kernel, mode, p, deterministic),
     }  # fmt: skip
 
 
@@ -263,7 +264,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
 
     of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
     row = Row(
-        **_of_problem(test, result.compute, mode, problem),
+        **_of_problem(test, result.compute, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
         MaxError=worst.max_abs, MeanError=worst.mean_abs, MSE=worst.mse, MaxRelError=worst.max_rel, ErrorMessage=over or None,
         seed=result.seed, device=result.device, device_name=result.device_name,
@@ -287,11 +288,11 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )  # fmt: skip
 
 
-def _repro(kernel: str, mode: str, problem: Problem) -> str:
+def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str:
     """The command that runs this row again."""
     p = problem
     words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
-    words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal
+    words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic
     return " ".join(words + [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5))

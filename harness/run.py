@@ -32,6 +32,7 @@ class Result:
     outputs: Path | None = None
     notes: tuple[str, ...] = ()
     seed: int | None = None
+    deterministic: bool = False  # whether the deterministic form was asked for
 
     @property
     def passed(self) -> bool:
@@ -70,6 +71,7 @@ def contend(
     yardstick: Yardstick,
     forward: Mapping[str, Any] | None,
     tiles: Mapping[str, int] | None = None,
+    deterministic: bool = False,
 ) -> dict[str, PassResult]:
     """The passes of a mode by a kernel or a peer, checked, not yet timed.
 
@@ -78,7 +80,7 @@ def contend(
     passes: dict[str, PassResult] = {}
     if peer := find_peer(compute, backend.name):
         return {pass_: run_peer(peer, yardstick, pass_) for pass_ in MODES[mode]}
-    chosen = {pass_: kernel.find(compute, pass_) for pass_ in MODES[mode]}  # a missing pass is told before anything runs
+    chosen = {pass_: kernel.find(compute, pass_, deterministic) for pass_ in MODES[mode]}  # a missing pass is told before anything runs
     for pass_, each in chosen.items():
         inputs = dict(yardstick.inputs)
         if pass_ == "backward":
@@ -136,6 +138,7 @@ def run(
     schedule_seed: int | None = None,
     causal: bool = False,
     scale: float | None = None,
+    deterministic: bool = False,
 ) -> list[Result]:
     """Run computes on a data folder (or a problem, generated under data_root or reused there) and write the first one's outputs.
 
@@ -148,7 +151,7 @@ def run(
     assert shape is not None, "either a folder or a problem"
     problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
     data.check_size(problem)
-    names = [_refuse(compute, mode, problem, backend, tiles) for compute in computes]  # before a byte is written
+    names = [_refuse(compute, mode, problem, backend, tiles, deterministic) for compute in computes]  # before a byte is written
     found = found or data.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
         raise data.disk_fault(found.folder, PermissionError(13, "permission denied"))
@@ -158,10 +161,10 @@ def run(
         yardstick = Yardstick(problem, inputs, tolerance, backend.xp)
         results: list[Result] = []
         for name, compute in zip(names, computes, strict=True):
-            passes = contend(backend, compute, mode, yardstick, forward, tiles)
+            passes = contend(backend, compute, mode, yardstick, forward, tiles, deterministic)
             result = Result(
                 name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, found.folder,
-                found.warnings, found.seed,
+                found.warnings, found.seed, deterministic,
             )  # fmt: skip
             if not results:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
@@ -170,13 +173,15 @@ def run(
     return results if check else time_together(results, backend, "warm")  # instrumented code has no speed worth printing
 
 
-def _refuse(compute: str, mode: str, problem: Problem, backend: Backend, tiles: Mapping[str, int] | None) -> str:
+def _refuse(
+    compute: str, mode: str, problem: Problem, backend: Backend, tiles: Mapping[str, int] | None = None, deterministic: bool = False
+) -> str:
     """The canonical name of a compute. Raises Fault where it cannot do this problem in this mode here."""
     if peer := find_peer(compute, backend.name):
         for pass_ in MODES[mode]:
             peer.refuse(problem, pass_)
         return peer.name
-    chosen = [kernel.find(compute, pass_) for pass_ in MODES[mode]]
+    chosen = [kernel.find(compute, pass_, deterministic) for pass_ in MODES[mode]]
     for each in chosen:
         spaces = each.plan(problem, backend.device(), tiles).workspaces
         if backend.name == "cpu":  # a GPU says itself what does not fit
@@ -185,7 +190,13 @@ def _refuse(compute: str, mode: str, problem: Problem, backend: Backend, tiles: 
 
 
 def check_in_memory(
-    compute: str, mode: str, problem: Problem, backend: Backend, seed: int = 42, yardstick: Yardstick | None = None
+    compute: str,
+    mode: str,
+    problem: Problem,
+    backend: Backend,
+    seed: int = 42,
+    yardstick: Yardstick | None = None,
+    deterministic: bool = False,
 ) -> Result:
     """Check a compute on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
     written, and it is not timed (:func:`time_together`).
@@ -193,9 +204,12 @@ def check_in_memory(
     yardstick: one made by :func:`yardstick_for` may be given to save computing it again for another kernel.
     """
     yardstick = yardstick or yardstick_for(problem, backend, mode, seed)
-    name = _refuse(compute, mode, problem, backend, None)
-    passes = contend(backend, compute, mode, yardstick, yardstick.forward_outputs() if mode != "forward" else None)
-    return Result(name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, seed=seed)
+    name = _refuse(compute, mode, problem, backend, None, deterministic)
+    forward = yardstick.forward_outputs() if mode != "forward" else None
+    passes = contend(backend, compute, mode, yardstick, forward, None, deterministic)
+    return Result(
+        name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, seed=seed, deterministic=deterministic
+    )
 
 
 def _record(result: Result) -> dict[str, Any]:

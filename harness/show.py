@@ -51,7 +51,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
     if verbosity > QUIET:
         _result_tables(found, verbosity)
     for result in found:
-        line("PASS" if result.passed else "FAIL", result.compute, result.mode, result.problem.describe(), f"on {result.device}")
+        words = result.problem.describe(), "deterministic" * result.deterministic, f"on {result.device}"
+        line("PASS" if result.passed else "FAIL", result.compute, result.mode, *words)
         for verdict in result.verdicts.values():
             if not verdict.passed:
                 line(" ", errors.message(verdict))
@@ -135,20 +136,12 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             ("test", "kernel", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
             [
                 (
-                    r.Test,
-                    r.Kernel,
-                    r.Type,
-                    r.timing,
-                    r.MaxError,
-                    r.KernelTime_ms,
-                    None if r.device == "cpu" else r.TFLOPS,
-                    r.Speedup,
-                    r.Status,
-                    (r.ErrorMessage or "").partition("\n")[0],
-                )  # fmt: skip
+                    r.Test, r.Kernel, r.Type, r.timing, r.MaxError, r.KernelTime_ms, None if r.device == "cpu" else r.TFLOPS, r.Speedup,
+                    r.Status, (r.ErrorMessage or "").partition("\n")[0],
+                )
                 for r in outcome.rows
             ],
-        )
+        )  # fmt: skip
         if any(row.device == "cpu" for row in outcome.rows):
             print(f"({HOST_TIME})")
         for path in outcome.files:
@@ -199,14 +192,15 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         return code
     progress(verbosity)("")
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
-        table(
-            columns,
-            [
-                (r.kernel, r.pass_, r.dtype, r.head_dim, r.arch, r.registers, r.spill_bytes, r.shared_bytes, r.seconds, r.status, r.message)
-                for r in rows
-            ],
-        )
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
+        found = [
+            (
+                r.kernel, r.pass_, "yes" if r.deterministic else "no", r.dtype, r.head_dim, r.arch, r.registers, r.spill_bytes,
+                r.shared_bytes, r.seconds, r.status, r.message,
+            )
+            for r in rows
+        ]  # fmt: skip
+        table(columns, found)
     line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
     return code
 

@@ -54,13 +54,14 @@ class Case:
     problem: Problem
     input_scale: float
     schedule: int
+    deterministic: bool = False  # which form of a kernel that has two
 
     def describe(self) -> str:
         """One line."""
         text = self.problem.describe()
         if self.input_scale != 1:
             text += f" input x{self.input_scale:g}"
-        return text + (f" schedule {self.schedule}" if self.schedule else "")
+        return text + (f" schedule {self.schedule}" if self.schedule else "") + " deterministic" * self.deterministic
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
         "softmax": list(SOFTMAX_SCALES) if chosen.takes_scale else [1.0],
         "schedule": list(SCHEDULES) if device == "cpu" else [0],
     }
+    if len(chosen.forms) > 1:
+        factors["deterministic"] = list(chosen.forms)
     rows = list(covering(factors, chosen.head_dims))
-    cases: list[tuple[Problem, float, int]] = []
+    cases: list[tuple[Problem, float, int, bool]] = []
     for row in rows:
         queries, keys = row["length"]
         group = row["group"]
@@ -105,16 +108,15 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
         heads = {1: 2, 3: 6, 8: 8}[group] if queries * keys <= 1 << 16 else max(group, 2 if device == "cuda" else 1)
         scale = row["dim"] ** -0.5 * row["softmax"]
         problem = Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"], scale)
-        cases.append((problem, row["scale"], row["schedule"]))
+        cases.append((problem, row["scale"], row["schedule"], row.get("deterministic", False)))
     if which == "full":
-        cases += list(_seed_shapes(chosen, device))
-        if device == "cuda":
-            cases += list(_large(chosen))
+        large = [*_seed_shapes(chosen, device), *(_large(chosen) if device == "cuda" else ())]
+        cases += [(problem, 1.0, 0, len(chosen.forms) > 1 and i % 2 == 1) for i, problem in enumerate(large)]
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return [Case(i, *case) for i, case in enumerate(cases)]
 
 
-def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[tuple[Problem, float, int]]:
+def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[Problem]:
     masks = [False, True] if chosen.causal and device == "cuda" else [False]
     dtypes = ["float32" if d == "tf32" else d for d in chosen.dtypes]
     for i, (batch, heads, length) in enumerate(SEED_SHAPES):
@@ -122,16 +124,16 @@ def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[tuple[Problem, 
         if device == "cpu" and length > 256:  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
             batch, heads, length = 1, max(1, heads // 4), 512
         for causal in masks:
-            yield Problem.of(batch, heads, length, 64, dtype=dtype, causal=causal), 1.0, 0
+            yield Problem.of(batch, heads, length, 64, dtype=dtype, causal=causal)
 
 
-def _large(chosen: kernel.Kernel) -> Iterator[tuple[Problem, float, int]]:
+def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
     """Long rows, many heads, and more heads and batches than 16 bits would count."""
     dtypes = [d for d in chosen.dtypes if d in ("float32", "bfloat16")]
     for dtype, causal in itertools.product(dtypes, [False, True] if chosen.causal else [False]):
-        yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal), 1.0, 0
-        yield Problem.of(60, 4, 129, min(128, chosen.head_dims[-1]), dtype=dtype, causal=causal), 1.0, 0
-        yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal), 1.0, 0
+        yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal)
+        yield Problem.of(60, 4, 129, min(128, chosen.head_dims[-1]), dtype=dtype, causal=causal)
+        yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal)
 
 
 def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -190,23 +192,24 @@ def verify(
     check: str | None = None,
     schedule_seed: int | None = None,
     case: int | None = None,
+    deterministic: bool = False,
     progress: Callable[[CaseResult], None] | None = None,
 ) -> list[CaseResult]:
     """Run each kernel (a name, number or path; every pass it has among mode's) over its matrix; nothing stops at a failure.
 
-    case runs one case alone. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
+    case runs one case alone. A kernel with two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
     """
     first = open_backend(device, check, schedule_seed)
     backends: dict[int, Backend] = {0: first} if schedule_seed is None else {schedule_seed: first}
     results = []
-    for chosen in _kernels(computes, mode):
+    for chosen in _kernels(computes, mode, deterministic):
         cases = [each for each in matrix(chosen, which, first.name) if case is None or each.number == case]
         compile_ahead(first, chosen, cases)
         for each in cases:
             schedule = schedule_seed if schedule_seed is not None else each.schedule
             if schedule not in backends:
                 backends[schedule] = open_backend(device, check, schedule)
-            result = run_case(backends[schedule], chosen, each, which)
+            result = run_case(backends[schedule], chosen, each, which, deterministic)
             results.append(result)
             if progress:
                 progress(result)
@@ -217,24 +220,30 @@ def verify(
 
 def compile_ahead(backend: Backend, chosen: kernel.Kernel, cases: Iterable[Case]) -> None:
     """Compile what the cases need, several at once, into the backend's cache. What fails here fails again, and is told, in its case."""
-    wanted: dict[Any, Problem] = {}
+    wanted: dict[Any, Case] = {}
     for each in cases:
         with suppress(Fault):
-            wanted.setdefault(chosen.plan(each.problem, backend.device()).macros, each.problem)
+            wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)
 
-    def load(problem: Problem) -> None:
+    def load(case: Case) -> None:
         with suppress(Fault):
-            backend.load(chosen, problem)
+            backend.load(in_form(chosen, case), case.problem)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(load, wanted.values()))
 
 
-def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) -> CaseResult:
+def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
+    """The form of a kernel that a case is of."""
+    return chosen.made_deterministic() if case.deterministic else chosen
+
+
+def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False) -> CaseResult:
     """One case; a fault is a failed result, not an exception."""
     start = time.perf_counter()
     spec = str(chosen.path) if chosen.number is None else chosen.name
     repro = f"fa-cli verify {shlex.quote(spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
+    repro += " --deterministic" * deterministic
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
@@ -242,7 +251,7 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) ->
         inputs = dict(yardstick.inputs)
         if chosen.pass_ == "backward":
             inputs |= yardstick.forward_outputs()
-        done = run_kernel(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
+        done = run_kernel(backend, in_form(chosen, case), yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
         largest = {name: v.max_abs for name, v in done.verdicts.items()}
         message = "; ".join(errors.message(v) for v in done.verdicts.values() if not v.passed)
         code = 1 if message else 0
@@ -251,13 +260,13 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str) ->
     return CaseResult(chosen.name, chosen.pass_, case, not message, message, time.perf_counter() - start, repro, largest, code)
 
 
-def _kernels(computes: Iterable[str], mode: str) -> Iterator[kernel.Kernel]:
+def _kernels(computes: Iterable[str], mode: str, deterministic: bool) -> Iterator[kernel.Kernel]:
     """The kernels of mode's passes; in mode both, those of the two that there are."""
     for compute in computes:
         found, absent = [], []
         for pass_ in PASSES if mode == "both" else (mode,):
             try:
-                found.append(kernel.find(compute, pass_))
+                found.append(kernel.find(compute, pass_, deterministic))
             except kernel.NoSuchPass as fault:
                 absent.append(fault)
         if not found:

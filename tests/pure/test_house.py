@@ -19,7 +19,7 @@ SOURCES = [ROOT / "cli.py", *MODULES.values()]
 
 #: Layers from the bottom up: a module may import its own layer and those below, except that problem imports nothing of ours.
 LAYERS = (
-    {"problem", "counters", "environment", "expression", "files", "rounding"},
+    {"problem", "counters", "environment", "expression", "files", "plan", "rounding"},
     {"header"},
     {"kernel"},
     {

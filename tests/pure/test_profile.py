@@ -183,7 +183,7 @@ def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, tm
     monkeypatch.setattr(profile, "run_kernel", run_kernel)
     monkeypatch.setattr(profile, "yardstick_for", yardstick_for)
     monkeypatch.setenv(profile.CHILD, str(tmp_path))
-    job = profile.Job("fa2", pass_, problem, 7, "cuda:1", {"BLOCK_K": 32}, runs)
+    job = profile.Job("fa2", pass_, problem, 7, "cuda:1", {"BLOCK_K": 32}, runs, False)
     (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
     assert profile.launch() == 0
     assert events == ["check", "run", "start", *["run"] * runs, "stop"]
