@@ -40,9 +40,11 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """When enough samples were taken of a contender: at least min_samples and min_seconds, and then either noise or max_seconds.
+    """When enough samples were taken of a contender: at least min_samples and min_seconds, and then noise; or max_seconds.
 
-    noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. warm_up seconds run before the first.
+    noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. max_seconds ends the turns of a slow or
+    noisy contender: a run of a second, whose noise is tiny beside it, is measured three times. warm_up seconds run before the
+    first sample; a run of `slow` seconds or more warms up by its first call, which says how long it takes besides.
     A turn takes `turn` seconds of samples one after the other without a pause, after `settle` seconds of the same that are not
     kept, so that a contender is measured at the clocks its own power draw leaves it, not at its neighbour's or an idle GPU's.
     """
@@ -55,7 +57,8 @@ class Policy:
     max_samples: int = 2000
     min_seconds: float = 0.1
     noise: float = 0.002
-    max_seconds: float = 2.0
+    max_seconds: float = 1.0
+    slow: float = 0.1
 
 
 #: A GPU is steady and its runs are short; a CPU shares its cores with everyone and shows only that a kernel works.
@@ -163,8 +166,15 @@ class _Run:
 
     @classmethod
     def ready(cls, contender: Timed, stage: Stage, policy: Policy) -> _Run:
-        contender.call()  # what the first run does besides, compiling say, is nobody's time
-        calls = tuple(contender.call() for _ in range(min(10, policy.min_samples)))
+        start = time.perf_counter()
+        first = contender.call()  # what the first run does besides, compiling say, is nobody's time
+        took = time.perf_counter() - start
+        if took > policy.slow and first < 0.1 * took:  # it did not compile: the device took that long
+            return cls(contender.enqueue, "direct", (first,), took)
+        start, made = time.perf_counter(), list[float]()
+        while len(made) < min(10, policy.min_samples) and (not made or time.perf_counter() - start < policy.slow):
+            made.append(contender.call())
+        calls = tuple(made)
         start, seconds = time.perf_counter(), list[float]()
         while not seconds or time.perf_counter() - start < policy.warm_up:
             stage.before(_lead(calls), False)
@@ -194,13 +204,9 @@ def _lead(calls: Sequence[float]) -> float:
 
 def _enough(seconds: Sequence[float], turns: int, spent: float, policy: Policy) -> bool:
     n = len(seconds)
-    if n >= policy.max_samples:
+    if n >= policy.max_samples or (spent > policy.max_seconds and n >= 3):
         return True
-    if n < policy.min_samples or turns < policy.min_turns:
-        return spent > 5 * policy.max_seconds and n >= 3  # a run of many seconds is measured three times, not ten
-    if spent > policy.max_seconds:
-        return True
-    if sum(seconds) < policy.min_seconds:
+    if n < policy.min_samples or turns < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     middle = statistics.median(seconds)
     spread = 1.4826 * statistics.median([abs(s - middle) for s in seconds])
