@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from . import dataset as dataset
     from . import doctor as doctor
     from . import drawing as drawing
+    from . import draws as draws
     from . import environment as environment
     from . import errors as errors
     from . import experiment as experiment

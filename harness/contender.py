@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import dataset as data
-from . import errors, reference
+from . import draws, errors, reference
 from .backends import Backend, Loaded
 from .bind import Bound
 from .kernel import Kernel
@@ -114,6 +114,7 @@ def run_kernel(
     loaded = backend.load(chosen, yardstick.problem, tiles)
     bound = Bound(backend, loaded, yardstick.problem, inputs)
     outputs = bound.run()
+    bound.free_copies()
     verdicts = yardstick.judge(outputs, chosen.arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
     maps = yardstick.error_maps(outputs, verdicts)
     return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded, maps=maps)
@@ -152,4 +153,4 @@ def yardstick_for(problem: Problem, backend: Backend, mode: str, seed: int = 42,
     """Inputs generated in memory with their reference."""
     data.check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else data.INPUTS
-    return Yardstick(problem, data.generate(problem, seed, names, input_scale), None, backend.xp)
+    return Yardstick(problem, draws.inputs(problem, seed, names, input_scale), None, backend.xp)

@@ -38,6 +38,7 @@ LAYERS = (
     },
     {
         "bind",
+        "draws",
         "printing",
         "measure",
         "sweep",
