@@ -71,7 +71,8 @@ struct Warp {
     Meeting meeting[32];
 };
 
-struct Race;  // race.hpp
+struct Race;   // race.hpp
+struct Async;  // async.hpp
 
 struct Worker {
     const Launch* launch;
@@ -92,6 +93,7 @@ struct Worker {
     size_t home_size;
     Race* race;         // null without the race check
     Race* race_memory;  // its storage, once there has been one
+    Async* async;       // copies in flight, once there has been one
     Fiber fiber[max_threads];
     Warp warp[max_warps];
 };
@@ -266,6 +268,12 @@ static inline void wait_here(Worker& w) {
     switch_to(w, next);
 }
 
+}  // namespace fa_host
+
+#include "async.hpp"
+
+namespace fa_host {
+
 static void release_barrier(Worker& w) {
     w.at_barrier = 0;
     for (int i = 0; i < w.warps; ++i) {
@@ -283,6 +291,7 @@ static void fiber_main() {
     }
     w.launch->entry(w.launch->parameters);
     leave_if_asked(w);
+    if (w.async) w.async->end(w);
     Fiber& self = w.fiber[w.current];
     self.done = true;
     self.wait.word = nullptr;
@@ -308,6 +317,7 @@ static void run_block(Worker& w, uint64_t index) {
     memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every type: what nobody wrote shows
     if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
     if (w.race) w.race->new_block();
+    if (w.async) w.async->new_block();
     w.live = w.threads;
     w.at_barrier = 0;
     w.failed = false;
@@ -316,7 +326,7 @@ static void run_block(Worker& w, uint64_t index) {
     for (int t = 0; t < w.threads; ++t) {
         Fiber& f = w.fiber[t];
         unsigned x = t % block.x, y = t / block.x % block.y, z = t / block.x / block.y;
-        f.self = Self{{x, y, z}, at, block, grid, w.arena};
+        f.self = Self{{x, y, z}, at, block, grid, w.arena, launch.dynamic_bytes, w.race != nullptr};
         f.wait.word = nullptr;
         f.done = false;
         f.fake_stack = nullptr;
@@ -493,6 +503,7 @@ extern "C" {
 void fa_host_syncthreads(const char* file, int line) {
     Worker& w = *here;
     leave_if_asked(w);
+    if (w.async) w.async->drift(w);
     if (w.at_barrier && (w.barrier_line != line || (w.barrier_file != file && strcmp(w.barrier_file, file)))) {
         begin_report(w, "divergent barrier: threads of one block meet at different __syncthreads");
         say("\n  thread %d has come to %s:%d\n", w.current, file, line);
@@ -564,6 +575,38 @@ void fa_host_warp(unsigned mask, Apply apply, void* mine, const char* word, int 
     w.fiber[self].wait.word = nullptr;
 }
 
+void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line) {
+    Worker& w = *here;
+    leave_if_asked(w);
+    Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1};
+    memcpy(copy.value, value, 16);
+    Async::of(w)->start(w, copy);
+}
+
+void fa_host_cp_async_commit() { Async::of(*here)->commit(*here); }
+
+void fa_host_cp_async_wait(int but) {
+    leave_if_asked(*here);
+    Async::of(*here)->wait(*here, unsigned(but));
+}
+
+void* fa_host_code() { return __builtin_return_address(0); }
+
+void fa_host_access(int lane, const void* address, int bytes, int writes, void* code) {
+    if (here->race) here->race->access(static_cast<const char*>(address), bytes, writes, code, here->current / 32 * 32 + lane);
+}
+
+void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {
+    Worker& w = *here;
+    unsigned size = w.launch->dynamic_bytes, at = address - shared_base;
+    bool outside = at > size || size - at < bytes;
+    begin_report(w, outside ? "address outside shared memory" : "address not aligned");
+    say(": thread %d in %s at %s:%d, %u bytes from byte %d of %u", w.current, word, file, line, bytes, int(at), size);
+    if (!outside) say(", which must be a multiple of %u", alignment);
+    say("\n");
+    end_report(w);
+}
+
 void fa_host_fail(const char* what, const char* file, int line) {
     Worker& w = *here;
     begin_report(w, what);
@@ -574,7 +617,7 @@ void fa_host_fail(const char* what, const char* file, int line) {
 // Blocks run on several OS threads, so these must be atomic. They are here, not inline, for the race check's sake.
 static void atomic_access(void* address, int bytes, void* code) {
     leave_if_asked(*here);
-    if (here->race) here->race->access(static_cast<char*>(address), bytes, true, code, true);
+    if (here->race) here->race->access(static_cast<char*>(address), bytes, true, code, here->current, Race::no_copy, true);
 }
 
 float fa_host_atomic_add_f32(float* address, float value) {

@@ -12,7 +12,12 @@ struct Dim3 {
 struct Self {
     Dim3 thread_idx, block_idx, block_dim, grid_dim;
     char* dynamic_shared;
+    unsigned dynamic_bytes;
+    bool race;  // the race check is on
 };
+
+// Where the 32-bit addresses of dynamic shared memory start. Not at 0, nor do a GPU's.
+constexpr unsigned shared_base = 1024;
 
 // Executes a warp collective for all lanes at once: lanes[i] is what lane i handed in (on its own stack), for i in mask.
 using Apply = void (*)(void* const* lanes, unsigned mask);
@@ -53,6 +58,18 @@ int fa_host_atomic_add_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
+
+// Asynchronous copies to shared memory (async.hpp). The first `bytes` of the 16 at `value` have been read `from` memory, the rest are zero.
+void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
+void fa_host_cp_async_commit();
+void fa_host_cp_async_wait(int but);
+
+// For the race check: the address of the caller's code, and an access to shared memory that a word makes for a lane of this warp.
+void* fa_host_code();
+void fa_host_access(int lane, const void* address, int bytes, int writes, void* code);
+
+// Stops the block: a word's address is outside of dynamic shared memory, or not aligned.
+void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line);
 
 // Stops the block with a message (a word's own check failed).
 void fa_host_fail(const char* what, const char* file, int line);

@@ -15,6 +15,7 @@ struct Race {
         int16_t thread;
         uint8_t part;  // 3: both bytes; 1, 2: a one-byte access
         bool atomic;
+        bool flying;  // the write of a copy in flight, which nothing orders until it is waited for
         void* code;
     };
     struct Cell {
@@ -23,8 +24,10 @@ struct Race {
     static constexpr int dynamic_cells = arena_bytes / 2, static_cells = 64 << 10;
     static constexpr int most_reports = 8;
 
+    enum Copying { no_copy, in_flight, landed };
+
     Worker* worker;
-    uint64_t epoch;
+    uint64_t epoch, block_epoch;
     uint32_t clock[max_threads];
     uint32_t seen[max_threads][max_threads];  // seen[a][b]: the clock of b up to which a is ordered after b
     uint32_t joined[max_threads];
@@ -42,7 +45,7 @@ struct Race {
         return w.race_memory;
     }
 
-    void new_block() { ++epoch; }
+    void new_block() { block_epoch = ++epoch; }
     void barrier() { ++epoch; }
 
     // The lanes of mask, first thread of the warp given, have all seen what each of them had seen.
@@ -61,11 +64,12 @@ struct Race {
         }
     }
 
-    bool ordered(const Access& before) const {
-        return before.epoch != epoch || before.thread == worker->current || seen[worker->current][before.thread] >= before.clock;
+    bool ordered(const Access& before, int thread) const {
+        if (before.flying && before.epoch >= block_epoch) return false;
+        return before.epoch != epoch || before.thread == thread || seen[thread][before.thread] >= before.clock;
     }
 
-    void access(const char* address, size_t bytes, bool writes, void* code, bool atomic = false) {
+    void access(const char* address, size_t bytes, bool writes, void* code, int thread, Copying copying = no_copy, bool atomic = false) {
         long long at = address - worker->arena;
         int first;
         if (at >= 0 && at < worker->launch->dynamic_bytes) {
@@ -77,14 +81,16 @@ struct Race {
         }
         uint8_t part = bytes == 1 ? (at & 1 ? 2 : 1) : 3;
         int cells = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
-        Access now{epoch, clock[worker->current], int16_t(worker->current), part, atomic, code};
-        int warp = worker->current / 32, slot = (warp & 1) * 2 + (worker->current & 1);
+        Access now{epoch, clock[thread], int16_t(thread), part, atomic, copying == in_flight, code};
+        int slot = (thread / 32 & 1) * 2 + (thread & 1);
         for (int i = 0; i < cells; ++i) {
             Cell& c = cell[first + i];
-            if (!ordered(c.write) && c.write.part & part && !(c.write.atomic && atomic)) tell(c.write, true, now, writes, at);
+            bool own_copy = copying == landed && c.write.flying && c.write.thread == thread;
+            if (!own_copy && !ordered(c.write, thread) && c.write.part & part && !(c.write.atomic && atomic))
+                tell(c.write, true, now, writes, at);
             if (writes) {
                 for (auto& read : c.read)
-                    if (!ordered(read) && read.part & part) tell(read, false, now, true, at);
+                    if (!ordered(read, thread) && read.part & part) tell(read, false, now, true, at);
                 c.write = now;
             } else {
                 c.read[slot] = now;
@@ -104,7 +110,14 @@ struct Race {
             told[count++][1] = now.code;
             Dim3 b = worker->fiber[0].self.block_idx;
             say("race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, nothing orders them\n",
-                at, b.x, b.y, b.z, before.thread, wrote ? "writes" : "reads", before.code, now.thread, writes ? "writes" : "reads",
+                at, b.x, b.y, b.z, before.thread,
+                before.flying ? "copies in flight"
+                : wrote       ? "writes"
+                              : "reads",
+                before.code, now.thread,
+                now.flying ? "starts to copy"
+                : writes   ? "writes"
+                           : "reads",
                 now.code);
         }
         if (job->outcome == ok) job->outcome = race;
@@ -114,7 +127,7 @@ struct Race {
 
 static inline void hook(const void* address, size_t bytes, bool writes, void* code) {
     Worker* w = here;
-    if (w && w->race) w->race->access(static_cast<const char*>(address), bytes, writes, code);
+    if (w && w->race) w->race->access(static_cast<const char*>(address), bytes, writes, code, w->current);
 }
 
 }  // namespace fa_host

@@ -1,0 +1,15 @@
+// The CPU meaning of <fa/atomic.cuh>.
+#pragma once
+
+#include <fa/types.cuh>
+
+namespace fa {
+
+__forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float c, float d, FA_HOST_HERE) {
+    if (reinterpret_cast<uint64_t>(to) % 16) fa_host_fail("red_add_v4_f32 to an address that is not 16-byte aligned", file, line);
+    if (uint64_t(reinterpret_cast<char*>(to) - fa_host_self->dynamic_shared) < fa_host_self->dynamic_bytes)
+        fa_host_fail("red_add_v4_f32 to shared memory: it adds to global memory only", file, line);
+    atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
+}
+
+}  // namespace fa

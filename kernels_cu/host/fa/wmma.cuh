@@ -1,0 +1,140 @@
+// The CPU meaning of <fa/wmma.cuh>. A fragment is cut into 64 chunks of 4 neighbours in a row, dealt out to the lanes in a scrambled
+// order, which is not a GPU's: a kernel that takes a register for a certain element goes wrong.
+#pragma once
+
+#include <fa/mma.cuh>
+
+namespace fa {
+
+template <class T> constexpr int wmma_registers = 0;
+template <> constexpr int wmma_registers<float16> = 8;
+template <> constexpr int wmma_registers<bfloat16> = 4;
+
+template <class T> struct WmmaA {
+    uint32_t reg[wmma_registers<T>];
+};
+template <class T> struct WmmaBRow {
+    uint32_t reg[wmma_registers<T>];
+};
+template <class T> struct WmmaBCol {
+    uint32_t reg[wmma_registers<T>];
+};
+struct WmmaAccumulator {
+    float reg[8];
+};
+
+namespace host {
+
+// The chunk that a lane holds in its first or second half: row chunk / 4, elements chunk % 4 * 4 and the 3 after it.
+constexpr int chunk_of(int lane, int half) { return ((2 * lane + half) * 27 + 5) % 64; }
+
+template <class T> struct WmmaTile {  // one lane's part in moving a fragment from or to memory
+    void* reg;
+    char* memory;
+    int stride;
+    const char* file;
+    int line;
+    void* code;
+};
+
+// A chunk's bytes lie together where the fragment's rows are memory's; else element by element.
+template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, unsigned mask) {
+    const auto& first = *static_cast<WmmaTile<T>*>(lanes[__builtin_ctz(mask)]);
+    all_lanes(mask, "wmma", first.file, first.line);
+    for (int i = 0; i < 32; ++i) {
+        auto& mine = *static_cast<WmmaTile<T>*>(lanes[i]);
+        if (mine.memory != first.memory || mine.stride != first.stride)
+            fa_host_fail("the lanes of a warp give a wmma word different addresses or strides", mine.file, mine.line);
+        for (int half = 0; half < 2; ++half) {
+            const int chunk = chunk_of(i, half);
+            char* memory = mine.memory + (chunk / 4 * int64_t(mine.stride) + chunk % 4 * 4) * int(sizeof(T));
+            char* reg = static_cast<char*>(mine.reg) + half * 4 * sizeof(T);
+            __builtin_memcpy(STORES ? memory : reg, STORES ? reg : memory, 4 * sizeof(T));
+            if (fa_host_self->race) fa_host_access(i, memory, 4 * sizeof(T), STORES, mine.code);
+        }
+    }
+}
+
+// Checks that 16 rows of 16 are there and aligned, and meets the other lanes.
+template <class T, bool STORES>
+__forceinline__ void move_tile(void* reg, const T* smem, int stride, const char* word, const char* file, int line) {
+    if (stride < 0 || stride * sizeof(T) % 16) fa_host_fail("the stride of a wmma word is not a multiple of 16 bytes", file, line);
+    const uint32_t bytes = uint32_t((15 * stride + 16) * sizeof(T));
+    char* memory = shared_at(smem_u32(smem, file, line), bytes, 32, word, file, line);
+    WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race ? fa_host_code() : nullptr};
+    fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, 0, file, line);
+}
+
+// 16-bit fragments hold each number twice where a GPU's do.
+template <class T> __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* from_smem, int stride, const char* word,
+                                                     const char* file, int line) {
+    move_tile<T, false>(reg, from_smem, stride, word, file, line);
+    for (int i = 4; i < wmma_registers<T>; ++i) reg[i] = reg[i - 4];
+}
+
+struct WmmaProduct {
+    float* d;
+    const uint32_t* a;
+    const uint32_t* b;
+    const char* file;
+    int line;
+};
+
+template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_16(void* const* lanes, unsigned mask) {
+    const auto& first = *static_cast<WmmaProduct*>(lanes[__builtin_ctz(mask)]);
+    all_lanes(mask, "wmma_mma", first.file, first.line);
+    uint16_t a_bits[64][4], b_bits[64][4];
+    float d_rows[64][4];
+    for (int i = 0; i < 32; ++i) {
+        const auto& mine = *static_cast<WmmaProduct*>(lanes[i]);
+        for (int half = 0; half < 2; ++half) {
+            const int chunk = chunk_of(i, half);
+            __builtin_memcpy(a_bits[chunk], mine.a + 2 * half, 8);
+            __builtin_memcpy(b_bits[chunk], mine.b + 2 * half, 8);
+            __builtin_memcpy(d_rows[chunk], mine.d + 4 * half, 16);
+        }
+    }
+    float a[16][16], b_rows[16][16];
+    widen_all(a[0], a_bits[0], 256, T{});
+    widen_all(b_rows[0], b_bits[0], 256, T{});
+    for (int side = 0; side < 2; ++side) {
+        Float8 b[16], d[16];
+        for (int k = 0; k < 16; ++k)
+            for (int j = 0; j < 8; ++j) b[k][j] = B_BY_COLUMNS ? b_rows[8 * side + j][k] : b_rows[k][8 * side + j];
+        for (int i = 0; i < 16; ++i) __builtin_memcpy(&d[i], d_rows[4 * i + 2 * side], 32);
+        multiply(d, a, b);
+        for (int i = 0; i < 16; ++i) __builtin_memcpy(d_rows[4 * i + 2 * side], &d[i], 32);
+    }
+    for (int i = 0; i < 32; ++i)
+        for (int half = 0; half < 2; ++half)
+            __builtin_memcpy(static_cast<WmmaProduct*>(lanes[i])->d + 4 * half, d_rows[chunk_of(i, half)], 16);
+}
+
+}  // namespace host
+
+template <class T> __forceinline__ void wmma_load_a_row(WmmaA<T>& a, const T* from_smem /* [16] rows */, int stride, FA_HOST_HERE) {
+    host::load_operand<T>(a.reg, from_smem, stride, "wmma_load_a_row", file, line);
+}
+template <class T> __forceinline__ void wmma_load_b_row(WmmaBRow<T>& b, const T* from_smem /* [16] rows */, int stride, FA_HOST_HERE) {
+    host::load_operand<T>(b.reg, from_smem, stride, "wmma_load_b_row", file, line);
+}
+template <class T> __forceinline__ void wmma_load_b_col(WmmaBCol<T>& b, const T* from_smem /* [16] columns */, int stride, FA_HOST_HERE) {
+    host::load_operand<T>(b.reg, from_smem, stride, "wmma_load_b_col", file, line);
+}
+__forceinline__ void wmma_load_c_row(WmmaAccumulator& c, const float* from_smem /* [16] rows */, int stride, FA_HOST_HERE) {
+    host::move_tile<float, false>(c.reg, from_smem, stride, "wmma_load_c_row", file, line);
+}
+__forceinline__ void wmma_store_d_row(float* to_smem /* [16] rows */, const WmmaAccumulator& d, int stride, FA_HOST_HERE) {
+    host::move_tile<float, true>(const_cast<float*>(d.reg), to_smem, stride, "wmma_store_d_row", file, line);
+}
+
+template <class T> __forceinline__ void wmma_mma(WmmaAccumulator& d, const WmmaA<T>& a, const WmmaBRow<T>& b, FA_HOST_HERE) {
+    host::WmmaProduct mine{d.reg, a.reg, b.reg, file, line};
+    fa_host_warp(0xffffffffu, host::wmma_16<T, false>, &mine, "wmma_mma", 0, file, line);
+}
+template <class T> __forceinline__ void wmma_mma(WmmaAccumulator& d, const WmmaA<T>& a, const WmmaBCol<T>& b, FA_HOST_HERE) {
+    host::WmmaProduct mine{d.reg, a.reg, b.reg, file, line};
+    fa_host_warp(0xffffffffu, host::wmma_16<T, true>, &mine, "wmma_mma", 0, file, line);
+}
+
+}  // namespace fa
