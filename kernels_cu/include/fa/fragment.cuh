@@ -147,7 +147,7 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
 #pragma unroll
             for (int i = 0; i < count; ++i, at += row_step * pitch) cp_async_16(tile_smem + place(i), at);
         } else {
-#pragma unroll
+#pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 if (Rows * chunks % Threads != 0 && row(i) >= Rows) break;
                 const int bytes = row(i) < rows ? max(0, min(16, (head_dim - chunk(i) * 8) * 2)) : 0;
