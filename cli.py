@@ -156,7 +156,7 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
-        [*kernels, *compute] or list(dict.fromkeys(k.name for k in harness.kernel.catalogue())), matrix, mode=mode, device=device, check=check,
+        options.expanded([*kernels, *compute], () if mode == "both" else (mode,), None, deterministic), matrix, mode=mode, device=device, check=check,
         schedule_seed=schedule_seed, case=case, deterministic=deterministic,
         progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
     )  # fmt: skip
@@ -175,7 +175,7 @@ def verify(
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.printing.progress(context.obj["verbosity"])
-    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch)
+    rows = harness.compile.compile_all(options.expanded([*kernels, *compute], ()), every, step, arch)
     return harness.show.compiled(rows, json, context.obj["verbosity"])
 
 
@@ -215,8 +215,9 @@ def profile(
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     if harness.profile.is_child():
         return harness.profile.launch()
+    problem = options.problem_of(shape, causal, scale)
     rows = harness.profile.profile(
-        compute or ["fa2"], mode, options.problem_of(shape, causal, scale), tool=tool, output_dir=output_dir, seed=shape["seed"],
+        options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic), mode, problem, tool=tool, output_dir=output_dir, seed=shape["seed"],
         device=device, tiles=tile, deterministic=deterministic, progress=harness.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
     return harness.show.counters(rows, output_dir, json, context.obj["verbosity"])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from . import files as files
     from . import header as header
     from . import kernel as kernel
+    from . import ladder as ladder
     from . import measure as measure
     from . import new as new
     from . import peers as peers

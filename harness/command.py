@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -150,6 +150,16 @@ def names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def expanded(computes: Sequence[str], passes: Sequence[str], problem: Problem | None = None, deterministic: bool = False) -> list[str]:
+    """Computes with the names of ranges; what a range leaves out, by the passes and the problem, is said on stderr."""
+    from .ladder import expand
+
+    found, left_out = expand(computes, passes, [problem] if problem else (), deterministic)
+    for text in left_out:
+        click.echo(f"note: {text}", err=True)
+    return found
+
+
 def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
     """The problem that the shape options state."""
     sizes = {name: shape[name] for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
@@ -193,7 +203,7 @@ device = click.option(
 )  # fmt: skip
 compute = click.option(
     "--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
-    help="Kernels by name, number or path to a .cu file.",
+    help="Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file.",
 )  # fmt: skip
 mode = click.option(
     "--mode", default="forward", show_default=True, callback=parse_mode, metavar="forward|backward|both",

@@ -10,11 +10,12 @@ from __future__ import annotations
 import fnmatch
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import backends, ceilings, environment, files, peers, results, run
+from . import backends, ceilings, environment, files, ladder, peers, results, run
 from .backends import Backend, ContextLost
 from .contender import Yardstick, yardstick_for
 from .kernel import catalogue, find
@@ -77,9 +78,10 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     small = backend.name == "cpu" and not options.full
     shapes = _selected(sweep.cpu_shapes if small else sweep.shapes, options)
     notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
-    computes = _computes(options, sweep, mode, shapes, backend.name)
+    contenders, left_out = _contenders(options, sweep, mode, shapes, backend.name)
+    notes += left_out
     if options.dry_run:
-        return Outcome([], [], [*notes, *_plan(shapes, computes, mode)])
+        return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
     folder, pictures = _place(sweep, options)
     table = folder / "results.csv"
     before = results.read(table) if options.resume and table.exists() else []
@@ -92,7 +94,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     try:
         if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith("ceiling-") for row in rows):
             rows += _keep(folder, ceilings.rows(backend, run_id), [])
-        for number, (test, problem) in enumerate(shapes):
+        for number, ((test, problem), computes) in enumerate(zip(shapes, contenders, strict=True)):
             left = [c for c in computes if not _done(rows, test, c, mode, problem)]
 
             def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
@@ -184,30 +186,51 @@ def _selected(shapes: Sequence[tuple[str, Problem]], options: Options) -> list[t
     return found
 
 
-def _computes(options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], device: str) -> list[str]:
-    """Kernels, then peers. Those asked for must exist and have the passes; by default all that have them and a shape's dtype."""
-    passes = run.MODES[mode]
-    asked = list(options.computes or sweep.kernels)
-    for spec in asked:
+def _contenders(
+    options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], device: str
+) -> tuple[list[list[str]], list[str]]:
+    """The kernels, then the peers of each shape, and what to say of those that ranges leave out.
+
+    Kernels asked for must exist and have the passes; by default all that have them and a shape's dtype. A range is, for each
+    shape, those of it that take it.
+    """
+    passes, problems = run.MODES[mode], [problem for _, problem in shapes]
+    having = [{k.name for k in catalogue() if k.pass_ == pass_ and {p.dtype for p in problems} & set(k.dtypes)} for pass_ in passes]
+    usual = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
+    asked = [options.computes or sweep.names("kernels", test) or usual for test, _ in shapes]
+    several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), device) for test, _ in shapes]
+    specs = list(dict.fromkeys(spec for some in asked for spec in some))
+    computes, left_out = ladder.expand(specs, passes, problems, options.deterministic)
+    for spec in computes:
         for pass_ in passes:
             if not peers.find(spec):
                 find(spec, pass_, options.deterministic)
-    if not asked:
-        dtypes = {problem.dtype for _, problem in shapes}
-        having = [{k.name for k in catalogue() if k.pass_ == pass_ and dtypes & set(k.dtypes)} for pass_ in passes]
-        asked = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
-    wanted = options.peers if options.peers is not None else sweep.peers if sweep.peers is not None else peers.usual(device)
-    for name in wanted:
+    for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
             raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
-    return [*asked, *(name for name in wanted if name not in asked)]
+    found = []
+    for some, others, problem in zip(asked, several, problems, strict=True):
+        able: list[str] = []
+        for spec in some:
+            with suppress(UsageFault):  # a range none of which takes this shape
+                able += ladder.expand([spec], passes, [problem], options.deterministic)[0]
+        found.append(list(dict.fromkeys([*able, *others])))
+    return found, left_out
 
 
-def _plan(shapes: Sequence[tuple[str, Problem]], computes: Sequence[str], mode: str) -> list[str]:
-    """What --dry-run says: each shape with its memory and its work."""
-    lines = [f"{len(shapes)} shapes x {len(computes)} contenders ({', '.join(computes)}), mode {mode}; nothing is run or written"]
-    for test, p in shapes:
-        lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run")
+def _peers(named: Sequence[str] | None, device: str) -> Sequence[str]:
+    """A sweep's peers that are of this kind of device; the usual ones where it names none."""
+    found = [name for name in named or () if not (peer := peers.find(name)) or peer.device == device]
+    return found if found or named == () else peers.usual(device)
+
+
+def _plan(shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[str]], mode: str) -> list[str]:
+    """What --dry-run says: each shape with its memory, its work and its contenders."""
+    every = list(dict.fromkeys(name for names in contenders for name in names))
+    lines = [f"{len(shapes)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"]
+    for (test, p), names in zip(shapes, contenders, strict=True):
+        some = f" by {', '.join(names)}" if names != every else ""
+        lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run{some}")
     return lines
 
 

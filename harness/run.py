@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import dataset as data
-from . import errors, kernel, measure, peers
+from . import errors, kernel, ladder, measure, peers
 from .backends import Backend, pick
 from .contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
 from .problem import DTYPE_BYTES, PASSES, READS, EnvironmentFault, Problem, UsageFault
@@ -140,7 +140,7 @@ def run(
     scale: float | None = None,
     deterministic: bool = False,
 ) -> list[Result]:
-    """Run computes on a data folder (or a problem, generated under data_root or reused there) and write the first one's outputs.
+    """Run computes (names, numbers, ranges, paths) on a data folder (or a problem, generated under data_root or reused there) and write the first one's outputs.
 
     The folder is locked meanwhile. All that pass are then timed in turn, warm. Raises Fault: usage, data, environment, kernel
     or disk; a failed check is no exception, it is Result.passed.
@@ -151,6 +151,7 @@ def run(
     assert shape is not None, "either a folder or a problem"
     problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
     data.check_size(problem)
+    computes, left_out = ladder.expand(computes, MODES[mode], (problem,), deterministic)
     names = [_refuse(compute, mode, problem, backend, tiles, deterministic) for compute in computes]  # before a byte is written
     found = found or data.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
@@ -164,7 +165,7 @@ def run(
             passes = contend(backend, compute, mode, yardstick, forward, tiles, deterministic)
             result = Result(
                 name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, found.folder,
-                found.warnings, found.seed, deterministic,
+                (*found.warnings, *left_out), found.seed, deterministic,
             )  # fmt: skip
             if not results:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}

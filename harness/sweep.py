@@ -2,22 +2,23 @@
 
     title = "Time over the sequence length"
     mode = "forward"                  # unless --mode says otherwise
-    kernels = ["naive", "fa2"]        # optional: every kernel with the passes and the dtype
+    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range is those of it that take the shape
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     ceilings = true                   # optional: measure what this GPU can do at most, in the same run
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
 
-A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks.
+A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
+`peers` of a shape are for that shape in place of the sweep's.
 """
 
 from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
 KEYS = {"title", "mode", "kernels", "peers", "ceilings", "shapes", "cpu"}
 SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
+OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
 
 
@@ -43,6 +45,11 @@ class Sweep:
     ceilings: bool
     shapes: tuple[tuple[str, Problem], ...]
     cpu_shapes: tuple[tuple[str, Problem], ...]
+    own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)  # test name -> "kernels", "peers" -> names
+
+    def names(self, what: str, test: str) -> tuple[str, ...] | None:
+        """The "kernels" or "peers" of a test; None where neither its shape nor the sweep says any."""
+        return self.own.get(test, {}).get(what, self.kernels or None if what == "kernels" else self.peers)
 
 
 def sweeps() -> dict[str, str]:
@@ -76,16 +83,30 @@ def _parse(path: Path, data: dict[str, Any]) -> Sweep:
     if mode not in (*PASSES, "both"):
         raise wrong(f"mode is {mode!r}; known: forward, backward, both")
 
+    own: dict[str, Mapping[str, tuple[str, ...]]] = {}
+
+    def names(where: dict[str, Any], key: str) -> tuple[str, ...]:
+        value = [where[key]] if isinstance(where[key], str) else where[key]
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise wrong(f"{key} is a name, a range or a list of them; is {value!r}")
+        return tuple(value)
+
     def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
             raise wrong("shapes is a list of tables, as { batch = 4, heads = 8, seq = [128, 256], dim = 64 }")
-        return tuple(found for item in items for found in _expand(item, wrong))
+        found = []
+        for item in items:
+            some = _expand({key: value for key, value in item.items() if key not in OWN}, wrong)
+            own.update((test, {key: names(item, key) for key in OWN if key in item}) for test, _ in some)
+            found += some
+        return tuple(found)
 
     stated = shapes(data.get("shapes"))
     cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data else stated
     name = path.parent.name if path.name == "sweep.toml" else path.stem
-    peers = tuple(data["peers"]) if "peers" in data else None
-    return Sweep(name, data.get("title", name), mode, tuple(data.get("kernels", ())), peers, bool(data.get("ceilings")), stated, cpu)
+    peers = names(data, "peers") if "peers" in data else None
+    kernels = names(data, "kernels") if "kernels" in data else ()
+    return Sweep(name, data.get("title", name), mode, kernels, peers, bool(data.get("ceilings")), stated, cpu, own)
 
 
 def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:

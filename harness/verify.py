@@ -195,14 +195,15 @@ def verify(
     deterministic: bool = False,
     progress: Callable[[CaseResult], None] | None = None,
 ) -> list[CaseResult]:
-    """Run each kernel (a name, number or path; every pass it has among mode's) over its matrix; nothing stops at a failure.
+    """Run each kernel (a name, number or path; none: the whole tree; every pass it has among mode's) over its matrix, failures or not.
 
     case runs one case alone. A kernel with two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
     """
     first = open_backend(device, check, schedule_seed)
     backends: dict[int, Backend] = {0: first} if schedule_seed is None else {schedule_seed: first}
     results = []
-    for chosen in _kernels(computes, mode, deterministic):
+    every = list(dict.fromkeys(each.name for each in kernel.catalogue()))
+    for chosen in _kernels(list(computes) or every, mode, deterministic):
         cases = [each for each in matrix(chosen, which, first.name) if case is None or each.number == case]
         compile_ahead(first, chosen, cases)
         for each in cases:

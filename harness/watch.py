@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .kernel import find, include_closure
+from .ladder import expand
 from .printing import line, near, note
 from .problem import PASSES, WRITES, UsageFault
 
@@ -79,7 +80,7 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
 def kernel_files(computes: Sequence[str], passes: Sequence[str]) -> list[Path]:
     """The files of those computes that are kernels of ours. Raises UsageFault where none is."""
     found, faults = dict[Path, None](), []
-    for compute in computes:
+    for compute in expand(computes, passes)[0]:
         for pass_ in passes:
             try:
                 found[find(compute, pass_).path] = None

@@ -39,6 +39,7 @@ LAYERS = (
     {
         "bind",
         "draws",
+        "ladder",
         "printing",
         "measure",
         "sweep",

@@ -1,0 +1,120 @@
+"""Ranges of the ladder (`--compute 00-07`) and kernels or peers of one shape of a sweep."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from harness import kernel, ladder, sweep
+from harness.kernel import catalogue
+from harness.problem import Problem, UsageFault
+
+Run = Callable[..., Result]
+SHAPE = ("--batch", 1, "--heads", 2, "--seq", 17, "--dim", 16)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+
+
+def names(dtype: str, pass_: str, first: int = 0, last: int = 99) -> list[str]:
+    """The kernels a range should give, by another way."""
+    return [
+        k.name for k in catalogue() if k.pass_ == pass_ and dtype in k.dtypes and k.number is not None and first <= k.number <= last
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "pass_"), [("float32", "forward"), ("float64", "forward"), ("bfloat16", "backward")])
+def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
+    """By pass and dtype, in ladder order; why the others are left out is said; what is no range stays as it is."""
+    found, left_out = ladder.expand(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
+    assert found == names(dtype, pass_)
+    others = dict.fromkeys(k.name for k in catalogue() if k.name not in found)
+    assert [text.partition(":")[0] for text in left_out] == [f"00-99 without {name}" for name in others]
+    assert all(dtype in text or f"no {pass_} pass" in text for text in left_out)
+    assert ladder.expand(["5-7", "naive", "./a.cu", "torch-flash"], [pass_], [Problem.of(dtype="float32")])[0][-3:] == [
+        "naive", "./a.cu", "torch-flash",
+    ]  # fmt: skip
+
+
+def test_a_range_without_a_kernel_is_refused() -> None:
+    """Nothing is numbered so, or nothing there can do it; several problems: one is enough."""
+    with pytest.raises(UsageFault, match="90-99"):
+        ladder.expand(["90-99"], ["forward"])
+    small, wide = Problem.of(1, 1, 16, 16), Problem.of(1, 1, 16, 256)
+    with pytest.raises(UsageFault, match="03-05") as caught:
+        ladder.expand(["03-05"], ["forward"], [wide])
+    assert "does not take head dim 256" in caught.value.why
+    assert "fa1" in ladder.expand(["03-05"], ["forward"], [wide, small])[0]
+
+
+def test_one_kernel_has_many_names() -> None:
+    """Number, name and every alias of every kernel mean that kernel."""
+    for each in catalogue():
+        for spec in (each.name, *each.aliases, *([str(each.number), f"{each.number:02}"] if each.number is not None else [])):
+            assert kernel.find(spec, each.pass_) is each, spec
+
+
+@needs_compiler
+def test_run_and_verify(fa_cli: Run) -> None:
+    """run runs the range interleaved and says on stderr whom it leaves out; verify takes those with the pass."""
+    result = fa_cli("run", "--compute", "00-05", "--dtype", "float16", *SHAPE)
+    assert result.exit_code == 0 and "note: 00-05 without fa1: fa1_forward does not take float16" in result.stderr
+    assert result.stdout.count("PASS naive forward") == 1
+    result = fa_cli("verify", "00-03", "--mode", "backward", "--case", 0, "--json")
+    assert {row["kernel"] for row in json.loads(result.stdout)["rows"]} == {"naive"}
+    assert "note: 00-03 without fa1: fa1 has no backward pass" in result.stderr
+
+
+def test_a_range_nobody_is_in_is_exit_2(fa_cli: Run) -> None:
+    """For every verb."""
+    for words in (("run", "--compute"), ("verify",), ("compile",), ("experiment", "--compute"), ("profile", "--compute")):
+        result = fa_cli(*words, "90-99")
+        assert result.exit_code == 2 and "90-99" in result.stderr and "hint: fa-cli list" in result.stderr, words
+
+
+@needs_compiler
+def test_a_sweep_of_a_range(fa_cli: Run, tmp_path: Path) -> None:
+    """Each shape has the kernels of the range that take it, and a shape's own kernels and peers go before the sweep's."""
+    (tmp_path / "s.toml").write_text(
+        'kernels = "00-03"\npeers = "numpy"\n'
+        'shapes = [{ test = "a", batch = 1, heads = 1, seq = 16, dim = 16 },'
+        ' { test = "b", batch = 1, heads = 1, seq = 16, dim = 16, dtype = "float16" },'
+        ' { test = "c", batch = 1, heads = 1, seq = 16, dim = 16, kernels = ["fa2"], peers = [] }]\n'
+    )
+    plan = fa_cli("experiment", "s.toml", "--dry-run").stdout
+    assert fa_cli("experiment", "s.toml", "-q").exit_code == 0
+    with open(tmp_path / "experiment_results" / "results.csv") as file:
+        rows = [(row["Test"], row["Kernel"], row["Status"]) for row in csv.DictReader(file)]
+    wanted = {"a": [*names("float32", "forward", 0, 3), "numpy"], "b": [*names("float16", "forward", 0, 3), "numpy"], "c": ["fa2"]}
+    assert rows == [(test, name, "PASS") for test, some in wanted.items() for name in some]
+    assert plan.splitlines()[-1].endswith("by fa2")
+
+
+def test_peers_of_a_sweep_are_those_of_the_device() -> None:
+    """A sweep that names a GPU's peers has the usual ones on a CPU, and one that wants none has none."""
+    from harness.experiment import _peers
+
+    assert _peers(("torch-flash", "numpy"), "cpu") == ["numpy"]
+    assert _peers(("torch-flash",), "cpu") == _peers(None, "cpu") == ("torch-cpu", "numpy")
+    assert _peers((), "cpu") == []
+    assert _peers(("nosuch",), "cpu") == ["nosuch"], "told of as unknown"
+
+
+@pytest.mark.parametrize("text", ["kernels = 3", "shapes = [{ seq = 16, kernels = [7] }]"])
+def test_kernels_of_a_sweep_are_names(text: str, fa_cli: Run, tmp_path: Path) -> None:
+    """A sweep file with anything else is exit 3."""
+    (tmp_path / "bad.toml").write_text(text + ("" if "shapes" in text else "\nshapes = [{ seq = 16 }]"))
+    result = fa_cli("experiment", "bad.toml")
+    assert result.exit_code == 3 and "kernels is a name, a range or a list" in result.stderr
+
+
+def test_the_ladder_sweep() -> None:
+    """The CUDA-core steps at float32, the others in bfloat16 on the two shapes, and the GPU's own rates in the same run."""
+    found = sweep.load("ladder")
+    assert found.ceilings and found.names("kernels", "float32") == ("00-07",)
+    assert [p.seq_q for test, p in found.shapes if test.startswith("seed001")] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn"}
