@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import backends as backends
     from . import bind as bind
     from . import ceilings as ceilings
+    from . import climb as climb
     from . import command as command
     from . import compare as compare
     from . import compile as compile

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from . import environment, figures, results
+from . import climb, environment, figures, results
 from .drawing import save
 from .figures import error_picture as error_picture
 from .files import disk_fault, write_files
 from .problem import DataFault
 from .summary import commit_of, dates_of, heading, summary
-from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, views
+from .views import PASS_WORDS, PREFIX, View, by_head_dim, climbs, families, views
 
 if TYPE_CHECKING:
     from matplotlib import figure as plot
@@ -46,7 +47,8 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
     """Draw every figure that rows (or those of a folder) have something for, as 300 dpi PNG files; returns their paths.
 
     The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; FIGURE is kernel_comparison, and where shapes
-    differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, and where ceilings were measured roofline.
+    differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, where ceilings were measured roofline, and where many
+    steps of the ladder have one shape ladder (without a `name` of ladder before it).
     CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
     """
     if isinstance(source, Path):
@@ -68,13 +70,21 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
                 ("error_vs_S", family, figures.error_vs_s, f"Error against float64: {pass_}"),
             ]
         for kind, part, function, heading_ in drawn:
-            path = out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")
-            try:
-                if figure := function(part, heading_, footer):
-                    made.append(save(figure, path))
-            except OSError as error:
-                raise disk_fault(out_dir, error) from None
+            if figure := function(part, heading_, footer):
+                made.append(_save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
+    for panels in climbs(rows):
+        first, words = panels[0], " and ".join(panel.dtype for panel in panels)
+        figure = climb.climb(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
+        apart = "_causal" * first.causal + "_cpu" * first.cpu
+        made.append(_save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
     return made
+
+
+def _save(figure: plot.Figure, path: Path) -> Path:
+    try:
+        return save(figure, path)
+    except OSError as error:
+        raise disk_fault(path.parent, error) from None
 
 
 def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .kernel import catalogue
 from .problem import Problem
 from .results import SHAPE, TYPES, Row
 
@@ -22,6 +23,8 @@ HOST_TIME = "CPU time (host backend), not GPU performance"
 CEILING = "ceiling-"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
+#: Timed steps of the ladder that make a shape worth the figure of the climb.
+CLIMB = 6
 
 Key = tuple[Any, ...]
 
@@ -196,6 +199,23 @@ def _suffixes(found: Sequence[View]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"_{i}" for i in range(1, len(found) + 1)]
+
+
+def steps(view: View) -> list[tuple[int, Row]]:
+    """The ladder's kernels that have a time in a view of one shape, with their numbers, in ladder order."""
+    numbers = {k.name: k.number for k in catalogue() if k.number is not None}
+    return sorted((numbers[row.Kernel], row) for row in view.rows if row.timing == view.timing and row.TFLOPS and row.Kernel in numbers)
+
+
+def climbs(rows: Iterable[Row]) -> list[list[View]]:
+    """The panels of each figure of the climb: a view a dtype, cut to the shape most steps have (then the largest), if CLIMB have it."""
+    found: dict[Key, list[View]] = {}
+    for view in views(rows):
+        shapes = [view.only(lambda row, shape=shape: shape_of(row) == shape) for shape in view.shapes]  # type: ignore[misc]
+        best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
+        if len(steps(best)) >= CLIMB:
+            found.setdefault((view.device_name, view.type, view.causal), []).append(best)
+    return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in found.values()]
 
 
 # -- what limits a kernel ------------------------------------------------------------------------------------------------

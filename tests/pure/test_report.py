@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from rows import CPU, RUN, row
 
 from harness import drawing, figures, report, results
 from harness.problem import DataFault, DiskFault, Problem
@@ -21,31 +22,6 @@ from harness.summary import summary
 from harness.views import by_head_dim, families, latest, limiter, roofs, views
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-GPU, CPU = {"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cpu", "device_name": "a processor"}
-RUN = "20261120T184550Z-ab12"
-
-
-def row(kernel: str, test: str, ms: float | None, problem: Problem | None = None, mode: str = "forward", **other: Any) -> Row:
-    """A row as experiment writes it, with rates by Problem; without a time it failed."""
-    p = problem or Problem.of(4, 8, int(test.strip("S")), 64)
-    facts: dict[str, Any] = {
-        "Test": test, "Kernel": kernel, "Type": results.TYPES[mode], "Batch": p.batch, "Heads": p.heads_q, "SeqLen": p.seq_q,
-        "HeadDim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv, "dtype": p.dtype, "causal": p.causal, "scale": p.scale,
-        "Status": "PASS" if ms else "FAIL", "run_id": RUN, "ErrorMessage": None if ms else f"{kernel} is wrong", "MaxError_O": 1e-6, **GPU,
-    }  # fmt: skip
-    if ms:
-        rates = {"TFLOPS": p.flops(mode) / (ms * 1e9), "Bandwidth_GBps": p.bytes(mode) / (ms * 1e6)}
-        facts |= {
-            "KernelTime_ms": ms,
-            "p20_ms": ms * 0.9,
-            "p80_ms": ms * 1.2,
-            "n_samples": 20,
-            "timing": "warm",
-            "peak_bytes": 1 << 20,
-            **rates,
-        }
-    return Row(**facts | other)
 
 
 def lengths(*kernels: str, upto: int = 4, **other: Any) -> list[Row]:
