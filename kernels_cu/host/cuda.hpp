@@ -107,7 +107,7 @@ template <class T> inline T __ldg(const T* address) { return *address; }
 #define FA_HOST_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(FA_HOST_HERE) { fa_host_syncthreads(file, line); }
-inline void __syncwarp(unsigned mask = 0xffffffffu, FA_HOST_HERE) { fa_host_warp(mask, nullptr, nullptr, "__syncwarp", 1, file, line); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, FA_HOST_HERE) { fa_host_warp(mask, nullptr, nullptr, "__syncwarp", file, line); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() {}
 
@@ -138,7 +138,7 @@ inline int lane() { return int((threadIdx.x + blockDim.x * (threadIdx.y + blockD
 
 template <class T> inline T shuffle(unsigned mask, T value, int from, const char* word, const char* file, int line) {
     Exchange<T> e{value, value, from};
-    fa_host_warp(mask, exchange<T>, &e, word, 0, file, line);
+    fa_host_warp(mask, exchange<T>, &e, word, file, line);
     return e.got;
 }
 
@@ -173,7 +173,7 @@ template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned de
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, FA_HOST_HERE) {
     fa_host::Vote v{predicate != 0, 0};
-    fa_host_warp(mask, fa_host::vote, &v, "__ballot_sync", 0, file, line);
+    fa_host_warp(mask, fa_host::vote, &v, "__ballot_sync", file, line);
     return v.got;
 }
 inline int __any_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }

@@ -42,18 +42,18 @@ constexpr size_t arena_bytes = 256 << 10;
 constexpr uint64_t canary = 0xfa57ac4edead57acull;
 
 struct Wait {
-    const char* word;  // what a fiber waits in; null while it can run
+    const char* word;  // what a fiber has last waited in
     const char* file;
     int line;
     unsigned mask;  // the lanes it waits for, 0 for the whole block
 };
 
-struct Fiber {
+struct alignas(64) Fiber {
     void* stack_pointer;
-    Self self;
     Wait wait;
-    bool done;
     void* fake_stack;  // AddressSanitizer's
+    bool done;
+    Self self;
 };
 
 struct Meeting {  // a warp collective under way
@@ -66,7 +66,7 @@ struct Meeting {  // a warp collective under way
 };
 
 struct Warp {
-    unsigned ready, alive;
+    unsigned ready, alive, present;  // lanes that can run; that have not ended; that there are
     int meetings;
     Meeting meeting[32];
 };
@@ -80,12 +80,14 @@ struct Worker {
     size_t stack_bytes;
     char* arena;
     char* static_shared;
-    int threads, warps, live, current;
+    int threads, warps, live;
+    unsigned current;
     unsigned ready_warps;
     int at_barrier;
     const char* barrier_file;
     int barrier_line;
     uint64_t random;  // 0: index order
+    bool in_order;    // that, and no sanitizer to be told of switches
     bool failed, faulted;
     void* home;  // where the worker itself waits while fibers run
     void* home_fake;
@@ -96,6 +98,7 @@ struct Worker {
     Async* async;       // copies in flight, once there has been one
     Fiber fiber[max_threads];
     Warp warp[max_warps];
+    alignas(64) char scratch[max_warps][scratch_bytes];
 };
 
 static __thread Worker* here __attribute__((tls_model("initial-exec"))) = nullptr;
@@ -151,14 +154,15 @@ template <class Pick> static void say_threads(Worker& w, Pick pick) {
     }
 }
 
-static void say_waiters(Worker& w) {
+static void say_waiters(Worker& w, bool deadlock = false) {  // deadlock: the current one waits too
     bool told[max_threads] = {};
+    auto waits = [&](unsigned t) { return !w.fiber[t].done && (deadlock || t != w.current) && !(w.warp[t / 32].ready >> t % 32 & 1); };
     for (int t = 0; t < w.threads; ++t) {
         Fiber& first = w.fiber[t];
-        if (told[t] || first.done || !first.wait.word) continue;
+        if (told[t] || !waits(t)) continue;
         auto same = [&](int i) {
             Wait& a = w.fiber[i].wait;
-            return !w.fiber[i].done && a.word && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
+            return waits(i) && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
                    !strcmp(a.file, first.wait.file);
         };
         say("  threads ");
@@ -196,7 +200,7 @@ static void end_report(Worker& w) {
 static void report_deadlock(Worker& w) {
     begin_report(w, "deadlock: no thread can go on");
     say("\n");
-    say_waiters(w);
+    say_waiters(w, true);
     end_report(w);
 }
 
@@ -219,10 +223,10 @@ static int nth_bit(unsigned bits, int n) {
 }
 
 // The next fiber to run, taken out of the ready set; -1 where there is none.
-static inline int pick(Worker& w) {
+static inline __attribute__((always_inline)) int pick(Worker& w) {
     if (!w.ready_warps) return -1;
-    int warp, lane;
-    if (w.random) {
+    unsigned warp, lane;
+    if (__builtin_expect(w.random != 0, 0)) {
         warp = nth_bit(w.ready_warps, draw(w) % __builtin_popcount(w.ready_warps));
         lane = nth_bit(w.warp[warp].ready, draw(w) % __builtin_popcount(w.warp[warp].ready));
     } else {  // stay in the warp, then the next warp: index order, wrapping around
@@ -239,33 +243,28 @@ static inline int pick(Worker& w) {
     return warp * 32 + lane;
 }
 
-static inline void switch_to(Worker& w, int next) {
-    int self = w.current;
-    if (next == self) return;
-    Fiber& from = w.fiber[self];
-    Fiber& to = w.fiber[next];
+// The running fiber cannot go on: the next one, until it is made ready and picked again.
+static inline Next go_on_with_another(Worker& w) {
+    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
+    if (__builtin_expect(stack_pointer() < bottom + 2048, 0)) {
+        begin_report(w, "stack overflow");
+        say(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
+        end_report(w);
+    }
+    unsigned self = w.current;
+    int next = pick(w);
+    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
+    if (unsigned(next) == self) return {nullptr, nullptr};
+    Fiber &from = w.fiber[self], &to = w.fiber[next];
     w.current = next;
     fa_host_self = &to.self;
     if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
         __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, w.stacks + size_t(next) * w.stack_bytes, w.stack_bytes);
         fa_host_switch(&from.stack_pointer, to.stack_pointer);
         __sanitizer_finish_switch_fiber(here->fiber[here->current].fake_stack, nullptr, nullptr);
-        return;
+        return {nullptr, nullptr};
     }
-    fa_host_switch(&from.stack_pointer, to.stack_pointer);
-}
-
-// The running fiber cannot go on: run others until it is made ready and picked again.
-static inline void wait_here(Worker& w) {
-    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
-    if (__builtin_expect(static_cast<char*>(__builtin_frame_address(0)) < bottom + 2048, 0)) {
-        begin_report(w, "stack overflow");
-        say(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
-        end_report(w);
-    }
-    int next = pick(w);
-    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
-    switch_to(w, next);
+    return {&from.stack_pointer, to.stack_pointer};
 }
 
 }  // namespace fa_host
@@ -294,7 +293,6 @@ static void fiber_main() {
     if (w.async) w.async->end(w);
     Fiber& self = w.fiber[w.current];
     self.done = true;
-    self.wait.word = nullptr;
     w.warp[w.current / 32].alive &= ~(1u << w.current % 32);
     if (--w.live == 0) {
         if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
@@ -306,7 +304,8 @@ static void fiber_main() {
         say_waiters(w);
         end_report(w);
     }
-    wait_here(w);
+    Next next = go_on_with_another(w);
+    fa_host_switch(next.save, next.load);
     __builtin_unreachable();
 }
 
@@ -322,12 +321,20 @@ static void run_block(Worker& w, uint64_t index) {
     w.at_barrier = 0;
     w.failed = false;
     w.ready_warps = 0;
+    w.in_order = !launch.seed && !__sanitizer_start_switch_fiber;
     w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
     for (int t = 0; t < w.threads; ++t) {
         Fiber& f = w.fiber[t];
         unsigned x = t % block.x, y = t / block.x % block.y, z = t / block.x / block.y;
-        f.self = Self{{x, y, z}, at, block, grid, w.arena, launch.dynamic_bytes, w.race != nullptr};
-        f.wait.word = nullptr;
+        f.self = Self{{x, y, z},
+                      at,
+                      block,
+                      grid,
+                      w.arena,
+                      launch.dynamic_bytes,
+                      t % 32,
+                      w.race != nullptr,
+                      w.threads - t / 32 * 32 < 32 ? nullptr : w.scratch[t / 32]};
         f.done = false;
         f.fake_stack = nullptr;
         char* bottom = w.stacks + size_t(t) * w.stack_bytes;
@@ -347,7 +354,7 @@ static void run_block(Worker& w, uint64_t index) {
     }
     for (int i = 0; i < w.warps; ++i) {
         int lanes = w.threads - i * 32 < 32 ? w.threads - i * 32 : 32;
-        w.warp[i].alive = lanes == 32 ? ~0u : (1u << lanes) - 1;
+        w.warp[i].alive = w.warp[i].present = lanes == 32 ? ~0u : (1u << lanes) - 1;
         w.warp[i].meetings = 0;
         w.warp[i].ready = 0;
         make_ready(w, i, w.warp[i].alive);
@@ -498,9 +505,52 @@ static void work_together(int helpers) {
 
 using namespace fa_host;
 
+static __attribute__((noinline)) Next meet(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
+    Worker& w = *here;
+    leave_if_asked(w);
+    unsigned self = w.current, lane = self % 32;
+    Warp& warp = w.warp[self / 32];
+    mask &= warp.present;  // a full mask in a block that is no multiple of 32 means the lanes there are
+    if (__builtin_expect(!(mask >> lane & 1), 0)) {
+        begin_report(w, "lane outside its own mask");
+        say(": thread %d (lane %d) calls %s with mask 0x%08x at %s:%d\n", self, lane, word, mask, file, line);
+        end_report(w);
+    }
+    Meeting *m = warp.meeting, *end = m + warp.meetings;
+    while (m != end && m->mask != mask) ++m;
+    if (m == end) {
+        ++warp.meetings;
+        m->mask = mask;
+        m->arrived = 0;
+        m->apply = apply;
+        m->word = word;
+        m->file = file;
+        m->line = line;
+    } else if (__builtin_expect(m->apply != apply, 0)) {
+        begin_report(w, "lanes of one warp meet in different words");
+        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file,
+            m->line);
+        end_report(w);
+    }
+    m->arrived |= 1u << lane;
+    m->lanes[lane] = mine;
+    w.fiber[self].wait = Wait{word, file, line, mask};
+    if (m->arrived == mask) {
+        if (apply) apply(m->lanes, mask);
+        else if (w.race) w.race->meet(self / 32 * 32, mask);
+        if (--warp.meetings && m != end - 1) *m = end[-1];
+        if (!w.random) {
+            if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
+            return {nullptr, nullptr};
+        }
+        make_ready(w, self / 32, mask);
+    }
+    return go_on_with_another(w);
+}
+
 extern "C" {
 
-void fa_host_syncthreads(const char* file, int line) {
+Next fa_host_block_meet(const char* file, int line) {
     Worker& w = *here;
     leave_if_asked(w);
     if (w.async) w.async->drift(w);
@@ -510,69 +560,41 @@ void fa_host_syncthreads(const char* file, int line) {
         say_waiters(w);
         end_report(w);
     }
+    w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
     if (++w.at_barrier == w.live) {
         release_barrier(w);
         if (!w.random) {  // the last to come goes on
             Warp& own = w.warp[w.current / 32];
             own.ready &= ~(1u << w.current % 32);
             if (!own.ready) w.ready_warps &= ~(1u << w.current / 32);
-            return;
+            return {nullptr, nullptr};
         }
     } else {
         w.barrier_file = file;
         w.barrier_line = line;
-        w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
     }
-    int self = w.current;
-    wait_here(w);
-    w.fiber[self].wait.word = nullptr;
+    return go_on_with_another(w);
 }
 
-void fa_host_warp(unsigned mask, Apply apply, void* mine, const char* word, int orders, const char* file, int line) {
+Next fa_host_warp_meet(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
     Worker& w = *here;
-    leave_if_asked(w);
-    int self = w.current, lane = self % 32;
+    unsigned self = w.current, bit = 1u << self % 32;
     Warp& warp = w.warp[self / 32];
-    int lanes = w.threads - self / 32 * 32;
-    if (lanes < 32) mask &= (1u << lanes) - 1;  // a full mask in a block that is no multiple of 32 means the lanes there are
-    if (!(mask >> lane & 1)) {
-        begin_report(w, "lane outside its own mask");
-        say(": thread %d (lane %d) calls %s with mask 0x%08x at %s:%d\n", self, lane, word, mask, file, line);
-        end_report(w);
+    Meeting& m = warp.meeting[0];
+    // What is so 30 times of 32: the lane comes to its warp's only meeting, is not the last, and the next lane is ready.
+    unsigned later = warp.ready & (~0u << self % 32);
+    if (warp.meetings == 1 && m.mask == mask && m.apply == apply && (m.arrived | bit) != mask && mask & bit && later && w.in_order) {
+        m.arrived |= bit;
+        m.lanes[self % 32] = mine;
+        unsigned next = self / 32 * 32 + __builtin_ctz(later);
+        if (!(warp.ready &= ~(later & -later))) w.ready_warps &= ~(1u << self / 32);
+        Fiber &from = w.fiber[self], &to = w.fiber[next];
+        from.wait = Wait{word, file, line, mask};
+        w.current = next;
+        fa_host_self = &to.self;
+        return {&from.stack_pointer, to.stack_pointer};
     }
-    Meeting* m = nullptr;
-    for (int i = 0; i < warp.meetings && !m; ++i)
-        if (warp.meeting[i].mask == mask) m = &warp.meeting[i];
-    if (!m) {
-        m = &warp.meeting[warp.meetings++];
-        m->mask = mask;
-        m->arrived = 0;
-        m->apply = apply;
-        m->word = word;
-        m->file = file;
-        m->line = line;
-    } else if (m->apply != apply) {
-        begin_report(w, "lanes of one warp meet in different words");
-        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file,
-            m->line);
-        end_report(w);
-    }
-    m->arrived |= 1u << lane;
-    m->lanes[lane] = mine;
-    if (m->arrived == mask) {
-        if (apply) apply(m->lanes, mask);
-        if (orders && w.race) w.race->meet(self / 32 * 32, mask);
-        *m = warp.meeting[--warp.meetings];
-        if (!w.random) {
-            if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
-            return;
-        }
-        make_ready(w, self / 32, mask);
-    } else {
-        w.fiber[self].wait = Wait{word, file, line, mask};
-    }
-    wait_here(w);
-    w.fiber[self].wait.word = nullptr;
+    return meet(mask, apply, mine, word, file, line);
 }
 
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line) {

@@ -13,8 +13,12 @@ struct Self {
     Dim3 thread_idx, block_idx, block_dim, grid_dim;
     char* dynamic_shared;
     unsigned dynamic_bytes;
-    bool race;  // the race check is on
+    int lane;
+    bool race;     // the race check is on
+    void* scratch; // a place for the words of this warp that take all 32 lanes; null where there are fewer
 };
+
+constexpr int scratch_bytes = 4416;
 
 // Where the 32-bit addresses of dynamic shared memory start. Not at 0, nor do a GPU's.
 constexpr unsigned shared_base = 1024;
@@ -49,8 +53,8 @@ extern __thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-ex
 // All threads of the block meet (barrier 0).
 void fa_host_syncthreads(const char* file, int line);
 
-// The lanes of mask meet; the last to come runs apply over what all of them brought. orders: also orders memory (__syncwarp).
-void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* word, int orders, const char* file, int line);
+// The lanes of mask meet; the last to come runs apply over what all of them brought. Without apply it orders memory (__syncwarp).
+void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* word, const char* file, int line);
 
 float fa_host_atomic_add_f32(float* address, float value);
 double fa_host_atomic_add_f64(double* address, double value);

@@ -11,148 +11,121 @@ namespace fa {
 
 namespace host {
 
-typedef float Float8 __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
 
-struct Rows {  // of four 8 x 8 matrices of 16 bits
-    uint32_t* d;
-    const char* row;
-    const char* word;
-    const char* file;
-    int line;
-    void* code;
+// What the lanes bring before they meet and take away after it, each in its own places. No word's results lie where another takes what
+// is brought, because lanes that have gone on bring the next while others have not yet taken the last.
+struct Together {
+    Words a[8];         // [column or pair of columns][row]
+    uint32_t b[8][8];   // [row or pair of rows][column]
+    Floats d[8];        // [column][row]
+    uint32_t four[32][4];
+    const char* row[32];
+    void* code[32];
+    uint64_t wmma_a[64], wmma_b[64];
+    float wmma_d[64][4];
 };
+static_assert(sizeof(Together) <= fa_host::scratch_bytes);
 
-__forceinline__ void all_lanes(unsigned mask, const char* word, const char* file, int line) {
-    if (mask == 0xffffffffu) return;
-    fa_host_fail("a warp of fewer than 32 threads in a word that takes all of them", file, line);
+__forceinline__ Together& together(const char* file, int line) {
+    if (!fa_host_self->scratch) fa_host_fail("a warp of fewer than 32 threads in a word that takes all of them", file, line);
+    return *static_cast<Together*>(fa_host_self->scratch);
 }
 
-template <bool TRANSPOSED> FA_HOST_TOGETHER load_matrices(void* const* lanes, unsigned mask) {
-    const Rows& first = *static_cast<Rows*>(lanes[__builtin_ctz(mask)]);
-    all_lanes(mask, first.word, first.file, first.line);
-    uint16_t element[32][8];
-    for (int i = 0; i < 32; ++i) __builtin_memcpy(element[i], static_cast<Rows*>(lanes[i])->row, 16);
-    for (int i = 0; i < 32; ++i) {
-        uint32_t* d = static_cast<Rows*>(lanes[i])->d;
-        for (int m = 0; m < 4; ++m) {
-            if constexpr (TRANSPOSED) d[m] = element[8 * m + i % 4 * 2][i / 4] | uint32_t(element[8 * m + i % 4 * 2 + 1][i / 4]) << 16;
-            else __builtin_memcpy(&d[m], &element[8 * m + i / 4][i % 4 * 2], 4);
+// Four 8 x 8 matrices: lane i is given element (i / 4, i % 4 * 2) of each and the next in its row, or in its column.
+template <bool TRANSPOSED> FA_HOST_TOGETHER load_matrices(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Together*>(lanes[0]);
+    for (int m = 0; m < 4; ++m)
+        for (int r = 0; r < 8; r += 1 + TRANSPOSED) {
+            if constexpr (TRANSPOSED) {
+                uint16_t first[8], second[8];
+                __builtin_memcpy(first, all.row[8 * m + r], 16);
+                __builtin_memcpy(second, all.row[8 * m + r + 1], 16);
+                for (int c = 0; c < 8; ++c) all.four[4 * c + r / 2][m] = first[c] | uint32_t(second[c]) << 16;
+            } else {
+                uint32_t pair[4];
+                __builtin_memcpy(pair, all.row[8 * m + r], 16);
+                for (int c = 0; c < 4; ++c) all.four[4 * r + c][m] = pair[c];
+            }
         }
-    }
     if (!fa_host_self->race) return;
     for (int i = 0; i < 32; ++i)
         for (int m = 0; m < 4; ++m)
-            for (int half = 0; half < 2; ++half) {
-                const Rows& from = *static_cast<Rows*>(lanes[8 * m + (TRANSPOSED ? i % 4 * 2 + half : i / 4)]);
-                const int column = TRANSPOSED ? i / 4 : i % 4 * 2 + half;
-                fa_host_access(i, from.row + 2 * column, 2, false, static_cast<Rows*>(lanes[i])->code);
+            for (int second = 0; second < 2; ++second) {
+                const int row = TRANSPOSED ? i % 4 * 2 + second : i / 4, column = TRANSPOSED ? i / 4 : i % 4 * 2 + second;
+                fa_host_access(i, all.row[8 * m + row] + 2 * column, 2, false, all.code[i]);
             }
 }
 
 template <bool TRANSPOSED>
 __forceinline__ void ldmatrix(uint32_t (&d)[4], uint32_t row_smem, const char* word, const char* file, int line) {
-    Rows mine{d, shared_at(row_smem, 16, 16, word, file, line), word, file, line, fa_host_self->race ? fa_host_code() : nullptr};
-    fa_host_warp(0xffffffffu, load_matrices<TRANSPOSED>, &mine, word, 0, file, line);
+    Together& all = together(file, line);
+    const int lane = fa_host_self->lane;
+    all.row[lane] = shared_at(row_smem, 16, 16, word, file, line);
+    if (fa_host_self->race) all.code[lane] = fa_host_code();
+    fa_host_warp(0xffffffffu, load_matrices<TRANSPOSED>, &all, word, file, line);
+    __builtin_memcpy(d, all.four[lane], 16);
 }
 
-struct Mma {
-    float* d;
-    const uint32_t* a;
-    uint32_t b[2];
-    const char* file;
-    int line;
+// The numbers in the lower halves of some words; exact. Infinities and NaN stay such.
+template <class T> struct Widen;
+template <> struct Widen<float16> {
+    static __forceinline__ Floats of(Words bits) {
+        const Words size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+        const Floats small = (Floats)((size << 13) + 0x38800000u) - 0x1p-14f;
+        const Words normal = (size << 13) + (size >= 0x7c00 ? Words{} + 0x70000000u : Words{} + 0x38000000u);
+        return (Floats)((size < 0x400 ? (Words)small : normal) | sign);
+    }
+};
+template <> struct Widen<bfloat16> {
+    static __forceinline__ Floats of(Words bits) { return (Floats)(bits << 16); }
 };
 
-// The numbers of float16 bits, several at once on any processor; exact. Inputs of an infinity and NaN stay such.
-__forceinline__ void widen_all(float* to, const uint16_t* from, int count, float16) {
-    for (int i = 0; i < count; ++i) {
-        const uint32_t bits = from[i], size = bits & 0x7fff;
-        const float normal = __uint_as_float((size << 13) + (size >= 0x7c00 ? 0x70000000u : 0x38000000u));
-        const float small = __uint_as_float((size << 13) + 0x38800000u) - 0x1p-14f;
-        to[i] = __uint_as_float(__float_as_uint(size < 0x400 ? small : normal) | (bits & 0x8000) << 16);
+template <class T> FA_HOST_TOGETHER mma_pairs(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Together*>(lanes[0]);
+    float b[2][8][8];
+    for (int i = 0; i < 4; ++i) {
+        Words pairs;
+        __builtin_memcpy(&pairs, all.b[2 * i], 64);
+        const Floats first = Widen<T>::of(pairs & 0xffff), second = Widen<T>::of(pairs >> 16);
+        __builtin_memcpy(b[0][2 * i], &first, 64);
+        __builtin_memcpy(b[1][2 * i], &second, 64);
     }
-}
-
-__forceinline__ void widen_all(float* to, const uint16_t* from, int count, bfloat16) {
-    for (int i = 0; i < count; ++i) to[i] = __uint_as_float(uint32_t(from[i]) << 16);
-}
-
-// d (16 x 8) += a (16 x K) b (K x 8)
-template <int K> __forceinline__ void multiply(Float8 (&d)[16], const float (&a)[16][K], const Float8 (&b)[K]) {
-    for (int k = 0; k < K; ++k)
-        for (int i = 0; i < 16; ++i) d[i] += a[i][k] * b[k];
-}
-
-__forceinline__ void gather(Float8 (&d)[16], void* const* lanes) {
-    for (int i = 0; i < 32; ++i) {
-        const float* from = static_cast<Mma*>(lanes[i])->d;
-        __builtin_memcpy(reinterpret_cast<float*>(&d[i / 4]) + i % 4 * 2, from, 8);
-        __builtin_memcpy(reinterpret_cast<float*>(&d[i / 4 + 8]) + i % 4 * 2, from + 2, 8);
+    Floats d[8];
+    for (int j = 0; j < 8; ++j) d[j] = all.d[j];
+    for (int k = 0; k < 8; ++k) {
+        const Floats first = Widen<T>::of(all.a[k] & 0xffff), second = Widen<T>::of(all.a[k] >> 16);
+        for (int j = 0; j < 8; ++j) d[j] += first * b[0][k][j];
+        for (int j = 0; j < 8; ++j) d[j] += second * b[1][k][j];
     }
+    for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-__forceinline__ void scatter(void* const* lanes, const Float8 (&d)[16]) {
-    for (int i = 0; i < 32; ++i) {
-        float* to = static_cast<Mma*>(lanes[i])->d;
-        __builtin_memcpy(to, reinterpret_cast<const float*>(&d[i / 4]) + i % 4 * 2, 8);
-        __builtin_memcpy(to + 2, reinterpret_cast<const float*>(&d[i / 4 + 8]) + i % 4 * 2, 8);
+// The 13 lowest bits of a float are not looked at.
+FA_HOST_TOGETHER mma_tf32(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Together*>(lanes[0]);
+    Floats d[8];
+    for (int j = 0; j < 8; ++j) d[j] = all.d[j];
+    for (int k = 0; k < 8; ++k) {
+        const Floats a = (Floats)(all.a[k] & 0xffffe000u);
+        for (int j = 0; j < 8; ++j) d[j] += a * __uint_as_float(all.b[k][j] & 0xffffe000u);
     }
+    for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-template <class T> FA_HOST_TOGETHER mma_16(void* const* lanes, unsigned mask) {
-    const Mma& first = *static_cast<Mma*>(lanes[__builtin_ctz(mask)]);
-    all_lanes(mask, "mma_m16n8k16", first.file, first.line);
-    uint32_t packed[16][8];  // a, pairs of columns
-    uint16_t bits[16][8];    // b
-    for (int i = 0; i < 32; ++i) {
-        const Mma& mine = *static_cast<Mma*>(lanes[i]);
-        const int group = i / 4, pair = i % 4;
-        packed[group][pair] = mine.a[0];
-        packed[group + 8][pair] = mine.a[1];
-        packed[group][pair + 4] = mine.a[2];
-        packed[group + 8][pair + 4] = mine.a[3];
-        for (int half = 0; half < 2; ++half) {
-            bits[8 * half + 2 * pair][group] = uint16_t(mine.b[half]);
-            bits[8 * half + 2 * pair + 1][group] = uint16_t(mine.b[half] >> 16);
-        }
-    }
-    uint16_t a_bits[16 * 16];
-    __builtin_memcpy(a_bits, packed, sizeof packed);
-    float a[16][16];
-    Float8 b[16], d[16];
-    widen_all(a[0], a_bits, 256, T{});
-    widen_all(reinterpret_cast<float*>(b), bits[0], 128, T{});
-    gather(d, lanes);
-    multiply(d, a, b);
-    scatter(lanes, d);
-}
-
-FA_HOST_TOGETHER mma_tf32(void* const* lanes, unsigned mask) {
-    const Mma& first = *static_cast<Mma*>(lanes[__builtin_ctz(mask)]);
-    all_lanes(mask, "mma_m16n8k8_tf32", first.file, first.line);
-    uint32_t a_bits[16][8], b_bits[8][8];
-    for (int i = 0; i < 32; ++i) {
-        const Mma& mine = *static_cast<Mma*>(lanes[i]);
-        const int group = i / 4, column = i % 4;
-        a_bits[group][column] = mine.a[0];
-        a_bits[group + 8][column] = mine.a[1];
-        a_bits[group][column + 4] = mine.a[2];
-        a_bits[group + 8][column + 4] = mine.a[3];
-        b_bits[column][group] = mine.b[0];
-        b_bits[column + 4][group] = mine.b[1];
-    }
-    // The 13 lowest bits of a float are not looked at.
-    for (auto& row : a_bits)
-        for (auto& bits : row) bits &= 0xffffe000u;
-    for (auto& row : b_bits)
-        for (auto& bits : row) bits &= 0xffffe000u;
-    float a[16][8];
-    Float8 b[8], d[16];
-    __builtin_memcpy(a, a_bits, sizeof a);
-    __builtin_memcpy(b, b_bits, sizeof b);
-    gather(d, lanes);
-    multiply(d, a, b);
-    scatter(lanes, d);
+// 16-bit and tf32 fragments lie alike: a register is a pair of columns (rows), or one.
+__forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, fa_host::Apply apply, const char* word,
+                         const char* file, int line) {
+    Together& all = together(file, line);
+    const int group = fa_host_self->lane / 4, pair = fa_host_self->lane % 4;
+    uint32_t* to_a = reinterpret_cast<uint32_t*>(all.a) + pair * 16 + group;
+    float* both_d = reinterpret_cast<float*>(all.d) + 2 * pair * 16 + group;
+    to_a[0] = a[0], to_a[8] = a[1], to_a[4 * 16] = a[2], to_a[4 * 16 + 8] = a[3];
+    all.b[pair][group] = b0, all.b[pair + 4][group] = b1;
+    both_d[0] = d[0], both_d[16] = d[1], both_d[8] = d[2], both_d[16 + 8] = d[3];
+    fa_host_warp(0xffffffffu, apply, &all, word, file, line);
+    d[0] = both_d[0], d[1] = both_d[16], d[2] = both_d[8], d[3] = both_d[16 + 8];
 }
 
 }  // namespace host
@@ -165,16 +138,13 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t row_smem, FA_H
 }
 
 __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::Mma mine{d, a, {b0, b1}, file, line};
-    fa_host_warp(0xffffffffu, host::mma_16<float16>, &mine, "mma_m16n8k16_f16", 0, file, line);
+    host::mma(d, a, b0, b1, host::mma_pairs<float16>, "mma_m16n8k16_f16", file, line);
 }
 __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::Mma mine{d, a, {b0, b1}, file, line};
-    fa_host_warp(0xffffffffu, host::mma_16<bfloat16>, &mine, "mma_m16n8k16_bf16", 0, file, line);
+    host::mma(d, a, b0, b1, host::mma_pairs<bfloat16>, "mma_m16n8k16_bf16", file, line);
 }
 __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::Mma mine{d, a, {b0, b1}, file, line};
-    fa_host_warp(0xffffffffu, host::mma_tf32, &mine, "mma_m16n8k8_tf32", 0, file, line);
+    host::mma(d, a, b0, b1, host::mma_tf32, "mma_m16n8k8_tf32", file, line);
 }
 
 __forceinline__ uint32_t cvt_rna_tf32_f32(float x) {

@@ -35,12 +35,12 @@ struct Sum {
 }  // namespace host
 
 template <int WIDTH, class T> inline T group_max(T x, FA_HOST_HERE) {
-    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Max>, &x, "group_max", 0, file, line);
+    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Max>, &x, "group_max", file, line);
     return x;
 }
 
 template <int WIDTH, class T> inline T group_sum(T x, FA_HOST_HERE) {
-    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Sum>, &x, "group_sum", 0, file, line);
+    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Sum>, &x, "group_sum", file, line);
     return x;
 }
 

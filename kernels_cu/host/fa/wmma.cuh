@@ -37,10 +37,8 @@ template <class T> struct WmmaTile {  // one lane's part in moving a fragment fr
     void* code;
 };
 
-// A chunk's bytes lie together where the fragment's rows are memory's; else element by element.
-template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, unsigned mask) {
-    const auto& first = *static_cast<WmmaTile<T>*>(lanes[__builtin_ctz(mask)]);
-    all_lanes(mask, "wmma", first.file, first.line);
+template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, unsigned) {
+    const auto& first = *static_cast<WmmaTile<T>*>(lanes[0]);
     for (int i = 0; i < 32; ++i) {
         auto& mine = *static_cast<WmmaTile<T>*>(lanes[i]);
         if (mine.memory != first.memory || mine.stride != first.stride)
@@ -61,53 +59,57 @@ __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char*
     if (stride < 0 || stride * sizeof(T) % 16) fa_host_fail("the stride of a wmma word is not a multiple of 16 bytes", file, line);
     const uint32_t bytes = uint32_t((15 * stride + 16) * sizeof(T));
     char* memory = shared_at(smem_u32(smem, file, line), bytes, 32, word, file, line);
+    together(file, line);
     WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race ? fa_host_code() : nullptr};
-    fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, 0, file, line);
+    fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, file, line);
 }
 
 // 16-bit fragments hold each number twice where a GPU's do.
-template <class T> __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* from_smem, int stride, const char* word,
-                                                     const char* file, int line) {
+template <class T>
+__forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* from_smem, int stride, const char* word, const char* file,
+                                  int line) {
     move_tile<T, false>(reg, from_smem, stride, word, file, line);
     for (int i = 4; i < wmma_registers<T>; ++i) reg[i] = reg[i - 4];
 }
 
-struct WmmaProduct {
-    float* d;
-    const uint32_t* a;
-    const uint32_t* b;
-    const char* file;
-    int line;
-};
+template <class T> __forceinline__ void widen_fragment(Floats (&rows)[16], const uint64_t (&chunks)[64]) {
+    for (int i = 0; i < 16; ++i) {
+        uint16_t bits[16];
+        __builtin_memcpy(bits, &chunks[4 * i], 32);
+        Words words;
+        for (int j = 0; j < 16; ++j) words[j] = bits[j];
+        rows[i] = Widen<T>::of(words);
+    }
+}
 
-template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_16(void* const* lanes, unsigned mask) {
-    const auto& first = *static_cast<WmmaProduct*>(lanes[__builtin_ctz(mask)]);
-    all_lanes(mask, "wmma_mma", first.file, first.line);
-    uint16_t a_bits[64][4], b_bits[64][4];
-    float d_rows[64][4];
-    for (int i = 0; i < 32; ++i) {
-        const auto& mine = *static_cast<WmmaProduct*>(lanes[i]);
-        for (int half = 0; half < 2; ++half) {
-            const int chunk = chunk_of(i, half);
-            __builtin_memcpy(a_bits[chunk], mine.a + 2 * half, 8);
-            __builtin_memcpy(b_bits[chunk], mine.b + 2 * half, 8);
-            __builtin_memcpy(d_rows[chunk], mine.d + 4 * half, 16);
-        }
-    }
-    float a[16][16], b_rows[16][16];
-    widen_all(a[0], a_bits[0], 256, T{});
-    widen_all(b_rows[0], b_bits[0], 256, T{});
-    for (int side = 0; side < 2; ++side) {
-        Float8 b[16], d[16];
+template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_product(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Together*>(lanes[0]);
+    Floats a[16], b[16], d[16];
+    widen_fragment<T>(a, all.wmma_a);
+    widen_fragment<T>(b, all.wmma_b);
+    if constexpr (B_BY_COLUMNS) {
+        Floats columns[16];
         for (int k = 0; k < 16; ++k)
-            for (int j = 0; j < 8; ++j) b[k][j] = B_BY_COLUMNS ? b_rows[8 * side + j][k] : b_rows[k][8 * side + j];
-        for (int i = 0; i < 16; ++i) __builtin_memcpy(&d[i], d_rows[4 * i + 2 * side], 32);
-        multiply(d, a, b);
-        for (int i = 0; i < 16; ++i) __builtin_memcpy(d_rows[4 * i + 2 * side], &d[i], 32);
+            for (int j = 0; j < 16; ++j) columns[k][j] = b[j][k];
+        for (int k = 0; k < 16; ++k) b[k] = columns[k];
     }
-    for (int i = 0; i < 32; ++i)
-        for (int half = 0; half < 2; ++half)
-            __builtin_memcpy(static_cast<WmmaProduct*>(lanes[i])->d + 4 * half, d_rows[chunk_of(i, half)], 16);
+    __builtin_memcpy(d, all.wmma_d, sizeof d);
+    for (int i = 0; i < 16; ++i)
+        for (int k = 0; k < 16; ++k) d[i] += a[i][k] * b[k];
+    __builtin_memcpy(all.wmma_d, d, sizeof d);
+}
+
+template <class T, bool B_BY_COLUMNS>
+__forceinline__ void product(float (&d)[8], const uint32_t* a, const uint32_t* b, const char* file, int line) {
+    Together& all = together(file, line);
+    const int chunk[2] = {chunk_of(fa_host_self->lane, 0), chunk_of(fa_host_self->lane, 1)};
+    for (int half = 0; half < 2; ++half) {
+        __builtin_memcpy(&all.wmma_a[chunk[half]], a + 2 * half, 8);
+        __builtin_memcpy(&all.wmma_b[chunk[half]], b + 2 * half, 8);
+        __builtin_memcpy(all.wmma_d[chunk[half]], d + 4 * half, 16);
+    }
+    fa_host_warp(0xffffffffu, wmma_product<T, B_BY_COLUMNS>, &all, "wmma_mma", file, line);
+    for (int half = 0; half < 2; ++half) __builtin_memcpy(d + 4 * half, all.wmma_d[chunk[half]], 16);
 }
 
 }  // namespace host
@@ -129,12 +131,10 @@ __forceinline__ void wmma_store_d_row(float* to_smem /* [16] rows */, const Wmma
 }
 
 template <class T> __forceinline__ void wmma_mma(WmmaAccumulator& d, const WmmaA<T>& a, const WmmaBRow<T>& b, FA_HOST_HERE) {
-    host::WmmaProduct mine{d.reg, a.reg, b.reg, file, line};
-    fa_host_warp(0xffffffffu, host::wmma_16<T, false>, &mine, "wmma_mma", 0, file, line);
+    host::product<T, false>(d.reg, a.reg, b.reg, file, line);
 }
 template <class T> __forceinline__ void wmma_mma(WmmaAccumulator& d, const WmmaA<T>& a, const WmmaBCol<T>& b, FA_HOST_HERE) {
-    host::WmmaProduct mine{d.reg, a.reg, b.reg, file, line};
-    fa_host_warp(0xffffffffu, host::wmma_16<T, true>, &mine, "wmma_mma", 0, file, line);
+    host::product<T, true>(d.reg, a.reg, b.reg, file, line);
 }
 
 }  // namespace fa
