@@ -1,4 +1,6 @@
-"""The CPU backend on aarch64, where it is cross-compiled and emulated: the engine, and every word of test_words.py, against the H200's answers."""
+"""The CPU backend on aarch64, where it is cross-compiled and emulated: the engine, and the words of test_words.py and test_mma_words.py.
+
+Against the H200's answers, and numpy's."""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, ulps
+from test_mma_words import BEFORE
+from test_mma_words import EXACT as MMA_EXACT
+from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, same_bits, ulps
 
 from harness.backends.host import _FLAGS
 from harness.backends.host_source import _DYNAMIC, HOST
@@ -45,9 +49,9 @@ int main() {
 )
 def test_words_on_aarch64(tmp_path: Path) -> None:
     """Fiber switches, barriers, shuffles, conversions and flushed subnormals: the bits of the H200, or within 2 ulp."""
-    bodies = {name: word[0] for name, word in (EXACT | APPROXIMATE).items()}
+    bodies = {name: word[0] for name, word in (EXACT | MMA_EXACT | APPROXIMATE).items()}
     code = SOURCE.partition("// ///\n#")[2].partition('extern "C"')  # the includes, and the kernel
-    unit = ['#include "cuda.hpp"', "#" + code[0] % ""]
+    unit = ['#include "cuda.hpp"', "#" + code[0] % BEFORE]
     for i, body in enumerate(bodies.values()):
         kernel = (code[1] + code[2]).replace("void forward(", f"void word{i}(") % body
         unit += [
@@ -67,7 +71,9 @@ def test_words_on_aarch64(tmp_path: Path) -> None:
     answers = np.frombuffer(done.stdout, np.uint32).reshape(len(bodies), COUNT)
     golden = np.load(GOLDEN)
     for name, got in zip(bodies, answers, strict=True):
-        if name in EXACT:
+        if name in MMA_EXACT:
+            assert same_bits(got, MMA_EXACT[name][1]()).all(), name
+        elif name in EXACT:
             assert np.array_equal(got, golden[name]), name
         else:
             assert ulps(got, golden[name].view(np.float32), APPROXIMATE[name][3]).max() <= 2, name
