@@ -57,8 +57,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
 @options.shape
 @options.data_root
-@click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned).")
-@click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
+@options.mask
 @options.device
 @options.tile
 @options.deterministic
@@ -194,14 +193,39 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 
 @main.command(
     epilog=f"{options.EXIT_CODES}\n\n"
+    + options.examples("fa-cli tune fa2 --seq 2048", "fa-cli tune fa2 --mode backward --tile STREAMED=32,64 --tile OWNED=32,64,128")
+)
+@click.argument("name", metavar="KERNEL")
+@click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
+@options.tile_lists
+@options.shape
+@options.mask
+@options.device
+@options.deterministic
+@click.option("--output-dir", type=options.folder, help="Add the variants to tune.csv there.")
+@options.printing
+@click.pass_context
+def tune(
+    context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], causal: bool, scale: float | None, device: str,
+    deterministic: bool, output_dir: Path | None, json: bool, **shape: Any,
+) -> int:  # fmt: skip
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
+    found = harness.tune.tune(
+        name, pass_, options.problem_of(shape, causal, scale), tiles=tile, device=device, seed=shape["seed"], deterministic=deterministic,
+        output_dir=output_dir, progress=harness.printing.progress(context.obj["verbosity"]),
+    )  # fmt: skip
+    return harness.show_report.tuned(found, json, context.obj["verbosity"])
+
+
+@main.command(
+    epilog=f"{options.EXIT_CODES}\n\n"
     + options.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
 @options.compute
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute or Nsight Systems.")
 @options.shape
-@click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned).")
-@click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]")
+@options.mask
 @options.device
 @options.tile
 @options.deterministic
@@ -224,14 +248,7 @@ def profile(
 
 
 @main.command(
-    epilog="""\b
-How a verdict is reached. The ratio is time of B / time of A, with a 95%
-interval: from samples.jsonl by order statistics of each median (7 samples or
-more; of 3 to 6 the whole range, its width tripled), without samples from p20,
-p80 and their number, twice as wide as normal noise would have it.
-  SAME     the interval lies within 1 +- 3%
-  FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
-  UNSURE   everything else, and fewer than 3 samples\n\n"""
+    epilog=f"{options.VERDICTS}\n\n"
     + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
 )
 @click.argument("a", type=options.folder)

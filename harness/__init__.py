@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from . import show_report as show_report
     from . import summary as summary
     from . import sweep as sweep
+    from . import tune as tune
     from . import verify as verify
     from . import views as views
     from . import watch as watch

@@ -21,6 +21,16 @@ Exit codes: 0 ok; 1 a check failed; 2 usage (unknown kernel, unsupported
 shape); 3 bad data; 4 environment (no GPU, package or compiler); 5 a kernel
 did not compile or launch; 6 disk; 130 Ctrl-C."""
 
+VERDICTS = """\
+\b
+How a verdict is reached. The ratio is time of B / time of A, with a 95%
+interval: from samples.jsonl by order statistics of each median (7 samples or
+more; of 3 to 6 the whole range, its width tripled), without samples from p20,
+p80 and their number, twice as wide as normal noise would have it.
+  SAME     the interval lies within 1 +- 3%
+  FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
+  UNSURE   everything else, and fewer than 3 samples"""
+
 CAUSAL = """\
 \b
 The causal mask is bottom-right aligned, as in FlashAttention: the last query
@@ -126,6 +136,11 @@ def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return {name: int(value) for name, value in pairs.items()}
 
 
+def _tile_lists(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[int]]:
+    lists = {name: some.split(",") for name, _, some in (text.partition("=") for text in values)}
+    return {name: list(dict.fromkeys(_tiles(_context, _parameter, (f"{name}={v}",))[name] for v in some)) for name, some in lists.items()}
+
+
 def parse_tolerance(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     """An absolute error: NaN would limit nothing and a negative number would fail everything."""
     if value is not None and not (math.isfinite(value) and value >= 0):
@@ -216,4 +231,12 @@ checks = options(
 )
 deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
 kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+mask = options(
+    click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
+    click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
+)
+tile_lists = click.option(
+    "--tile", multiple=True, callback=_tile_lists, metavar="NAME=VALUE[,VALUE...]",
+    help="Values of a tile of the header; several options: every combination.  [default: each tile's own, half and double]",
+)  # fmt: skip
 tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .compare import Comparison
     from .contender import PassResult
     from .run import Result
+    from .tune import Tuned, Variant
 
 
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
@@ -60,6 +61,50 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
     mean = f"; geometric mean of B / A {found.geomean:.4f}" if found.geomean else ""
     line("PASS" if found.passed else "FAIL", f"{len(found.pairs)} rows: {counts}{mean}")
     return code
+
+
+def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
+    """tune: a line a variant, the best first, and on a GPU the header lines of the best.
+
+    Exit code 1 where a variant computes wrong, 5 where one does not launch or end, 2 where all are pruned.
+    """
+    statuses = {row.status for row in found.rows}
+    code = 1 if "FAIL" in statuses else 5 if "ERROR" in statuses else 0 if "PASS" in statuses else 2
+    if as_json:
+        document({"passed": code == 0, "rows": found.rows})
+        return code
+    cpu = found.device == "cpu"
+    if verbosity > QUIET:
+        line(f"{found.kernel.label}, {found.problem.describe()}, on {found.device_name}")
+        names = list(found.rows[0].tiles)
+        columns = ["", *names, "registers", "spills", "shared", "status", "CPU ms" if cpu else "ms"]
+        columns += [] if cpu else ["TFLOP/s", "times as fast as the default"]
+        rows = [
+            (
+                "default" if row.default else "", *(row.tiles[name] for name in names), row.registers, row.spill_bytes, row.shared_bytes,
+                row.status, row.ms, *(() if cpu else (row.tflops, _against_default(row))), row.why,
+            )
+            for row in found.rows
+        ]  # fmt: skip
+        table([*columns, "why"], rows)
+    if cpu and "PASS" in statuses:
+        note("these are CPU times of the host backend: they choose nothing for a GPU")
+    if found.best:
+        line("")
+        line(f"the fastest, {found.kernel.path.name}:" if not found.best.default else "the default is the fastest:")
+        for text in found.header_lines:
+            line(text)
+        if found.best.vs_low and found.best.vs_low < 1 and not found.best.default:
+            note("its interval reaches below 1: it may be no faster than the default")
+    right = sum(row.status == "PASS" for row in found.rows)
+    pruned = sum(row.status == "PRUNED" for row in found.rows)
+    line("PASS" if code == 0 else "FAIL", f"{right} of {len(found.rows)} variants are right, {pruned} pruned")
+    return code
+
+
+def _against_default(row: Variant) -> str | None:
+    interval = f" ({row.vs_low:.3g} to {row.vs_high:.3g})" if row.vs_low and row.vs_high else ""
+    return f"{row.vs_default:.3g}{interval}" if row.vs_default else None
 
 
 def redrawn(paths: Sequence[Path], as_json: bool, verbosity: int) -> int:

@@ -71,7 +71,7 @@ LAYERS = (
         "watch",
         "profile",
     },
-    {"verify", "experiment"},
+    {"verify", "experiment", "tune"},
     {"show", "show_report", "command"},
 )
 HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")

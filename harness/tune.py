@@ -1,0 +1,258 @@
+"""`fa-cli tune`: which tile values are the fastest? Each combination is pruned, or checked against float64, or also timed.
+
+Pruned is what cannot run or is not worth running: too much shared memory, too many threads or registers, a static_assert, spills.
+Only what is right is timed, all of it in turn. On the CPU backend everything but the answer is the same: its times choose nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from . import environment, errors
+from .backends import Backend, CompileError, ContextLost, nvrtc, pick
+from .compare import ratio_interval
+from .contender import PassResult, run_kernel, yardstick_for
+from .files import disk_fault, json_bytes, write_files
+from .kernel import Kernel, Plan, find
+from .measure import POLICY, Timing, measure
+from .problem import READS, EnvironmentFault, Fault, KernelFault, Problem, UsageFault
+
+#: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
+PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
+#: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more cannot be launched.
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One combination of tile values and what came of it; None is unknown or not measured. vs_default is the default's time over this one's."""
+
+    kernel: str
+    pass_: str
+    problem: str
+    device: str
+    tiles: Mapping[str, int]
+    default: bool
+    status: str = PASS
+    why: str = ""
+    registers: int | None = None
+    spill_bytes: int | None = None  # a thread
+    shared_bytes: int | None = None  # a block
+    ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    n_samples: int | None = None
+    tflops: float | None = None
+    vs_default: float | None = None
+    vs_low: float | None = None  # the 95 % interval of vs_default
+    vs_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The variants, best first, and the kernel they are of."""
+
+    kernel: Kernel
+    problem: Problem
+    device: str
+    device_name: str
+    rows: list[Variant]
+
+    @property
+    def best(self) -> Variant | None:
+        """The fastest variant, None where nothing was timed on a GPU."""
+        timed = [row for row in self.rows if row.ms]
+        return timed[0] if timed and self.device == "cuda" else None
+
+    @property
+    def header_lines(self) -> list[str]:
+        """The best variant's tile values as lines of the kernel's header, each beside the expression it would replace."""
+        found = []
+        for name, value in (self.best.tiles if self.best else {}).items():
+            now = self.kernel.tile[name]
+            found.append(f"// {name} = {value}" + (f"  # for {self.problem.describe()}; was {now}" if isinstance(now, str) else ""))
+        return found
+
+
+def tune(
+    spec: str,
+    pass_: str,
+    problem: Problem,
+    *,
+    tiles: Mapping[str, Sequence[int]] | None = None,
+    device: str = "auto",
+    seed: int = 42,
+    deterministic: bool = False,
+    output_dir: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Tuned:
+    """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
+
+    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
+    Raises UsageFault for an unknown or refused kernel or tile, ContextLost where a variant takes the GPU with it, DiskFault.
+    """
+    kernel = find(spec, pass_, deterministic)
+    backend = pick(device)
+    default, swept = _swept(kernel, problem, backend, tiles or {})
+    found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
+    yardstick = yardstick_for(problem, backend, pass_, seed)
+    inputs = dict(yardstick.inputs) | (yardstick.forward_outputs() if pass_ == "backward" else {})
+    inputs = {name: inputs[name] for name in READS[pass_]}
+    done = 0
+
+    def prune(row: Variant) -> Variant:
+        nonlocal done
+        pruned = _prune(kernel, problem, backend, row)
+        done += 1
+        progress(f"compiled {done}/{len(found)}")
+        return pruned
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # compilers let go of the interpreter lock
+        found = list(pool.map(prune, found))
+    right: dict[int, PassResult] = {}
+    for i, row in enumerate(found):
+        if row.status == PASS:
+            progress(f"checks {i + 1}/{len(found)}")
+            found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, yardstick, inputs, tiles))
+            if checked:
+                right[i] = checked
+    progress(f"measures {len(right)}")
+    timings = measure({str(i): checked.timed for i, checked in right.items()}, backend, "warm", POLICY[backend.name]) if right else {}
+    base = next((timings[str(i)] for i in right if found[i].default), None)
+    for i in right:
+        found[i] = _timed(found[i], timings[str(i)], base, problem)
+    progress("")
+    tuned = Tuned(kernel, problem, backend.name, backend.device().name, sorted(found, key=_order))
+    if output_dir:
+        _write(tuned, output_dir, backend)
+    return tuned
+
+
+def _order(row: Variant) -> tuple[int, float, str]:
+    """The fastest first, then those without a time."""
+    return (PASS, FAIL, ERROR, PRUNED).index(row.status), row.ms or 0.0, row.why
+
+
+def _swept(
+    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """The default's values of the tiles that are swept, and all combinations, the default first."""
+    kernel.refuse(problem)
+    if not kernel.tile:
+        raise UsageFault(f"{kernel.label} has no tile values", "its header has no [tile]", "tune a kernel that has: fa-cli list")
+    names = kernel.names(problem, backend.device(), {name: values[0] for name, values in tiles.items()})  # refuses unknown names
+    names = kernel.names(problem, backend.device())
+    lists = tiles or {name: sorted({max(1, names[name] // 2), names[name], 2 * names[name]}) for name in kernel.tile}
+    default = {name: names[name] for name in lists}
+    every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    return default, [default, *(each for each in every if each != default)]
+
+
+def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> Variant:
+    """The variant with what the compiler says of it, PRUNED with a reason where it is not worth running."""
+    device = backend.device()
+    try:
+        plan = kernel.plan(problem, device, row.tiles)
+    except UsageFault as fault:
+        return replace(row, status=PRUNED, why=fault.why or fault.what)
+    try:
+        said = nvrtc.resources(kernel, plan, nvrtc.pinned_arch(kernel, problem.dtype) or device.arch)
+        if why := _too_much(kernel, plan, said, device.shared_optin, row := _with_resources(row, plan, said)):
+            return replace(row, status=PRUNED, why=why)
+    except CompileError as error:
+        return replace(row, status=PRUNED, why=_first_error(error))
+    except EnvironmentFault:
+        row = replace(row, shared_bytes=max(launch.shared for launch in plan.launches))  # no NVRTC: registers are not known
+    with suppress(Fault):  # what does not load is told in its check
+        backend.load(kernel, problem, row.tiles)
+    return row
+
+
+def _with_resources(row: Variant, plan: Plan, said: nvrtc.Compiled) -> Variant:
+    static = {entry: used.shared_bytes for entry, used in said.usage.items()}
+    shared = max(launch.shared + static.get(launch.entry, 0) for launch in plan.launches)
+    return replace(row, registers=said.registers, spill_bytes=said.spill_bytes, shared_bytes=shared)
+
+
+def _too_much(kernel: Kernel, plan: Plan, said: nvrtc.Compiled, shared_limit: int, row: Variant) -> str:
+    if (row.spill_bytes or 0) > kernel.spill_bytes_allowed:
+        return f"spills {row.spill_bytes} bytes a thread"
+    if (row.shared_bytes or 0) > shared_limit:
+        return f"it wants {row.shared_bytes} bytes of shared memory a block, the device has {shared_limit}"
+    for launch in plan.launches:
+        registers = said.usage[launch.entry].registers if launch.entry in said.usage else 0
+        if registers * launch.block > REGISTERS:
+            return f"{registers} registers x {launch.block} threads are more than the {REGISTERS} of a multiprocessor"
+    return ""
+
+
+def _first_error(error: CompileError) -> str:
+    """The line that matters of a compiler's log, and of an assertion without a message the line of source below it."""
+    lines = [" ".join(line.split()) for line in error.log.splitlines()] or ["it does not compile"]
+    at = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    source = next((f": {line}" for line in lines[at + 1 : at + 2] if line.startswith("static_assert")), "")
+    return re.sub(r"^\S*/", "", lines[at]) + source
+
+
+def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tuple[Variant, PassResult | None]:
+    """The variant judged against float64, and what can be timed where it is right."""
+    try:
+        result = run(row.tiles)
+    except CompileError as error:  # where there was no NVRTC to ask before
+        return replace(row, status=PRUNED, why=_first_error(error)), None
+    except ContextLost as fault:
+        words = " ".join(f"{name}={value}" for name, value in row.tiles.items())
+        raise KernelFault(f"{fault.what} (with {words})", fault.why, "leave that value out: --tile") from fault
+    except Fault as fault:
+        return replace(row, status=ERROR, why=" ".join(f"{fault.what}: {fault.why}".split())), None
+    if result.loaded and row.registers is None:
+        row = replace(row, registers=result.loaded.registers)
+    if not result.passed:
+        wrong = "; ".join(errors.message(v) for v in result.verdicts.values() if not v.passed)
+        return replace(row, status=FAIL, why=wrong), None
+    return row, result
+
+
+def _timed(row: Variant, timing: Timing, base: Timing | None, problem: Problem) -> Variant:
+    row = replace(row, ms=timing.median_ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms, n_samples=len(timing.seconds))
+    if row.device == "cpu":
+        return row
+    row = replace(row, tflops=problem.flops(row.pass_) / (timing.median_ms * 1e9))
+    if base is None:
+        return row
+    low, high = ratio_interval(timing.seconds, base.seconds) or (None, None)
+    return replace(row, vs_default=base.median_ms / timing.median_ms, vs_low=low, vs_high=high)
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
+    """Add the variants to tune.csv, a row each (several kernels may share the table), and write env.json."""
+    facts = {"device_name": tuned.device_name, "causal": tuned.problem.causal, "deterministic": tuned.kernel.deterministic}
+    facts["source_hash"] = tuned.kernel.source_hash
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*(field.name.rstrip("_") for field in fields(Variant)), *facts])
+    head = out.getvalue()
+    for row in tuned.rows:
+        values = vars(row) | {"tiles": " ".join(f"{name}={value}" for name, value in row.tiles.items())} | facts
+        writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
+    path = folder / "tune.csv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    text = before + out.getvalue().removeprefix(head) if before.startswith(head) else out.getvalue()
+    record = environment.environment(**backend.environment())
+    write_files(folder, {path.name: text.encode(), "env.json": json_bytes(record)})

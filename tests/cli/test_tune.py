@@ -1,0 +1,200 @@
+"""fa-cli tune on the CPU backend: what is pruned and why, what is wrong, what is timed, and what a GPU would be told."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import planted as plain
+import pytest
+from click.testing import Result
+
+from harness import kernel, tune
+from harness.backends import nvrtc
+from harness.kernel import Kernel
+from harness.measure import Timing
+from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
+from harness.show_report import tuned
+
+Run = Callable[..., Result]
+SHAPE = ("--batch", 1, "--heads", 1, "--seq", 33, "--dim", 16)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> str:
+    """A good kernel with two more tiles: HOW = 3 is wrong, 4 does not compile, 5 wants too much shared memory."""
+    text = (kernel.KERNELS / "05_fa2_naive_forward.cu").read_text()
+    head, rest = text.split("// [tile]\n")
+    rest = rest.replace('// shared = "', '// shared = "(HOW == 5) * 300000 + ', 1).replace(
+        "float(args.scale)", "(HOW == 3 ? 0.0f : float(args.scale))"
+    )
+    assert "HOW == 5" in rest and "HOW == 3" in rest
+    path = tmp_path / "mine_forward.cu"
+    path.write_text(head + '// [tile]\n// HOW = "1 if causal else 2"\n// MORE = 7\n' + rest + "static_assert(HOW != 4);\n")
+    return "./mine_forward.cu"
+
+
+def rows_of(result: Result) -> dict[int, dict[str, Any]]:
+    """The variants by their value of HOW."""
+    return {row["tiles"]["HOW"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@needs_compiler
+def test_pruned_wrong_and_right(fa_cli: Run, planted: str, tmp_path: Path) -> None:
+    """A wrong variant is FAIL without a speed and exit 1; what cannot run is PRUNED with the reason; the default is the baseline."""
+    result = fa_cli("tune", planted, *SHAPE, "--tile", "HOW=3,4,5,6", "--output-dir", "out", "--json")
+    assert result.exit_code == 1, result.output
+    rows = rows_of(result)
+    assert {how: row["status"] for how, row in rows.items()} == {2: "PASS", 3: "FAIL", 4: "PRUNED", 5: "PRUNED", 6: "PASS"}
+    assert (
+        [how for how, row in rows.items() if row["default"]] == [2] and [how for how, row in rows.items() if row["ms"]] == [2, 6] or [6, 2]
+    )
+    assert rows[3]["ms"] is None and rows[3]["tflops"] is None and "O" in rows[3]["why"]
+    assert "static" in rows[4]["why"] and "HOW != 4" in rows[4]["why"]
+    assert "shared memory" in rows[5]["why"] and "232448" in rows[5]["why"]
+    assert all(row["tflops"] is None and row["vs_default"] is None for row in rows.values()), "a CPU's times choose nothing"
+    with open(tmp_path / "out" / "tune.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["tiles"], row["status"], row["default"]) for row in table] == [
+        (f"HOW={how}", row["status"], str(row["default"]).lower()) for how, row in rows.items()
+    ]
+    assert json.loads((tmp_path / "out" / "env.json").read_text())["device"] == "cpu"
+    assert fa_cli("tune", planted, *SHAPE, "--tile", "HOW=2", "--output-dir", "out", "-q").exit_code == 0
+    again = (tmp_path / "out" / "tune.csv").read_text().splitlines()
+    assert len(again) == 1 + 5 + 1 and again.count(again[0]) == 1, "a second run is added"
+
+
+@needs_compiler
+def test_the_table_says_whose_times(fa_cli: Run, planted: str) -> None:
+    """CPU ms, the note, no header lines to paste; two --tile options are every combination."""
+    result = fa_cli("tune", planted, *SHAPE, "--tile", "HOW=2,6", "--tile", "MORE=7,8,9")
+    assert result.exit_code == 0 and "CPU ms" in result.stdout and "TFLOP/s" not in result.stdout
+    assert "choose nothing for a GPU" in result.stderr and "// HOW" not in result.stdout
+    assert result.stdout.count(" PASS ") == 6 and "6 of 6 variants are right" in result.stdout
+
+
+@needs_compiler
+def test_backward_and_all_pruned(fa_cli: Run, planted: str) -> None:
+    """The other pass runs too; where nothing is left that is said, exit 2."""
+    result = fa_cli("tune", "fa2", "--mode", "backward", *SHAPE, "--tile", "OWNED=64", "--json")
+    assert result.exit_code == 0 and {row["pass"] for row in json.loads(result.stdout)["rows"]} == {"backward"}
+    text = Path("mine_forward.cu").read_text().replace("static_assert(HOW != 4)", "static_assert(HOW > 99)")
+    Path("mine_forward.cu").write_text(text)
+    result = fa_cli("tune", planted, *SHAPE, "--tile", "HOW=2,6")
+    assert result.exit_code == 2 and "0 of 2 variants are right, 2 pruned" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--tile", "NOSUCH=3"), "no tile value NOSUCH"),
+        (("--tile", "HOW=3,x"), "HOW=x"),
+        (("--tile", "HOW"), "HOW="),
+        (("--dtype", "float16"), "does not take float16"),
+        (("--deterministic", "--dim", 300), "head dim 300"),
+    ],
+)
+def test_usage(words: tuple[Any, ...], why: str, fa_cli: Run, planted: str, tmp_path: Path) -> None:
+    """Exit 2 before anything is compiled or written."""
+    result = fa_cli("tune", planted, *SHAPE, *words, "--output-dir", "out")
+    assert result.exit_code == 2 and why in result.stderr, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kernel_without_tiles(fa_cli: Run, tmp_path: Path) -> None:
+    """There is nothing to tune."""
+    plain.kernel(tmp_path)
+    result = fa_cli("tune", "./planted_forward.cu")
+    assert result.exit_code == 2 and "no tile values" in result.stderr
+
+
+def test_the_default_sweep(planted: str, tmp_path: Path) -> None:
+    """Each tile's own value, half and double, in every combination, the default first; never 0."""
+    found = Kernel.read(tmp_path / "mine_forward.cu")
+    backend = tune.pick("cpu")
+    default, swept = tune._swept(found, Problem.of(1, 1, 33, 16, causal=True), backend, {})
+    assert default["HOW"] == 1 and default == swept[0] and len(swept) == 2 * 3 ** (len(found.tile) - 1)
+    assert {each["HOW"] for each in swept} == {1, 2} and {each["MORE"] for each in swept} == {3, 7, 14}
+    assert len({tuple(each.items()) for each in swept}) == len(swept)
+
+
+def test_registers_and_spills_prune(planted: str, tmp_path: Path) -> None:
+    """By what the compiler says of the variant, before it is run."""
+    found = Kernel.read(tmp_path / "mine_forward.cu")
+    plan = found.plan(Problem.of(1, 1, 33, 16), tune.pick("cpu").device())
+    row = tune.Variant("mine", "forward", "", "cuda", {}, True)
+
+    def said(**usage: int) -> str:
+        compiled = nvrtc.Compiled("sm_90", "13.0", {entry: nvrtc.Usage(**usage) for entry in found.entries}, "", 0.0)
+        return tune._too_much(found, plan, compiled, 200_000, tune._with_resources(row, plan, compiled))
+
+    assert said(registers=64) == ""
+    assert said(registers=64, spill_stores=8) == "spills 8 bytes a thread"
+    assert "200000" in said(registers=64, shared_bytes=200_000)
+    many = 65536 // plan.launches[0].block + 1
+    assert f"{many} registers x {plan.launches[0].block} threads" in said(registers=many)
+
+
+def on_a_gpu(found: Kernel, times: Sequence[float]) -> tune.Tuned:
+    """What tune gives on a GPU where the variants HOW = 2 (the default), 3, ... take so many milliseconds."""
+    problem = Problem.of(4, 16, 4096, 128)
+    base = Timing("warm", (times[0] * 1e-3,) * 20, (1e-5,))
+    rows = [
+        tune._timed(
+            tune.Variant("mine", "forward", problem.folder, "cuda", {"HOW": 2 + i, "MORE": 7}, i == 0),
+            Timing("warm", (ms * 1e-3,) * 20, (1e-5,)), base, problem,
+        )
+        for i, ms in enumerate(times)
+    ]  # fmt: skip
+    rows.append(replace(rows[0], status="PRUNED", ms=None, default=False))
+    return tune.Tuned(found, problem, "cuda", "NVIDIA H200", sorted(rows, key=tune._order))
+
+
+def test_what_a_gpu_prints(planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best first with TFLOP/s and the speed-up over the default, and the lines to paste beside what they replace."""
+    found = on_a_gpu(Kernel.read(tmp_path / "mine_forward.cu"), [4.0, 5.0, 2.0])
+    assert [row.tiles["HOW"] for row in found.rows[:3]] == [4, 2, 3] and found.rows[3].status == "PRUNED"
+    best = found.rows[0]
+    assert best.tflops == pytest.approx(found.problem.flops("forward") / 2e9) and best.vs_default == pytest.approx(2.0)
+    assert tuned(found, False, 0) == 0
+    out = capsys.readouterr().out
+    assert "// HOW = 4  # for B4_H16_S4096_D128" in out and "was 1 if causal else 2" in out and "\n// MORE = 7\n" in out
+    lines = "".join(line + "\n" for line in out.splitlines() if line.startswith("// "))
+    text = (tmp_path / "mine_forward.cu").read_text().replace('// HOW = "1 if causal else 2"\n// MORE = 7\n', lines)
+    (tmp_path / "mine_forward.cu").write_text(text)
+    assert Kernel.read(tmp_path / "mine_forward.cu").tile["HOW"] == 4, "what is printed can be pasted"
+
+
+def test_a_lost_context_names_the_variant() -> None:
+    """The GPU is gone for this process: the values that did it are told."""
+    row = tune.Variant("mine", "forward", "", "cuda", {"HOW": 3}, False)
+
+    def run(tiles: Any) -> Any:
+        raise tune.ContextLost("illegal address", "why")
+
+    with pytest.raises(KernelFault, match="with HOW=3"):
+        tune._check(row, run)
+
+    def refused(tiles: Any) -> Any:
+        raise UsageFault("no", "reason")
+
+    assert tune._check(row, refused)[0].status == "ERROR"
+
+
+@needs_compiler
+def test_without_nvrtc(fa_cli: Run, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers are not known, and what does not compile is pruned by the compiler that there is."""
+
+    def none(*_: object) -> Any:
+        raise EnvironmentFault("no NVRTC")
+
+    monkeypatch.setattr(nvrtc, "resources", none)
+    rows = rows_of(fa_cli("tune", planted, *SHAPE, "--tile", "HOW=2,4", "--json"))
+    assert (rows[2]["status"], rows[2]["registers"], rows[4]["status"]) == ("PASS", None, "PRUNED")
+    assert rows[2]["shared_bytes"] and "static" in rows[4]["why"]
