@@ -111,7 +111,7 @@ struct Race {
             Dim3 b = worker->fiber[0].self.block_idx;
             say("race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, nothing orders them\n",
                 at, b.x, b.y, b.z, before.thread,
-                before.flying ? "copies in flight"
+                before.flying ? "has a copy in flight, begun"
                 : wrote       ? "writes"
                               : "reads",
                 before.code, now.thread,
