@@ -2,7 +2,8 @@
 
 The ratio is time of B / time of A, of medians, with a 95% interval:
 - from samples.jsonl, 7 samples or more a side: order statistics bound each median with a confidence of sqrt(95%), whatever the
-  distribution; the extremes of the quotient bound the ratio.
+  distribution; the extremes of the quotient bound the ratio. Samples of one turn are alike, so where turns disagree more than
+  samples do, the bounds are those of the turns' medians (their range, where there are fewer than 7 turns).
 - 3 to 6 samples: too few for that. The whole ranges are taken and their quotient's width, in logarithms, is tripled.
 - without samples, from p20, p80 and n_samples of results.csv: the median m is taken to lie between m - 6 (m - p20) / sqrt(n) and
   m + 6 (p80 - m) / sqrt(n), twice as wide as normal noise would have it.
@@ -14,6 +15,7 @@ two runs, however many samples each has). FASTER, SLOWER: else, where it lies wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 from . import environment, results
 from .problem import DataFault, UsageFault
@@ -30,6 +32,8 @@ from .views import KEY, Key, geometric_mean, key_of, latest
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
+Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
+NO_SAMPLES: Sample = ((), ())
 FEWEST = 3  # samples for any interval; order statistics at sqrt(95%) need 7
 #: Facts of env.json that explain a difference.
 FACTS = ("cuda_driver", "driver", "cuda_runtime", "nvrtc", "cupy", "compiler", "threads", "packages", "git_commit")
@@ -113,7 +117,9 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
     for row_a, row_b in matched:
         name = (row_a.Kernel, row_a.Type, _shape(row_b))
         if row_a.KernelTime_ms and row_b.KernelTime_ms:
-            pair = _pair(row_a, row_b, samples_a.get((row_a.run_id, *key_of(row_a)), ()), samples_b.get((row_b.run_id, *key_of(row_b)), ()))
+            of_a = samples_a.get((row_a.run_id, *key_of(row_a)), NO_SAMPLES)
+            of_b = samples_b.get((row_b.run_id, *key_of(row_b)), NO_SAMPLES)
+            pair = _pair(row_a, row_b, of_a, of_b)
             pairs.append(pair)
             if limit is not None and pair.verdict == "SLOWER" and pair.ratio > 1 + limit:
                 failures.append(f"{' '.join(name)} {pair.timing or ''}: slower by {pair.ratio - 1:.1%}")
@@ -154,16 +160,31 @@ def median_interval(samples: Sequence[float], confidence: float) -> tuple[float,
     return ordered[rank - 1], ordered[n - rank]
 
 
-def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of median(b) / median(a) from samples, by the rules of this module; None with fewer than 3 on a side."""
+def ratio_interval(
+    a: Sequence[float], b: Sequence[float], turns_a: Sequence[int] = (), turns_b: Sequence[int] = ()
+) -> tuple[float, float] | None:
+    """The 95% interval of median(b) / median(a) from samples, by the rules of this module; None with fewer than 3 on a side.
+
+    turns_a and turns_b: how many of the samples each turn took, in order.
+    """
     if min(len(a), len(b)) < FEWEST:
         return None
-    each = math.sqrt(CONFIDENCE)
-    of_a, of_b = median_interval(a, each), median_interval(b, each)
+    of_a, of_b = _median_bounds(a, turns_a), _median_bounds(b, turns_b)
     if of_a and of_b:
         return of_b[0] / of_a[1], of_b[1] / of_a[0]
     low, high = min(b) / max(a), max(b) / min(a)
     return low * low / high, high * high / low
+
+
+def _median_bounds(samples: Sequence[float], turns: Sequence[int]) -> tuple[float, float] | None:
+    each = math.sqrt(CONFIDENCE)
+    bounds = median_interval(samples, each)
+    if not bounds or len(turns) < FEWEST:
+        return bounds
+    ends = list(itertools.accumulate(turns))
+    medians = [median(samples[end - count : end]) for end, count in zip(ends, turns, strict=True)]
+    low, high = median_interval(medians, each) or (min(medians), max(medians))
+    return min(low, bounds[0]), max(high, bounds[1])
 
 
 def verdict(low: float, high: float) -> str:
@@ -178,12 +199,12 @@ def verdict(low: float, high: float) -> str:
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _pair(row_a: Row, row_b: Row, a: Sequence[float], b: Sequence[float]) -> Pair:
+def _pair(row_a: Row, row_b: Row, a: Sample, b: Sample) -> Pair:
     a_ms, b_ms = row_a.KernelTime_ms, row_b.KernelTime_ms
     assert a_ms and b_ms
     interval, basis = None, "no interval"
-    if a and b:
-        interval, basis = ratio_interval(a, b), f"{len(a)} and {len(b)} samples"
+    if a[0] and b[0]:
+        interval, basis = ratio_interval(a[0], b[0], a[1], b[1]), f"{len(a[0])} and {len(b[0])} samples"
     elif (of_a := _from_row(row_a)) and (of_b := _from_row(row_b)):
         interval, basis = (of_b[0] / of_a[1], of_b[1] / of_a[0]), "p20 to p80"
     low, high = interval or (None, None)
@@ -239,9 +260,9 @@ def _same_device(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> None:
         )
 
 
-def _samples(path: Path) -> dict[Key, list[float]]:
-    """samples.jsonl as (run_id, key) -> milliseconds; nothing where there is no such file."""
-    found: dict[Key, list[float]] = {}
+def _samples(path: Path) -> dict[Key, Sample]:
+    """samples.jsonl as (run_id, key) -> milliseconds and the sizes of the turns; nothing where there is no such file."""
+    found: dict[Key, Sample] = {}
     if not path.exists():
         return found
     with open(path, encoding="utf-8") as file:
@@ -249,12 +270,13 @@ def _samples(path: Path) -> dict[Key, list[float]]:
             try:
                 record = json.loads(line)
                 samples = [float(value) for value in record["samples_ms"]]
+                turns = [int(count) for count in record.get("turns", ())]
                 key = (record["run_id"], *(record[name] for name in KEY))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataFault(f"{path}:{number}: not a line of samples", str(error), "fa-cli experiment writes such a file") from None
             if not all(math.isfinite(sample) and sample > 0 for sample in samples):
                 raise DataFault(f"{path}:{number}: a sample is not a positive time", f"of {record['Kernel']}", "run the experiment again")
-            found[key] = samples
+            found[key] = samples, turns if sum(turns) == len(samples) else []
     return found
 
 

@@ -45,6 +45,8 @@ class Policy:
     noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. max_seconds ends the turns of a slow or
     noisy contender: a run of a second, whose noise is tiny beside it, is measured three times. warm_up seconds run before the
     first sample; a run of `slow` seconds or more warms up by its first call, which says how long it takes besides.
+    Samples of one turn are alike (few blocks, say, stay on the multiprocessors where the first run put them), so where the medians
+    of the turns disagree by more than `uneven` (standard error of their median, relative to it), turns go on for `patience` seconds.
     A turn takes `turn` seconds of samples one after the other without a pause, after `settle` seconds of the same that are not
     kept, so that a contender is measured at the clocks its own power draw leaves it, not at its neighbour's or an idle GPU's.
     """
@@ -58,6 +60,8 @@ class Policy:
     min_seconds: float = 0.1
     noise: float = 0.002
     max_seconds: float = 1.0
+    uneven: float = 0.004
+    patience: float = 5.0
     slow: float = 0.1
 
 
@@ -70,7 +74,8 @@ POLICY = {
 
 @dataclass(frozen=True)
 class Timing:
-    """The samples of one contender. launch is "direct" or "graph"; throttled says why, or is empty; states are NVML's."""
+    """The samples of one contender, `turns` of them at a time (empty: not taken in turns). launch is "direct" or "graph"; throttled
+    says why, or is empty; states are NVML's."""
 
     timing: str
     seconds: tuple[float, ...]
@@ -79,6 +84,7 @@ class Timing:
     throttled: str = ""
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[int, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -137,22 +143,26 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
     """
     before = stage.state()
     runs = {name: _Run.ready(contender, stage, policy) for name, contender in contenders.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    turns = dict.fromkeys(runs, 0)
+    turns: dict[str, list[list[float]]] = {name: [] for name in runs}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
     while waiting:
         for name in list(waiting):
             start = time.perf_counter()
             runs[name].turn(stage, timing == "cold", policy.settle, 0)
-            seconds[name] += runs[name].turn(stage, timing == "cold", policy.turn, 1)
+            turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1))
             spent[name] += time.perf_counter() - start
-            turns[name] += 1
-            if _enough(seconds[name], turns[name], spent[name], policy):
+            if _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
     after = stage.state()
     throttled = throttling(before, after)
-    return {n: Timing(timing, tuple(seconds[n]), tuple(r.calls), r.launch, throttled, before, after) for n, r in runs.items()}
+    return {
+        name: Timing(
+            timing, tuple(s for turn in turns[name] for s in turn), tuple(r.calls), r.launch, throttled, before, after,
+            tuple(len(turn) for turn in turns[name]),
+        )
+        for name, r in runs.items()
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,15 +212,21 @@ def _lead(calls: Sequence[float]) -> float:
     return 2 * statistics.median(calls) + 2e-5
 
 
-def _enough(seconds: Sequence[float], turns: int, spent: float, policy: Policy) -> bool:
-    n = len(seconds)
-    if n >= policy.max_samples or (spent > policy.max_seconds and n >= 3):
+def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> bool:
+    seconds = [sample for turn in turns for sample in turn]
+    uneven = len(turns) >= 3 and _noise([statistics.median(turn) for turn in turns]) > policy.uneven
+    if len(seconds) >= policy.max_samples or (spent > (policy.patience if uneven else policy.max_seconds) and len(seconds) >= 3):
         return True
-    if n < policy.min_samples or turns < policy.min_turns or sum(seconds) < policy.min_seconds:
+    if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
-    middle = statistics.median(seconds)
-    spread = 1.4826 * statistics.median([abs(s - middle) for s in seconds])
-    return bool(1.25 * spread / n**0.5 <= policy.noise * middle)
+    return _noise(seconds) <= policy.noise
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The standard error of the median, from the median distance to it, relative to it."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median([abs(value - middle) for value in values])
+    return float(1.25 * spread / len(values) ** 0.5 / middle)
 
 
 def throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

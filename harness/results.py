@@ -197,7 +197,7 @@ def samples_of(result: Result, row: Row) -> dict[str, Any]:
     return {
         "run_id": row.run_id, "Test": row.Test, "Kernel": row.Kernel, "Type": row.Type, "timing": row.timing, **shape,
         "launch": timing.launch, "samples_ms": [s * 1e3 for s in timing.seconds], "call_ms": [s * 1e3 for s in timing.call_seconds],
-        "before": dict(timing.before), "after": dict(timing.after),
+        "turns": list(timing.turns), "before": dict(timing.before), "after": dict(timing.after),
     }  # fmt: skip
 
 

@@ -73,6 +73,19 @@ def test_median_interval_by_hand() -> None:
     assert median_interval([], 0.95) is None
 
 
+def test_turns_that_disagree_widen_the_interval() -> None:
+    """24 samples in 6 turns, alike within a turn: what changes from turn to turn is what another run will meet."""
+    steps = [0.0, 0.1, 0.2, 0.3]
+    a = [level + step for level in (101, 105, 105, 104, 104, 105) for step in steps]
+    b = [level + step for level in (100, 104, 101, 101, 101, 100) for step in steps]
+    alone = ratio_interval(a, b)
+    assert alone and verdict(*alone) == "FASTER"
+    low, high = ratio_interval(a, b, [4] * 6, [4] * 6) or (0.0, 0.0)
+    assert low < alone[0] and high > alone[1] and verdict(low, high) == "UNSURE"
+    even = [100 + step for _ in range(6) for step in steps]
+    assert ratio_interval(even, even, [4] * 6, [4] * 6) == ratio_interval(even, even)
+
+
 @pytest.mark.parametrize("n", [7, 20, 101, 3000])
 def test_median_interval_covers(n: int) -> None:
     """In 400 draws of a skewed distribution the bounds hold the true median at least as often as they promise (within 2%)."""

@@ -151,3 +151,14 @@ def test_passes_together_are_summed_sample_by_sample() -> None:
     """As many samples as both have."""
     both = measure.together([Timing("warm", (1.0, 2.0, 3.0), (0.1,)), Timing("warm", (10.0, 20.0), (0.2,), "graph", "hot")])
     assert (both.seconds, both.call_seconds, both.launch, both.throttled) == ((11.0, 22.0), pytest.approx((0.3,)), "direct", "hot")
+
+
+def test_turns_that_disagree_are_followed_by_more() -> None:
+    """Alike within a turn, different from turn to turn: the samples look steady and are not."""
+    stage = Stage()
+    policy = replace(QUICK, turn=4e-3, min_turns=2, max_samples=2000, max_seconds=60.0)
+    moods = itertools.cycle([1e-3] * 5 + [1.05e-3] * 4 + [1.02e-3] * 4)
+    found = measure.measure({"even": Run(stage, "even", steady(1e-3)), "moody": Run(stage, "moody", moods)}, stage, "warm", policy)
+    assert found["even"].turns == (4, 4) and len(found["even"].seconds) == 8
+    moody = found["moody"].turns
+    assert len(moody) > 20 and sum(moody) == len(found["moody"].seconds)
