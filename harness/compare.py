@@ -117,8 +117,8 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
     for row_a, row_b in matched:
         name = (row_a.Kernel, row_a.Type, _shape(row_b))
         if row_a.KernelTime_ms and row_b.KernelTime_ms:
-            of_a = samples_a.get((row_a.run_id, *key_of(row_a)), NO_SAMPLES)
-            of_b = samples_b.get((row_b.run_id, *key_of(row_b)), NO_SAMPLES)
+            sides = (samples_a, row_a), (samples_b, row_b)
+            of_a, of_b = (samples.get((row.run_id, *key_of(row)), NO_SAMPLES) for samples, row in sides)
             pair = _pair(row_a, row_b, of_a, of_b)
             pairs.append(pair)
             if limit is not None and pair.verdict == "SLOWER" and pair.ratio > 1 + limit:
@@ -163,10 +163,7 @@ def median_interval(samples: Sequence[float], confidence: float) -> tuple[float,
 def ratio_interval(
     a: Sequence[float], b: Sequence[float], turns_a: Sequence[int] = (), turns_b: Sequence[int] = ()
 ) -> tuple[float, float] | None:
-    """The 95% interval of median(b) / median(a) from samples, by the rules of this module; None with fewer than 3 on a side.
-
-    turns_a and turns_b: how many of the samples each turn took, in order.
-    """
+    """The 95% interval of median(b) / median(a) from samples and the sizes of their turns; None with fewer than 3 on a side."""
     if min(len(a), len(b)) < FEWEST:
         return None
     of_a, of_b = _median_bounds(a, turns_a), _median_bounds(b, turns_b)

@@ -31,6 +31,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
     "shared_pct": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",),
     # The hardware's count of conflicts holds arbitration lost to others (tensor cores, TMA) too; wavefronts over the ideal do not.
+    "bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
     "bank_conflicts_load": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",),
     "bank_conflicts_store": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",),
     "shared_wavefronts": ("memory_l1_wavefronts_shared",),

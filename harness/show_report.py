@@ -135,6 +135,7 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
 def times_as_fast(mine: PassResult, base: PassResult) -> str:
     """base's time over mine, and its 95 % interval where there are samples enough."""
-    ratio = base.timings["warm"].median_ms / mine.timings["warm"].median_ms
-    interval = ratio_interval(mine.seconds, base.seconds)
+    a, b = mine.timings["warm"], base.timings["warm"]
+    ratio = b.median_ms / a.median_ms
+    interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)
     return f"{ratio:.3g}" + (f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else "")

@@ -229,7 +229,7 @@ def _timed(row: Variant, timing: Timing, base: Timing | None, problem: Problem) 
     row = replace(row, tflops=problem.flops(row.pass_) / (timing.median_ms * 1e9))
     if base is None:
         return row
-    low, high = ratio_interval(timing.seconds, base.seconds) or (None, None)
+    low, high = ratio_interval(timing.seconds, base.seconds, timing.turns, base.turns) or (None, None)
     return replace(row, vs_default=base.median_ms / timing.median_ms, vs_low=low, vs_high=high)
 
 

@@ -5,6 +5,7 @@ Between `<!-- generated: WHAT -->` and `<!-- end -->` of a Markdown file stands 
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import main  # noqa: E402
-from harness import results, show  # noqa: E402
+from harness import ladder as ranges  # noqa: E402
+from harness import results, show, summary, sweep  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
+from harness.results import Row  # noqa: E402
+from harness.views import latest  # noqa: E402
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
 _MARK = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.S)
@@ -44,6 +48,56 @@ def measured() -> str:
     return "\n".join(lines + ["| " + " | ".join([kernel, *row]) + " |" for kernel, row in cells.items()]) + "\n"
 
 
+def climb(test: str) -> str:
+    """The climb on one shape of the sweep `ladder`: what was measured of each step, from the runs of record; unknown cells are empty."""
+    asked = sweep.load("ladder")
+    problem = next(problem for name, problem in asked.shapes if name == test)
+    names, _ = ranges.expand(asked.names("kernels", test) or ("00-99",), ["forward"], [problem])
+    timed = {row.Kernel: row for row in _recorded() if row.Test == test and row.timing == "warm" and row.KernelTime_ms}
+    where = f"{next(iter(timed.values())).device_name}, {summary.dates_of(list(timed.values()))}" if timed else "not measured yet"
+    said = f"B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}, {problem.dtype}, forward, not causal ({where}):"
+    columns = (
+        "no", "name", "idea", "ms", "TFLOP/s", "% of GEMM", "× step before", "registers", "shared bytes", "bank conflicts", "wavefronts / ideal",
+    )  # fmt: skip
+    lines = [said, "", "| " + " | ".join(columns) + " |", "|---|---|---" + "|---:" * 8 + "|"]
+    before: float | None = None
+    for kernel in (next(k for k in catalogue() if k.name == name and k.pass_ == "forward") for name in names):
+        row = timed.get(kernel.name)
+        ms = row.KernelTime_ms if row else None
+        rate, share = (row.TFLOPS, row.pct_of_peak) if row else (None, None)
+        gain = before / ms if before and ms else None
+        cells = [_number(ms, ".4g"), _number(rate, ".1f"), _number(share, ".1f"), _number(gain, ".2f")]
+        cells += [_number(row and row.registers, "d"), _number(row and row.shared_bytes, "d"), *_conflicts(kernel.name, problem)]
+        lines.append("| " + " | ".join([f"{kernel.number:02}", kernel.name, kernel.title, *cells]) + " |")
+        before = ms or before
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _recorded() -> list[Row]:
+    table = ROOT / "experiments" / "ladder" / "results.csv"
+    return latest(results.read(table)) if table.exists() else []
+
+
+def _conflicts(kernel: str, problem: Problem) -> tuple[str, str]:
+    """Bank conflicts of all launches of a kernel, and how many times the wavefronts that would do, from the counters of record."""
+    table = ROOT / "experiments" / "counters" / "counters.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines())) if table.exists() else []
+    mine = [r for r in rows if (r["kernel"], r["pass"], r["problem"]) == (kernel, "forward", problem.describe())]
+
+    def total(*names: str) -> float | None:
+        values = [[float(row[name]) for name in names if row.get(name)] for row in mine]
+        return sum(map(sum, values)) if values and all(values) else None
+
+    conflicts = total("bank_conflicts")
+    conflicts = total("bank_conflicts_load", "bank_conflicts_store") if conflicts is None else conflicts
+    actual, ideal = total("shared_wavefronts"), total("shared_wavefronts_ideal")
+    return _number(conflicts, ".3g"), _number(actual / ideal if actual and ideal else None, ".2f")
+
+
 def help_of(verb: str) -> str:
     """`fa-cli VERB --help`, or the group's help for the empty verb."""
     group = click.Context(main, info_name="fa-cli", terminal_width=110, **main.context_settings)
@@ -56,7 +110,7 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         what, _, rest = match[2].partition(" ")
-        return f"{match[1]}\n{ {'ladder': ladder, 'measured': measured, 'help': lambda: help_of(rest)}[what]() }\n{match[3]}"
+        return f"{match[1]}\n{ {'ladder': ladder, 'measured': measured, 'climb': lambda: climb(rest), 'help': lambda: help_of(rest)}[what]() }\n{match[3]}"
 
     return _MARK.sub(part, text)
 
@@ -71,7 +125,7 @@ def kernel_macros(kernel: Kernel) -> list[str]:
 # clangd takes the flags relative to the project or to the file's folder, depending on its version: both find the headers.
 EDITOR_FLAGS = (
     "-xc++", "-std=c++20", "-Ikernels_cu/host", "-Ikernels_cu/include", "-Ihost", "-Iinclude", "-I../../host", "-I../../include",
-    "-include", "cuda.hpp",
+    "-include", "cuda.hpp", "-Wno-psabi",
 )  # fmt: skip
 WORD_MACROS = ("-DHEAD_DIM=64", "-DCAUSAL=1", "-DDTYPE=float32", "-DDETERMINISTIC=1")
 
