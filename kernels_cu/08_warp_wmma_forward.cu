@@ -1,0 +1,129 @@
+// /// kernel
+// title = "tensor cores through WMMA, one warp a block"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128]
+// arch = { float16 = ">=sm_70", bfloat16 = ">=sm_80" }
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// arithmetic = "p16"
+// [tile]
+// BLOCK_K = 32  # keys of a tile
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, 16)", "heads_q", "batch"]
+// block = 32
+// shared = "2 * (16 + 2 * BLOCK_K) * HEAD_DIM + 16 * (6 * BLOCK_K + 64)"
+// ///
+//
+// Step 08. A tensor core multiplies matrices: D (16 x 16) += A (16 x 16) B (16 x 16), 4096 multiply-adds that 32 threads, a warp, order
+// together. In step 07 a warp's instruction was 32 of them. CUDA's door to it is WMMA. A warp loads a "fragment" of each matrix from
+// shared memory, multiplies, and stores a fragment. Numbers go in as 16 bit and are added up as float32. The algorithm is step 07's.
+//
+// There is one condition: which lane holds which number of a fragment is not said. Softmax has to know, since it is made of rows, so
+//
+//     S = Q K^T      fragments of Q (16 queries) and of K read by columns, HEAD_DIM / 16 products for each 16 keys
+//     store S        to shared memory, as float32: now every number has an address
+//     softmax        8 lanes share a row; P, rounded to 16 bit, goes back to shared memory      (fa/wmma_tile.cuh: WarpSoftmax)
+//     O += P V       fragments of P and V; O stays where it is made, in accumulator fragments in registers
+//
+// One thing is left to do with rows that nobody can see: where a row's maximum grows, its O must shrink. O could make the same trip
+// through shared memory, 8 KB there and 8 KB back at head dim 128 for every tile. It need not. All accumulators are laid out alike,
+// whatever that is. So each row's factor is written 16 times side by side, which makes a 16 x 16 matrix, and that is loaded as if it
+// were an accumulator: every lane now finds in register i the factor of the row whose O it has in its register i. That is scale_rows.
+//
+// A block is one warp with 16 queries, the least that WMMA can do, so __syncthreads here is as cheap as __syncwarp. K and V come 32
+// keys at a time, 24 KB with all the rest, and 9 blocks fit a multiprocessor of an H200. The accuracy is that of all tensor-core
+// steps from here on ("p16"): S, the maxima and the sums are float32, and P is rounded once, to the type of V.
+//
+// What is bad about it, in the order of the steps that take it up:
+//   - Each 16 queries bring all of K and V for themselves: 2 MB at 4096 keys, 34 GB in all at B4 H16 S4096 D128.             step 09
+//   - A fragment of K or V (512 bytes) is read for one product. Shared memory needs 4 cycles for the bytes, the tensor core 3 or 4
+//     for the product: reading alone takes as long as multiplying, at best.                                                step 10
+//   - S and P go through shared memory only because WMMA hides who holds what.                                              step 11
+//   - Rows are 128 or 256 bytes apart, so 8 rows of a fragment begin in the same banks: each read takes 8 times its time.   step 12
+//   - Q is read again for each tile.                                                                                        step 13
+//   - While K and V come, the warp waits.                                                                                   step 14
+#include <fa/wmma_tile.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int block_q = 16, threads = 32;
+constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+
+extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
+    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [block_q][HEAD_DIM]
+    scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [16][BLOCK_K]
+    float* keep_smem = s_smem + 16 * BLOCK_K;                               // [16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(keep_smem + 16 * 16);        // [16][BLOCK_K]
+
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    const int first_query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q;
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int keys = fa::visible_keys(args, min(first_query + block_q, args.seq_q) - 1);  // what the last query sees
+
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, first_query);  // [block_q], Q.row apart
+    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - first_query, args.head_dim, threadIdx.x,
+                                              args.scale < 0 ? 0x80008000 : 0);
+
+    fa::WmmaAccumulator out_reg[steps] = {};  // O, not yet divided by the sum
+    fa::WarpSoftmax<scalar, BLOCK_K> softmax;
+    softmax.clear();
+
+    for (int first_key = 0; first_key < keys; first_key += BLOCK_K) {
+        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, first_key);  // [BLOCK_K], K.row apart
+        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, first_key);  // [BLOCK_K], V.row apart
+        __syncthreads();  // nobody reads the tile before any more
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - first_key, args.head_dim, threadIdx.x);
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - first_key, args.head_dim, threadIdx.x);
+        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+
+        // S = Q K^T. K lies by rows: read by columns it is the transpose.
+        fa::WmmaAccumulator score_reg[key_steps] = {};
+#pragma unroll 2  // not more: fragments that wait for their turn take registers
+        for (int d = 0; d < steps; ++d) {
+            fa::WmmaA<scalar> q_reg;
+            fa::wmma_load_a_row(q_reg, q_smem + 16 * d, HEAD_DIM);
+#pragma unroll
+            for (int n = 0; n < key_steps; ++n) {
+                fa::WmmaBCol<scalar> k_reg;
+                fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
+                fa::wmma_mma(score_reg[n], q_reg, k_reg);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
+        __syncwarp();
+
+        softmax.update(p_smem, keep_smem, s_smem, scale_log2e, args, first_query, first_key);
+        __syncwarp();
+
+        // O = keep * O + P V
+        fa::scale_rows(out_reg, keep_smem);
+#pragma unroll 1
+        for (int n = 0; n < key_steps; ++n) {
+            fa::WmmaA<scalar> p_reg;
+            fa::wmma_load_a_row(p_reg, p_smem + 16 * n, BLOCK_K);
+#pragma unroll
+            for (int c = 0; c < steps; ++c) {
+                fa::WmmaBRow<scalar> v_reg;
+                fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
+                fa::wmma_mma(out_reg[c], p_reg, v_reg);
+            }
+        }
+    }
+
+    // O /= sum
+    const int rows = args.seq_q - first_query;
+    __syncwarp();
+    softmax.finish(keep_smem, fa::row_pointer<float>(args.logsumexp, batch, head, first_query), rows, scale);
+    __syncwarp();
+    fa::scale_rows(out_reg, keep_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, first_query), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+}
