@@ -1,0 +1,122 @@
+// /// kernel
+// title = "several warps a block, sharing K and V"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128]
+// arch = { float16 = ">=sm_70", bfloat16 = ">=sm_80" }
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// arithmetic = "p16"
+// [tile]
+// WARPS = 4  # 16 queries each
+// BLOCK_K = "64 if shared_optin >= 204800 else 32"  # keys of a tile
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, 16 * WARPS)", "heads_q", "batch"]
+// block = "32 * WARPS"
+// shared = "2 * (16 * WARPS + 2 * BLOCK_K) * HEAD_DIM + 16 * WARPS * (6 * BLOCK_K + 64)"
+// ///
+//
+// Step 09. In step 08 a block was one warp, and each 16 queries brought all of K and V from memory for themselves. Here a block is
+// WARPS warps of 16 queries each, and what comes is shared: four warps load a tile together, then each multiplies its own queries by
+// all of it. A warp's products, its S and P in shared memory, its softmax are the same lines as before; its parts of shared memory
+// now begin at an offset, and that is nearly all there is to see in a comparison of the two files.
+//
+// What it brings:
+//   - The same bytes serve 64 queries instead of 16, so the traffic from the L2 cache falls to a quarter (at B4 H16 S4096 D128 from
+//     34 GB to 9), and so does the number of instructions that a warp spends on moving tiles.
+//   - The tile takes its place in shared memory once for four warps. What is saved buys a tile of 64 keys instead of 32, where there
+//     is room for two blocks a multiprocessor: each fragment of Q is then read for four products instead of two, and O is rescaled
+//     half as often.
+// What it costs: the warps of a block meet twice a tile, before it is overwritten and after it has come. Within a warp nothing
+// changes, since S and P belong to one warp alone: there __syncwarp is enough.
+//
+// With 9 blocks of one warp each on a multiprocessor, step 08 had as many warps to hide latencies behind as two blocks here, so do not
+// expect a leap. Most cycles go into reading fragments of K and V from shared memory, 8 turns for each because of the banks, and a
+// fragment still serves one product only. That is the next step.
+#include <fa/wmma_tile.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int block_q = 16 * WARPS, threads = 32 * WARPS;
+constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+
+extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
+    const int warp = fa::warp_id();
+    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [block_q][HEAD_DIM]
+    scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [WARPS][16][BLOCK_K]
+    float* keep_smem = s_smem + block_q * BLOCK_K;                          // [WARPS][16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(keep_smem + block_q * 16);   // [WARPS][16][BLOCK_K]
+    s_smem += warp * 16 * BLOCK_K, keep_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
+
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    const int tile_query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, first_query = tile_query + warp * 16;
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int keys = fa::visible_keys(args, min(tile_query + block_q, args.seq_q) - 1);  // what the last query sees
+
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, tile_query);  // [block_q], Q.row apart
+    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - tile_query, args.head_dim, threadIdx.x,
+                                              args.scale < 0 ? 0x80008000 : 0);
+    q_smem += warp * 16 * HEAD_DIM;
+
+    fa::WmmaAccumulator out_reg[steps] = {};  // O, not yet divided by the sum
+    fa::WarpSoftmax<scalar, BLOCK_K> softmax;
+    softmax.clear();
+
+    for (int first_key = 0; first_key < keys; first_key += BLOCK_K) {
+        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, first_key);  // [BLOCK_K], K.row apart
+        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, first_key);  // [BLOCK_K], V.row apart
+        __syncthreads();  // no warp reads the tile before any more
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - first_key, args.head_dim, threadIdx.x);
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - first_key, args.head_dim, threadIdx.x);
+        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+
+        // S = Q K^T. K lies by rows: read by columns it is the transpose.
+        fa::WmmaAccumulator score_reg[key_steps] = {};
+#pragma unroll 2  // not more: fragments that wait for their turn take registers
+        for (int d = 0; d < steps; ++d) {
+            fa::WmmaA<scalar> q_reg;
+            fa::wmma_load_a_row(q_reg, q_smem + 16 * d, HEAD_DIM);
+#pragma unroll
+            for (int n = 0; n < key_steps; ++n) {
+                fa::WmmaBCol<scalar> k_reg;
+                fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
+                fa::wmma_mma(score_reg[n], q_reg, k_reg);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
+        __syncwarp();
+
+        softmax.update(p_smem, keep_smem, s_smem, scale_log2e, args, first_query, first_key);
+        __syncwarp();
+
+        // O = keep * O + P V
+        fa::scale_rows(out_reg, keep_smem);
+#pragma unroll 1
+        for (int n = 0; n < key_steps; ++n) {
+            fa::WmmaA<scalar> p_reg;
+            fa::wmma_load_a_row(p_reg, p_smem + 16 * n, BLOCK_K);
+#pragma unroll
+            for (int c = 0; c < steps; ++c) {
+                fa::WmmaBRow<scalar> v_reg;
+                fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
+                fa::wmma_mma(out_reg[c], p_reg, v_reg);
+            }
+        }
+    }
+
+    // O /= sum
+    const int rows = args.seq_q - first_query;
+    __syncwarp();
+    softmax.finish(keep_smem, fa::row_pointer<float>(args.logsumexp, batch, head, first_query), rows, scale);
+    __syncwarp();
+    fa::scale_rows(out_reg, keep_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, first_query), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+}
