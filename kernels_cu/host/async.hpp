@@ -99,7 +99,10 @@ struct Async {
     // This thread has ended.
     void end(Worker& w) {
         Queue& q = queue[w.current];
-        while (q.first >= 0) drop_first(q);
+        while (q.first >= 0) {
+            if (!copy[q.first].arrived) check(w, copy[q.first]);
+            drop_first(q);
+        }
     }
 
   private:
@@ -110,7 +113,7 @@ struct Async {
         free = i;
     }
 
-    void arrive(Worker& w, Copy& c) {
+    void check(Worker& w, const Copy& c) {
         unsigned char poison[16];
         memset(poison, 0xff, 16);
         const char* wrong = nullptr;
@@ -118,11 +121,14 @@ struct Async {
         // The race check tells who wrote. Another copy of the same data is no harm.
         if (!w.race && memcmp(c.to, poison, 16) && memcmp(c.to, c.value, 16))
             wrong = "shared memory was written, or another copy to it begun, while a copy to it was in flight";
-        if (wrong) {
-            begin_report(w, wrong);
-            say(": the copy of thread %d at %s:%d\n", w.current, c.file, c.line);
-            end_report(w);
-        }
+        if (!wrong) return;
+        begin_report(w, wrong);
+        say(": the copy of thread %d at %s:%d\n", w.current, c.file, c.line);
+        end_report(w);
+    }
+
+    void arrive(Worker& w, Copy& c) {
+        check(w, c);
         memcpy(c.to, c.value, 16);
         c.arrived = true;
     }

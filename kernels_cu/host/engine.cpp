@@ -6,8 +6,9 @@
 //
 // What it sees that a GPU does not tell: who waits where when nothing can run (deadlock), threads that meet at different
 // __syncthreads (divergent barrier), lanes missing from a collective, shared memory read before it was written (it starts
-// as NaN), accesses to memory that is not there, and, with the race check, accesses that no barrier orders (race.hpp). What it
-// cannot see: races on global memory between blocks, the memory model, and a missing __syncwarp that no schedule exposes.
+// as NaN) or before a copy to it has been waited for (async.hpp), accesses to memory that is not there, and, with the race check,
+// accesses that no barrier orders (race.hpp). What it cannot see: races on global memory between blocks, the memory model, and a
+// missing __syncwarp that no schedule exposes.
 //
 // Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or at the end of one. A loop that meets none of
 // them cannot be told from a long computation and is never left (a spin lock among the threads of a block is such a loop,

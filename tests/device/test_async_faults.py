@@ -123,6 +123,17 @@ def test_a_source_that_changes_in_flight_is_told(tmp_path: Path) -> None:
         pipeline(Host(), tmp_path, "fa::cp_async_wait_group<1>();", "const_cast<float*>(a)[4 * t] += 1.0f; fa::cp_async_wait_group<1>();")
 
 
+@pytest.mark.parametrize("check", [None, "race"])
+def test_writing_where_a_copy_that_nobody_waits_for_may_still_arrive(check: str | None, tmp_path: Path) -> None:
+    """As a block does that has no keys and skips the loop that would have waited for Q, whose place is O's afterwards."""
+    body = PIPELINE.partition("    for (int n")[0] + "    tile[4 * t] = 1.0f;  // write\n    out[t] = 0;"
+    with pytest.raises(KernelFault) as caught:
+        run(Host(check=check), tmp_path, body, NUMBERS, block=64, shared=2048, before=BEFORE)
+    path = tmp_path / "word_forward.cu"
+    words = f"writes at {path}:{planted.line_of(path, '// write')}" if check else "shared memory was written, or another copy to it begun"
+    assert words in caught.value.why, caught.value.why
+
+
 def test_words_of_a_whole_warp_refuse_a_smaller_one(tmp_path: Path) -> None:
     """A last warp of 8 threads."""
     body = "float d[4] = {}; const uint32_t a_reg[4] = {}; fa::mma_m16n8k16_f16(d, a_reg, 0, 0); out[t] = 0;"

@@ -18,7 +18,7 @@ from test_words import BITS, COUNT, LANE, NAN, X, golden, run_word, same_bits, t
 
 from harness.backends import Backend
 
-BEFORE = "#include <fa/atomic.cuh>\n#include <fa/wmma.cuh>\nusing fa::uint32_t;\nusing fa::uint16_t;"
+BEFORE = "#include <fa/atomic.cuh>\n#include <fa/mma.cuh>\n#include <fa/wmma.cuh>\nusing fa::uint32_t;\nusing fa::uint16_t;"
 THREAD = np.arange(COUNT)
 WARP = THREAD // 32 * 32
 

@@ -2,7 +2,8 @@
 // order, which is not a GPU's: a kernel that takes a register for a certain element goes wrong.
 #pragma once
 
-#include <fa/mma.cuh>
+#include <fa/async.cuh>
+#include <fa/together.cuh>
 
 namespace fa {
 

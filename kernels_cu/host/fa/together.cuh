@@ -1,0 +1,51 @@
+// What the words that take a whole warp are made of on the CPU: the place where its lanes meet, and vectors as the processor has them.
+#pragma once
+
+#include <fa/types.cuh>
+
+// What runs for all lanes at once: its accesses are told to the race check lane by lane, not as the compiler sees them.
+#define FA_HOST_TOGETHER __attribute__((no_sanitize("thread"))) inline void
+
+namespace fa {
+
+namespace host {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+// What the lanes bring before they meet and take away after it, each in its own places. No word's results lie where another takes what
+// is brought, because lanes that have gone on bring the next while others have not yet taken the last.
+struct Together {
+    Words a[8];         // [column or pair of columns][row]
+    uint32_t b[8][8];   // [row or pair of rows][column]
+    Floats d[8];        // [column][row]
+    uint32_t four[32][4];
+    const char* row[32];
+    void* code[32];
+    uint64_t wmma_a[64], wmma_b[64];
+    float wmma_d[64][4];
+};
+static_assert(sizeof(Together) <= fa_host::scratch_bytes);
+
+__forceinline__ Together& together(const char* file, int line) {
+    if (!fa_host_self->scratch) fa_host_fail("a warp of fewer than 32 threads in a word that takes all of them", file, line);
+    return *static_cast<Together*>(fa_host_self->scratch);
+}
+
+// The numbers in the lower halves of some words; exact. Infinities and NaN stay such.
+template <class T> struct Widen;
+template <> struct Widen<float16> {
+    static __forceinline__ Floats of(Words bits) {
+        const Words size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+        const Floats small = (Floats)((size << 13) + 0x38800000u) - 0x1p-14f;
+        const Words normal = (size << 13) + (size >= 0x7c00 ? Words{} + 0x70000000u : Words{} + 0x38000000u);
+        return (Floats)((size < 0x400 ? (Words)small : normal) | sign);
+    }
+};
+template <> struct Widen<bfloat16> {
+    static __forceinline__ Floats of(Words bits) { return (Floats)(bits << 16); }
+};
+
+}  // namespace host
+
+}  // namespace fa
