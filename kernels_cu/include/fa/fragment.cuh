@@ -123,9 +123,14 @@ template <class T, int M, int N> __device__ __forceinline__ void pack_a(uint32_t
         }
 }
 
-// The part of a Rows x Width tile that one of Threads threads brings: 16 bytes of every row_step-th row.
+// The signs of the numbers in 32 bits.
+template <class T> constexpr uint32_t sign_bits = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+
+// The part of a Rows x Width tile that one of Threads threads brings: 16 bytes of every row_step-th row. Of float (tf32) a tile of
+// Width stands as one of 16-bit numbers twice as wide.
 template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struct TileCopy {
-    static constexpr int chunks = Width / 8, row_step = Threads / chunks;
+    static constexpr int vec = vec_width<T>, chunks = Width / vec, row_step = Threads / chunks;
+    static constexpr int wide = Width * int(sizeof(T)) / 2;  // in 16-bit numbers
     // Where row_step is no multiple of 8 (Width 96), the place in the line differs from row to row.
     static constexpr bool even = Threads % chunks == 0 && row_step % 8 == 0;
     static constexpr int count = (Rows * chunks + Threads - 1) / Threads;
@@ -135,37 +140,58 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
     }
     static __device__ __forceinline__ int chunk(int i) { return even ? threadIdx.x % chunks : (threadIdx.x + i * Threads) % chunks; }
     static __device__ __forceinline__ uint32_t place(int i) {
-        if constexpr (even) return chunk_at<Width, Swizzled>(row(0), chunk(0)) + i * row_step * Width * 2;
-        else return chunk_at<Width, Swizzled>(row(i), chunk(i));
+        if constexpr (even) return chunk_at<wide, Swizzled>(row(0), chunk(0)) + i * row_step * wide * 2;
+        else return chunk_at<wide, Swizzled>(row(i), chunk(i));
     }
 
     // Starts the copy. What is not there (row >= rows, column >= head_dim) becomes zero: a product of P = 0 must not meet a NaN.
     static __device__ __forceinline__ void start(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
                                                  int head_dim) {
         if (even && rows >= Rows && head_dim == Width) {
-            const T* at = from + int64_t(row(0)) * pitch + chunk(0) * 8;
+            const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
 #pragma unroll
             for (int i = 0; i < count; ++i, at += row_step * pitch) cp_async_16(tile_smem + place(i), at);
         } else {
-#pragma unroll 1
+#pragma unroll 1  // seldom: small code, few registers
             for (int i = 0; i < count; ++i) {
                 if (Rows * chunks % Threads != 0 && row(i) >= Rows) break;
-                const int bytes = row(i) < rows ? max(0, min(16, (head_dim - chunk(i) * 8) * 2)) : 0;
-                const T* at = bytes > 0 ? from + int64_t(row(i)) * pitch + chunk(i) * 8 : from;
+                const int bytes = row(i) < rows ? max(0, min(16, (head_dim - chunk(i) * vec) * int(sizeof(T)))) : 0;
+                const T* at = bytes > 0 ? from + int64_t(row(i)) * pitch + chunk(i) * vec : from;
                 cp_async_16_upto(tile_smem + place(i), at, bytes);
             }
         }
     }
 
-    // The same through registers, and waiting for each load: how it was before cp.async.
+    // The same through registers, where the thread waits for its loads (all of them at once): how it was before cp.async. `flip` is
+    // XORed to all that is there.
     static __device__ __forceinline__ void now(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
-                                               int head_dim) {
+                                               int head_dim, uint32_t flip = 0) {
+        Vec<uint32_t, 4> reg[count] = {};
+        const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
+        const int steps = chunk(0) * vec < head_dim ? (rows - row(0) + row_step - 1) / row_step : 0;  // where even
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if constexpr (!even) at = from + int64_t(row(i)) * pitch + chunk(i) * vec;
+            if (even ? i < steps : row(i) < min(rows, Rows) && chunk(i) * vec < head_dim)
+                reg[i] = load_vec<4>(reinterpret_cast<const uint32_t*>(at));
+            at += row_step * pitch;
+        }
+        if (head_dim % vec != 0) {  // the rest of the last 16 bytes is the row's poison
+#pragma unroll
+            for (int i = 0; i < count; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const int valid = (head_dim - chunk(i) * vec) * int(sizeof(T)) - 4 * w;  // bytes of the word
+                    reg[i][w] &= valid <= 0 ? 0 : valid < 4 ? 0xffff : 0xffffffff;
+                }
+        }
         unsigned char* tile = dynamic_shared() + (tile_smem - smem_u32(dynamic_shared()));
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             if (Rows * chunks % Threads != 0 && row(i) >= Rows) break;
-            const T* at = from + int64_t(row(i)) * pitch + chunk(i) * 8;
-            store_128(reinterpret_cast<T*>(tile + place(i)), load_128_upto(at, row(i) < rows ? head_dim - chunk(i) * 8 : 0));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) reg[i][w] ^= flip;
+            store_vec(reinterpret_cast<uint32_t*>(tile + place(i)), reg[i]);
         }
     }
 };

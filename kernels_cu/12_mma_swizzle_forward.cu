@@ -1,0 +1,117 @@
+// /// kernel
+// title = "swizzled tiles: shared memory without bank conflicts"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [32, 64, 96, 128]
+// arch = ">=sm_80"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// aliases = ["kernel_mma_swizzle"]
+// [tile]
+// WARP_ROWS = 32  # queries of a warp
+// WARPS = 4
+// BLOCK_K = "64 if HEAD_DIM <= 64 else 32"
+// BLOCKS = 2      # on a multiprocessor, for the compiler: how many registers a thread may have
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, WARPS * WARP_ROWS)", "heads_q", "batch"]
+// block = "32 * WARPS"
+// shared = "2 * HEAD_DIM * (WARPS * WARP_ROWS + 2 * BLOCK_K)"
+// ///
+//
+// Step 12. Step 11 has all it needs to be fast, but waits for shared memory. ldmatrix reads 8 rows of a tile at one chunk of 16 bytes.
+// Shared memory gives a multiprocessor 128 bytes a cycle, 8 such chunks, if they lie in different banks. The rows of a tile are 256
+// bytes apart (head dim 128), twice around the banks, so the 8 chunks lie in the same 4 banks and come one after the other. For 32 keys
+// a warp reads
+//
+//     Q   2 x 8  ldmatrix_x4     (32 queries, 128 columns; again for every tile of keys)
+//     K   2 x 8
+//     V   2 x 8                  48, each 4 x 8 rows: 192 cycles without conflicts, 1536 with them
+//
+// and multiplies 128 times 16 x 8 x 16, for which the four tensor cores together take about 200 cycles.
+//
+// The one idea of this step: chunk c of row r stands in the place of chunk c ^ (r % 8). Rows keep their place and their length, only the
+// chunks inside 128 bytes are permuted, and 8 neighbouring rows get 8 different permutations: what ldmatrix reads lies in 8 different
+// places of the line. fa/fragment.cuh says more. The text of the kernel does not show it: the words that write a tile and those that
+// read it agree on a layout, and step 11 asked them for plain rows (Swizzled = false). It costs next to nothing. A lane of ldmatrix
+// reads the same row of each 8 all the time, so the XOR with its row is done once; from one step of 16 columns to the next the
+// address changes by an XOR with a constant. And it costs no memory, as padding the rows would.
+//
+// What is still bad, and now seen: a third of what is read is Q, the same numbers for every tile of keys. O leaves 4 bytes a lane at a
+// time. And in each tile all warps wait until K and V have come from memory.
+#include <fa/fragment.cuh>
+#include <fa/softmax.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
+constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM]
+    const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
+
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int warp_row = fa::warp_id() * WARP_ROWS;
+    const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
+    const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
+
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
+    // of 0 Q is 0.
+    const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+
+    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    const fa::OperandA<HEAD_DIM, M, false> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
+    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
+
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
+    fa::Softmax<M> softmax;
+
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        __syncthreads();  // nobody reads the tile before any more
+        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, is there for all
+
+        // S = Q K^T
+        float score_reg[M][KEYS][4] = {};
+        fa::multiply_abt<scalar>(score_reg, q, k_lane);
+        if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
+        // P = exp(scale * (S - max)), unnormalised
+        softmax.step(score_reg, out_reg, scale_log2e);
+
+        // O += P V
+        fa::uint32_t p_reg[KEYS / 2][M][4];
+        fa::pack_a<scalar>(p_reg, score_reg);
+        fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane);
+    }
+    softmax.finish();
+
+    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
+            if (query >= q_end) continue;
+            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
+            scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                fa::store_vec_upto(out + 8 * c,
+                                   fa::Vec<scalar, 2>{fa::narrow<scalar>(out_reg[m][c][2 * half] * factor),
+                                                      fa::narrow<scalar>(out_reg[m][c][2 * half + 1] * factor)},
+                                   args.head_dim - 8 * c - fa::fragment_column());
+        }
+}
