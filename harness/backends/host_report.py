@@ -73,7 +73,9 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
         return child.returncode
     error = re.search(r"ERROR: AddressSanitizer: (.*)", child.stderr)
     access = re.search(r"^((?:READ|WRITE) of size \d+)", child.stderr, re.M)
-    place = re.search(r"(\S+\.cuh?:\d+)", child.stderr)
+    stack = child.stderr[access.start() if access else 0 :].partition("\n\n")[0]
+    # the kernel's line if it is known: words are inlined into it
+    place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", child.stderr)
     allocated = re.search(r"^(\S+ is located .*)$", child.stderr, re.M)
     raise CheckFault(
         f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",

@@ -5,6 +5,8 @@ The kernel is not one of the tree but their pipeline alone, so that what is caug
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from harness.backends import Backend
 from harness.backends.host import Host
 from harness.backends.host_report import CheckFault
 from harness.problem import KernelFault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: Tiles of 256 floats through two buffers, the next on its way while the last is summed.
 PIPELINE = """\
@@ -132,6 +136,19 @@ def test_writing_where_a_copy_that_nobody_waits_for_may_still_arrive(check: str 
     path = tmp_path / "word_forward.cu"
     words = f"writes at {path}:{planted.line_of(path, '// write')}" if check else "shared memory was written, or another copy to it begun"
     assert words in caught.value.why, caught.value.why
+
+
+def test_asan_names_the_kernels_line_of_a_copy_from_outside(tmp_path: Path) -> None:
+    """The word reads the source in the kernel's own code, not where the copy arrives."""
+    start = "    fa::cp_async_16(fa::smem_u32(fa::dynamic_shared()), static_cast<float*>(args.Q.data) + args.seq_q * 64);\n"
+    body = planted.GOOD.replace("#include", "#include <fa/async.cuh>\n#include").replace("    static_cast", start + "    static_cast")
+    chosen = planted.kernel(tmp_path, body, shared=16)
+    command = [sys.executable, ROOT / "cli.py", "run", "--compute", "./planted_forward.cu", "--batch", "1", "--heads", "1", "--seq", "16"]
+    run_it = [*command, "--device", "cpu", "--check", "asan"]
+    done = subprocess.run(run_it, cwd=tmp_path, capture_output=True, text=True, check=False)
+    line = planted.line_of(chosen.path, "cp_async_16")
+    assert done.returncode == 1 and "out of bounds: READ of size 16 at" in done.stderr, done.stderr
+    assert f"planted_forward.cu:{line}" in done.stderr.partition("\n")[0], done.stderr
 
 
 def test_words_of_a_whole_warp_refuse_a_smaller_one(tmp_path: Path) -> None:
