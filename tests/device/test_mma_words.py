@@ -147,9 +147,9 @@ FRAGMENTS = """\
     uint32_t a_reg[4] = {{of_a(g, p), of_a(g + 8, p), of_a(g, p + {k} / 2), of_a(g + 8, p + {k} / 2)}};
     float d[4];
     for (int i = 0; i < 4; ++i) d[i] = {before};
-    fa::{mma}(d, a_reg, of_b(p), of_b(p + {k} / 2));
+    {mma}(d, a_reg, of_b(p), of_b(p + {k} / 2));
     for (int i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = __float_as_uint(d[i]);"""
-MMA = {"mma_m16n8k16_f16": ("float16", 16), "mma_m16n8k16_bf16": ("bfloat16", 16), "mma_m16n8k8_tf32": ("float32", 8)}
+MMA = {"fa::mma_m16n8k16_f16": ("float16", 16), "fa::mma_m16n8k16_bf16": ("bfloat16", 16), "fa::mma_m16n8k8_tf32": ("float32", 8)}
 
 
 def product(backend: Backend, folder: Path, name: str, a: Any, b: Any, before: str = "100.0f * (g + i / 2 * 8) + t % 4 * 2 + i % 2") -> Any:
@@ -188,7 +188,7 @@ def test_mma_of_random_numbers(name: str, backend: Backend, tmp_path: Path) -> N
     a, b = a.astype(np.float64), b.astype(np.float64)
     terms = np.abs(a) @ np.abs(b)
     assert close(got, a @ b, terms, k)
-    recorded = golden(name, got, backend)
+    recorded = golden(name.removeprefix("fa::"), got, backend)
     assert recorded is None or close(got, recorded, terms, k)
     assert not close(got, a.astype(np.float32) @ np.nextafter(b, 9).astype(np.float32) * (1 + 2.0**-17), terms, k), "it could not fail"
 
