@@ -73,6 +73,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     stops every row.
     """
     sweep = load(options.name)
+    options = replace(options, deterministic=options.deterministic or sweep.deterministic)
     mode = options.mode or sweep.mode
     backend = backends.pick(options.device)
     small = backend.name == "cpu" and not options.full

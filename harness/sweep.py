@@ -4,6 +4,7 @@
     mode = "forward"                  # unless --mode says otherwise
     kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range is those of it that take the shape
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
+    deterministic = true              # optional: as --deterministic
     ceilings = true                   # optional: measure what this GPU can do at most, in the same run
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
@@ -27,7 +28,7 @@ from .problem import PASSES, DataFault, Fault, Problem, UsageFault
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
-KEYS = {"title", "mode", "kernels", "peers", "ceilings", "shapes", "cpu"}
+KEYS = {"title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "cpu"}
 SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
@@ -45,6 +46,7 @@ class Sweep:
     ceilings: bool
     shapes: tuple[tuple[str, Problem], ...]
     cpu_shapes: tuple[tuple[str, Problem], ...]
+    deterministic: bool = False
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)  # test name -> "kernels", "peers" -> names
 
     def names(self, what: str, test: str) -> tuple[str, ...] | None:
@@ -106,7 +108,9 @@ def _parse(path: Path, data: dict[str, Any]) -> Sweep:
     name = path.parent.name if path.name == "sweep.toml" else path.stem
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()
-    return Sweep(name, data.get("title", name), mode, kernels, peers, bool(data.get("ceilings")), stated, cpu, own)
+    return Sweep(
+        name, data.get("title", name), mode, kernels, peers, bool(data.get("ceilings")), stated, cpu, bool(data.get("deterministic")), own
+    )
 
 
 def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:

@@ -70,12 +70,18 @@ def test_the_matrix_has_both_forms(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_rows_say_which_form_ran(fa_cli: Run, tmp_path: Path) -> None:
-    """The column deterministic, and the flag in repro where it was given."""
+@pytest.mark.parametrize("how", ["flag", "sweep"])
+def test_rows_say_which_form_ran(how: str, fa_cli: Run, tmp_path: Path) -> None:
+    """The column deterministic, and the flag in repro where it was given, by the command or the sweep."""
     write(tmp_path, '"optional"')
     (tmp_path / "one.toml").write_text(SWEEP)
     sweep = ("experiment", "one.toml", "--compute", "./mine_forward.cu,naive", "--peers", "none", "-q")
-    assert fa_cli(*sweep).exit_code == 0 == fa_cli(*sweep, "--deterministic").exit_code
+    assert fa_cli(*sweep).exit_code == 0
+    if how == "flag":
+        assert fa_cli(*sweep, "--deterministic").exit_code == 0
+    else:
+        (tmp_path / "one.toml").write_text("deterministic = true\n" + SWEEP)
+        assert fa_cli(*sweep).exit_code == 0
     with open(tmp_path / "experiment_results" / "results.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(r["Kernel"], r["deterministic"], r["repro"].endswith(" --deterministic")) for r in rows] == [
