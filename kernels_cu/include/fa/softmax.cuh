@@ -103,7 +103,7 @@ template <int M> struct Softmax {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) grows |= top[m][half] > maximum[m][half] + slack;
+            for (int half = 0; half < 2; ++half) grows |= (top[m][half] - maximum[m][half]) * scale_log2e > slack;
         if (__any_sync(full_warp, grows)) raise(top, out, scale_log2e);
         exponentiate(s, scale_log2e);
     }
