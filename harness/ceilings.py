@@ -30,6 +30,27 @@ extern "C" __global__ void exponentials(float* out) {
 """
 _EXP_GRID, _EXP_BLOCK = 132 * 16, 1024
 
+#: mma.sync with nothing around it: what is left for a kernel that does not use a newer instruction (wgmma, which the GEMM uses).
+_MMA = """
+extern "C" __global__ void __launch_bounds__(256) products(const unsigned* in, float* out) {
+    unsigned a[4], b[2];
+    float sum[16][4] = {};
+    for (int i = 0; i < 4; ++i) a[i] = in[threadIdx.x * 8 + i];
+    for (int i = 0; i < 2; ++i) b[i] = in[threadIdx.x * 8 + 4 + i];
+    for (int n = 0; n < 1024; ++n)
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                         : "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    float all = 0;
+    for (int i = 0; i < 16; ++i) all += sum[i][0] + sum[i][1] + sum[i][2] + sum[i][3];
+    if (all == 123.0f) out[0] = all;
+}
+"""
+_MMA_GRID, _MMA_BLOCK = 132 * 2 * 8, 256
+_MMA_FLOPS = 2.0 * 16 * 8 * 16 * 16 * 1024 * _MMA_GRID * _MMA_BLOCK / 32
+
 
 class _Work:
     """A function that enqueues work on the default stream, as measure wants it."""
@@ -61,7 +82,7 @@ class _Work:
 
 
 def rows(backend: Backend, run_id: str) -> list[Row]:
-    """One row a ceiling: ceiling-gemm-<dtype> (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp (10^12 a second, as TFLOPS)."""
+    """One row a ceiling: ceiling-gemm-<dtype>, ceiling-mma-bfloat16 (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp (10^12 a second, as TFLOPS)."""
     xp = backend.xp
     work: dict[str, tuple[Callable[[], object], float, float]] = {}  # name: work, operations, bytes
     flops = 2.0 * SIZE**3
@@ -80,11 +101,16 @@ def rows(backend: Backend, run_id: str) -> list[Row]:
     work["ceiling-copy"] = (lambda: xp.copyto(target, source), 0.0, 2.0 * COPY_BYTES)
     kernel, out = xp.RawKernel(_EXP, "exponentials"), xp.zeros(1, "float32")
     work["ceiling-exp"] = (lambda: kernel((_EXP_GRID,), (_EXP_BLOCK,), (out,)), 512.0 * 8 * _EXP_GRID * _EXP_BLOCK, 0.0)
+    if int(xp.cuda.Device().compute_capability) >= 80:
+        numbers = xp.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
+        pairs = (numbers.view("uint32") >> 16).astype("uint16").view("uint32")  # as bfloat16, rounded towards zero
+        mma = xp.RawKernel(_MMA, "products")
+        work["ceiling-mma-bfloat16"] = (lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS, 0.0)
     timings = measure({name: _Work(xp, w) for name, (w, _, _) in work.items()}, backend, "warm", POLICY["cuda"])
     return [
         Row(
             Test="ceiling", Kernel=name, Type="FOR", Batch=1, Heads=1, SeqLen=SIZE, HeadDim=SIZE, Status="PASS", heads_kv=1, seq_kv=SIZE,
-            dtype=name.rpartition("-")[2] if "gemm" in name else "float32", causal=False, scale=1.0, device=backend.name,
+            dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32", causal=False, scale=1.0, device=backend.name,
             device_name=backend.device().name, timing="warm", KernelTime_ms=t.median_ms, p20_ms=t.p20_ms, p80_ms=t.p80_ms,
             n_samples=len(t.seconds), TFLOPS=work[name][1] / (t.median_ms * 1e9) or None,
             Bandwidth_GBps=work[name][2] / (t.median_ms * 1e6) or None, run_id=run_id,
