@@ -111,8 +111,8 @@ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uin
 
 __forceinline__ uint32_t cvt_rna_tf32_f32(float x) {
     const uint32_t bits = __float_as_uint(x);
-    if (x != x) return 0x7fffffffu;
-    return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;  // a NaN keeps the upper bits of its own, as an H200 answers
+    return (finite ? bits + 0x1000u : bits) & 0xffffe000u;
 }
 
 __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
