@@ -115,7 +115,8 @@ def run_kernel(
     bound = Bound(backend, loaded, yardstick.problem, inputs)
     outputs = bound.run()
     bound.free_copies()
-    verdicts = yardstick.judge(outputs, chosen.arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
+    arithmetic = chosen.arithmetic_for(yardstick.problem.dtype)
+    verdicts = yardstick.judge(outputs, arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
     maps = yardstick.error_maps(outputs, verdicts)
     return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded, maps=maps)
 

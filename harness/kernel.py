@@ -102,6 +102,10 @@ class Kernel:
         """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
         return self.arch if isinstance(self.arch, str) else self.arch[dtype if dtype in self.arch else "tf32"]
 
+    def arithmetic_for(self, dtype: str) -> str:
+        """How the kernel rounds on files of a dtype: tf32 on float32 ones where its header promises tf32 and not float32."""
+        return "tf32" if dtype == "float32" and dtype not in self.dtypes else self.arithmetic
+
     def runs_on(self, arch: str, dtype: str) -> bool:
         """Whether the header's architecture rule admits an architecture ("sm_90", or "sm_90a" for what needs the a)."""
         rule = self.arch_for(dtype)

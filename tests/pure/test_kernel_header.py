@@ -63,6 +63,15 @@ def test_header_is_read(tmp_path: Path) -> None:
     assert Kernel.read(write(tmp_path, "mine.cu")).pass_ == "forward"
 
 
+def test_arithmetic_by_dtype(tmp_path: Path) -> None:
+    """float32 files are judged as tf32 where the header promises tf32 instead of float32; other files as the header says."""
+    both = HEADER.replace('["float32", "float16"]', '["tf32", "float16"]').replace("// gqa", '// arithmetic = "p16"\n// gqa')
+    found = Kernel.read(write(tmp_path, text=both))
+    assert [found.arithmetic_for(dtype) for dtype in ("float32", "float16")] == ["tf32", "p16"]
+    plain = Kernel.read(write(tmp_path))
+    assert [plain.arithmetic_for(dtype) for dtype in ("float32", "float16")] == ["f32", "f32"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "word"),
     [
