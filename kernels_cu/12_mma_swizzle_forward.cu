@@ -1,7 +1,7 @@
 // /// kernel
 // title = "swizzled tiles: shared memory without bank conflicts"
 // dtypes = ["float16", "bfloat16"]
-// head_dims = [32, 64, 96, 128]
+// head_dims = [32, 64, 128]
 // arch = ">=sm_80"
 // causal = true
 // gqa = true

@@ -1,0 +1,134 @@
+// /// kernel
+// title = "Q in registers, twice as deep tiles of K and V in its place, O written in whole lines"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [32, 64, 128]
+// arch = ">=sm_80"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// aliases = ["kernel_mma_qreg"]
+// [tile]
+// WARP_ROWS = 32  # queries of a warp
+// WARPS = 4
+// BLOCK_K = 64
+// STEP_K = "64 if HEAD_DIM <= 64 else 16"  # keys of a step of softmax: what registers are left for S
+// BLOCKS = 2      # on a multiprocessor, for the compiler: how many registers a thread may have
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, WARPS * WARP_ROWS)", "heads_q", "batch"]
+// block = "32 * WARPS"
+// shared = "2 * HEAD_DIM * max(WARPS * WARP_ROWS, 2 * BLOCK_K)"
+// ///
+//
+// Step 13. Of what a warp of step 12 reads from shared memory a third is Q: the same 32 x 128 numbers for every 32 keys. Shared memory
+// needs 192 cycles for what the tensor cores multiply in about 200, and all warps use the one as much as the other, so either waits for
+// the other time and again. Three changes, all from moving Q to where it can stay.
+//
+//   1. Q is read once, as fragments, and kept in registers: 64 of them at head dim 128. Shared memory now needs 128 cycles.
+//   2. Nobody needs Q's shared memory after that. K and V take its place, in tiles of 64 keys instead of 32: half as many barriers, and
+//      half as many times that a warp waits for memory. (FlashAttention-2's split of the work makes it possible: warps divide the
+//      queries among them, not the keys, so no warp ever needs another's Q.)
+//   3. At the end the place is free again. O goes through it, so that lanes with neighbouring chunks write 16 bytes each, whole lines of
+//      memory. From the fragments a warp's store was 8 rows of 16 bytes, half of each 32-byte sector that memory is written in.
+//
+// The price: O and Q of 32 queries take 192 of the 255 registers that a thread can have, and S of 64 keys would be another 64. So the
+// softmax goes in steps of 16 keys, with S and P of 16 registers. O is scaled in each step, four times as often: 128 multiplications for
+// 64 products on the tensor cores, which are other units and take longer. At head dim 64 there is room, and a step is the tile.
+//
+// What is still bad: the tensor cores rest while a tile comes. A block can only hope that the other block on its multiprocessor has
+// something to multiply meanwhile.
+#include <fa/fragment.cuh>
+#include <fa/softmax.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
+constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
+    const fa::uint32_t k_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = k_smem;                              // [BLOCK_Q][HEAD_DIM], before the first K and V; at the end O
+
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int warp_row = fa::warp_id() * WARP_ROWS;
+    const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
+    const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
+
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
+    // of 0 Q is 0.
+    const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+
+    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    __syncthreads();
+    fa::OperandA<HEAD_DIM, M, true> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
+    q.keep();
+    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
+
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
+    fa::Softmax<M> softmax;
+
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        __syncthreads();  // nobody reads Q, or the tile before, any more
+        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile is there for all
+
+#pragma unroll 1  // not more: fragments that wait for their turn take registers
+        for (int step = 0; step < min(BLOCK_K, keys - k_first); step += STEP_K) {
+            // S = Q K^T
+            float score_reg[M][KEYS][4] = {};
+            fa::multiply_abt<scalar>(score_reg, q, k_lane + step * HEAD_DIM * 2);
+            if (k_first + step + STEP_K > unmasked)
+                fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first + step);
+            // P = exp(scale * (S - max)), unnormalised
+            softmax.step(score_reg, out_reg, scale_log2e);
+
+            // O += P V
+            fa::uint32_t p_reg[KEYS / 2][M][4];
+            fa::pack_a<scalar>(p_reg, score_reg);
+            fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + step * HEAD_DIM * 2);
+        }
+    }
+    softmax.finish();
+
+    __syncthreads();  // nobody reads V any more
+
+    // O, divided and rounded, to shared memory, where Q was
+    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
+    unsigned char* out_smem = fa::dynamic_shared();  // [BLOCK_Q][HEAD_DIM]
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
+            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
+                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
+                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
+        }
+    __syncwarp();  // a warp's rows are its own
+
+    // and from there to memory, 16 bytes a lane, neighbours side by side
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
+#pragma unroll
+    for (int i = fa::lane_id(); i < WARP_ROWS * COLUMNS; i += 32) {
+        const int row = i / COLUMNS, chunk = i % COLUMNS;
+        if (q_first + warp_row + row >= q_end) break;
+        fa::store_128_upto(out + row * args.O.row + chunk * 8,
+                           fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
+                           args.head_dim - chunk * 8);
+    }
+}
