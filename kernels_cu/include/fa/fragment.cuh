@@ -132,7 +132,7 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
     static constexpr int vec = vec_width<T>, chunks = Width / vec, row_step = Threads / chunks;
     static constexpr int wide = Width * int(sizeof(T)) / 2;  // in 16-bit numbers
     // Where row_step is no multiple of 8 (Width 96), the place in the line differs from row to row.
-    static constexpr bool even = Threads % chunks == 0 && row_step % 8 == 0;
+    static constexpr bool even = Threads % chunks == 0 && row_step % 8 == 0 && Rows % row_step == 0;
     static constexpr int count = (Rows * chunks + Threads - 1) / Threads;
 
     static __device__ __forceinline__ int row(int i) {
