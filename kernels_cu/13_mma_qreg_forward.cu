@@ -34,9 +34,11 @@
 //   3. At the end the place is free again. O goes through it, so that lanes with neighbouring chunks write 16 bytes each, whole lines of
 //      memory. From the fragments a warp's store was 8 rows of 16 bytes, half of each 32-byte sector that memory is written in.
 //
-// The price: O and Q of 32 queries take 192 of the 255 registers that a thread can have, and S of 64 keys would be another 64. So the
-// softmax goes in steps of 16 keys, with S and P of 16 registers. O is scaled in each step, four times as often: 128 multiplications for
-// 64 products on the tensor cores, which are other units and take longer. At head dim 64 there is room, and a step is the tile.
+// The price is registers. At head dim 128 O and Q of 32 queries take 192 of the 255 that a thread can have, and S of 64 keys would be
+// another 64: it would not fit, and what does not fit is spilled to memory and fetched back all the time. So the softmax goes in steps of
+// 16 keys, for which S takes 16 registers. Each step scales O, which is 128 multiplications a thread beside 64 products on the tensor
+// cores; but these are other units, and take longer. Shorter steps have one more effect: in the last tile, and under the causal mask,
+// whole steps that nobody sees are left out. At head dim 64 there is room for 64 keys, and a step is the tile.
 //
 // What is still bad: the tensor cores rest while a tile comes. A block can only hope that the other block on its multiprocessor has
 // something to multiply meanwhile.
