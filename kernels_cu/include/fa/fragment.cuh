@@ -164,8 +164,8 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
 
     // The same through registers, where the thread waits for its loads (all of them at once): how it was before cp.async. `flip` is
     // XORed to all that is there.
-    static __device__ __forceinline__ void now(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
-                                               int head_dim, uint32_t flip = 0) {
+    static __device__ __forceinline__ void now(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim,
+                                               uint32_t flip = 0) {
         Vec<uint32_t, 4> reg[count] = {};
         const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
         const int steps = chunk(0) * vec < head_dim ? (rows - row(0) + row_step - 1) / row_step : 0;  // where even
