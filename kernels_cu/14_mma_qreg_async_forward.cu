@@ -1,0 +1,185 @@
+// /// kernel
+// title = "cp.async: K and V come while the tensor cores multiply; O is scaled only where a maximum has grown much"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [32, 64, 96, 128]
+// arch = ">=sm_80"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// aliases = ["kernel_mma_qreg_async"]
+// spill_bytes_allowed = 8  # of sm_100, before the loop; none elsewhere (tests/device/test_compile_all.py)
+// [tile]
+// WARP_ROWS = 32  # queries of a warp
+// WARPS = 4
+// BLOCK_K = "64 if shared_optin > 200000 or HEAD_DIM <= 64 else 32"  # two blocks are to fit on a multiprocessor
+// BLOCKS = 2      # on a multiprocessor, for the compiler: how many registers a thread may have
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, WARPS * WARP_ROWS)", "heads_q", "batch"]
+// block = "32 * WARPS"
+// shared = "2 * HEAD_DIM * (WARPS * WARP_ROWS + 4 * BLOCK_K)"
+// ///
+//
+// Step 14. In step 13 a tile comes through registers: a thread loads, waits, stores, and meets the others, and then only do the tensor
+// cores get something to do. cp.async moves 16 bytes from memory to shared memory without a register and without anybody waiting. So
+// there are two places for a tile of K and two for one of V, and while the block multiplies with one, the next is on its way.
+//
+//     before the loop     Q, K(0) come; then V(0), K(1) are sent for; S(0) = Q K(0)^T
+//     step n of the loop  1. wait for V(n) and K(n + 1), meet the others: now nobody reads V(n - 1) and K(n) any more,
+//                            so V(n + 1) and K(n + 2) are sent for, to their places
+//                         2. softmax of S(n), O += P V(n)
+//                         3. S(n + 1) = Q K(n + 1)^T
+//
+// One __syncthreads a tile, and what step 1 waits for was sent for a whole tile (5000 cycles) before. That S is one tile ahead of V has
+// two reasons. At the beginning the block needs only Q and K to start: with 512 keys the loop has 8 steps, and waiting for V, too, made
+// the kernel 6 % slower there. And the two products of a step stand side by side, 256 mma without a barrier between them.
+//
+// The second idea is not about copies. Scaling O when the maximum of a row grows is 128 multiplications a tile and thread, as many
+// instructions as the softmax of a tile itself, and all of it waits for the maximum of the row, which needs two shuffles. But P need
+// not refer to the true maximum: any number near it does, as long as nothing overflows, since the sum is made of the same P. So the
+// maximum stays what it was until some score of the warp is more than 2^8 times (in P) above it. Then and only then all is done as
+// before. With ordinary data that happens in the first tile and hardly ever again, and the rest of the loop has no shuffle at all.
+// P is at most 256 then, which 16-bit numbers hold with the relative precision that they have for 1. (FlashAttention-4 has this.)
+//
+// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them, and comes from shared memory again: half
+// of what step 13 wanted to save, because now there are 64 keys to use it for, not 32. At head dim 64 it stays in registers. Smaller
+// tiles of S with Q in registers, 16 queries a warp with 8 or 12 warps: all measured, all slower (NOTES.md).
+//
+// How far is it to the end of mma.sync? With nothing around it, mma.sync runs at 640 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
+// `experiment ladder`); this kernel reaches 0.59 of that, the tensor pipe being busy as much (ncu). Two warps share a tensor core. When
+// both are in their softmax, it rests; two more warps would need registers that O has. That is what step 16 changes: wgmma has its
+// operands in shared memory and runs on its own while the same warps do the next softmax.
+#include <fa/fragment.cuh>
+#include <fa/softmax.cuh>
+
+using scalar = fa::DTYPE;
+
+constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
+constexpr float SLACK = 8;  // P may be 2^8
+constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
+constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
+static_assert((BLOCK_K & (BLOCK_K - 1)) == 0, "a tile's stage is a bit of its first key");
+constexpr fa::uint32_t TILE = BLOCK_K * HEAD_DIM * 2;  // bytes of a K or V tile
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], at the end O
+    const fa::uint32_t kv_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;    // two stages, each K, V: [2][BLOCK_K][HEAD_DIM]
+
+    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int warp_row = fa::warp_id() * WARP_ROWS;
+    const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
+    const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, below.
+    const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+
+    // The next tile to be sent for. Two pointers that move on, not indices: the loop has no register for a product of 64 bits.
+    const scalar* k_from = fa::row_pointer<scalar>(args.K, batch, kv_head, 0);
+    const scalar* v_from = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
+    const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
+
+    QCopy::start(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
+    if (keys > 0) KCopy::start(kv_smem, k_from, k_pitch, keys, args.head_dim);
+    fa::cp_async_commit_group();
+    if (keys > 0) KCopy::start(kv_smem + TILE, v_from, v_pitch, keys, args.head_dim);
+    k_from += BLOCK_K * k_pitch;
+    if (keys > BLOCK_K) KCopy::start(kv_smem + 2 * TILE, k_from, k_pitch, keys - BLOCK_K, args.head_dim);
+    fa::cp_async_commit_group();
+
+    fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
+    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(kv_smem), v_lane = fa::lane_of_a<HEAD_DIM>(kv_smem + TILE);
+    float out_reg[M][COLUMNS][4] = {};
+    fa::Softmax<M> softmax;
+    fa::cp_async_wait_group<1>();
+    __syncthreads();  // Q and K(0) are there
+    if (args.scale <= 0) {  // exact: the signs of Q turned; at scale 0 all logits are 0, so Q is, and the scale 1
+#pragma unroll 1
+        for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 2; i += THREADS) {
+            fa::uint32_t& word = fa::dynamic_shared<fa::uint32_t>()[i];
+            word = args.scale == 0 ? 0 : word ^ 0x80008000u;
+        }
+        __syncthreads();
+    }
+    q.keep();
+    float score_reg[M][KEYS][4] = {};
+    if (keys > 0) fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane);
+
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        const int next = k_first + BLOCK_K;
+        const fa::uint32_t stage = (k_first & BLOCK_K) * (2 * TILE / BLOCK_K);  // of tile n: its place in bytes, 0 or 2 * TILE
+        fa::cp_async_wait_group<0>();
+        __syncthreads();  // V(n) and K(n + 1) are there, and nobody needs V(n - 1) and K(n) any more
+        if (next < keys) {
+            v_from += BLOCK_K * v_pitch;
+            KCopy::start(kv_smem + (stage ^ (2 * TILE)) + TILE, v_from, v_pitch, keys - next, args.head_dim);
+            if (next + BLOCK_K < keys) {
+                k_from += BLOCK_K * k_pitch;
+                KCopy::start(kv_smem + stage, k_from, k_pitch, keys - next - BLOCK_K, args.head_dim);
+            }
+        }
+        fa::cp_async_commit_group();
+
+        if (next > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
+        softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
+        fa::uint32_t p_reg[KEYS / 2][M][4];
+        fa::pack_a<scalar>(p_reg, score_reg);
+        fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
+        if (next < keys) {
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) score_reg[m][n][e] = 0;
+            fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane + (stage ^ (2 * TILE)));
+        }
+    }
+    softmax.finish();
+    fa::cp_async_wait_group<0>();  // a block without keys has not waited for Q yet
+    __syncthreads();
+
+    // O goes to the place of Q, so that a warp writes whole lines of memory. Its rows are its own: no other warp is waited for.
+    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
+    unsigned char* out_smem = fa::dynamic_shared();
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
+            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
+                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * (scale_log2e * fa::ln2) + fa::log(sum) : -fa::infinity();
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
+                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
+        }
+    __syncwarp();
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
+    const int rows = min(WARP_ROWS, q_end - q_first - warp_row), pitch = int(args.O.row);
+    // One piece of code for a whole tile and a short loop for others: bounds in every store made the kernel 9 % slower at 512 keys.
+    const bool whole = rows == WARP_ROWS && args.head_dim == HEAD_DIM;
+    if (whole) {
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * COLUMNS / 32; ++i) {
+            const int row = (fa::lane_id() + 32 * i) / COLUMNS, chunk = (fa::lane_id() + 32 * i) % COLUMNS;
+            fa::store_128(out + row * pitch + chunk * 8,
+                          fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))));
+        }
+    } else {
+#pragma unroll 1
+        for (int i = fa::lane_id(); i < rows * COLUMNS; i += 32) {
+            const int row = i / COLUMNS, chunk = i % COLUMNS;
+            fa::store_128_upto(out + row * pitch + chunk * 8,
+                               fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
+                               args.head_dim - chunk * 8);
+        }
+    }
+}
