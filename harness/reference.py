@@ -263,20 +263,16 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
     before their products; "tf32" every operand of a product rounded to tf32. Each dict holds O and logsumexp (plain; keys
     reversed) or, where tensors holds dO, dQ, dK, dV (P normalised; P from the float32 logsumexp; the same, keys reversed).
     delta comes from O as stored (rounded to the problem's type), which is what a backward pass reads; in 16 bits the three O
-    differ by 2^-21 before that rounding, because a value half-way may go either way in a right kernel. Values are float32.
+    differ by 2^-21 before that rounding, because a value half-way may go either way in a right kernel; p16 has a fourth, made
+    without rounding P: a pass may be given its own class's O or a more exact one. Values are float32.
     A float64 problem has no baselines: its rule is absolute.
     """
     if problem.dtype == "float64":
         return []
     found: list[dict[str, Any]] = []
     dtype, backward = problem.dtype, "dO" in tensors
-
-    def narrow(array: Any) -> Any:
-        return through(xp, array, dtype) if arithmetic == "p16" else array
-
-    def operand(array: Any) -> Any:
-        return tf32(xp, array) if arithmetic == "tf32" else array
-
+    narrow: Callable[[Any], Any] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
+    operand: Callable[[Any], Any] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
         for reverse in (False, True):
@@ -292,8 +288,12 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
                 continue
             from_lse = (xp.where(lse == -np.inf, lse.dtype.type(0), lse), xp.ones_like(lse))
             nudge = 2.0**-21 if dtype in ("float16", "bfloat16") else 0.0
-            ways = [(*from_lse, 1 + nudge)] if reverse else [(top, total, 1.0), (*from_lse, 1 - nudge)]
-            for shift, divisor, factor in ways:
-                grads = math.backward(x, through(xp, out * factor, dtype), shift, divisor)
+            low, same, high = (through(xp, out * factor, dtype) for factor in (1 - nudge, 1.0, 1 + nudge))
+            ways = [(*from_lse, high)] if reverse else [(top, total, same), (*from_lse, low)]
+            if arithmetic == "p16" and not reverse:
+                exact = _Math(xp, problem, "float32").forward(x["Q"], x["K"], x["V"], rows)[0]
+                ways.append((top, total, through(xp, exact, dtype)))
+            for shift, divisor, stored in ways:
+                grads = math.backward(x, stored, shift, divisor)
                 found.append({name: through(xp, value, dtype) for name, value in grads.items()})
     return found

@@ -1,0 +1,54 @@
+"""How long must a kernel have run alone before its speed is its speed? python experiments/longseq/settle.py > experiments/longseq/settle.txt
+
+Each contender rests a second, then runs for so many seconds that are not counted, then for 60 ms that are. What a GPU at its power
+limit gives in its first milliseconds it does not give for long: figures of attention kernels depend on it by up to a tenth.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness import backends, contender, kernel, peers
+from harness.problem import Problem
+
+SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)
+NAMES = ("fa3", "fa4", "torch-cudnn", "torch-flash", "mma_qreg_async")
+
+
+def main() -> None:
+    """One line a contender: TFLOP/s and the clock behind each settling time."""
+    backend = backends.pick("cuda")
+    problem = Problem.of(4, 16, 4096, 128, dtype="bfloat16")
+    yardstick = contender.yardstick_for(problem, backend, "forward")
+    click.echo(f"{problem.folder} forward on {backend.device().name}: TFLOP/s (MHz at the end) after settling for … seconds")
+    click.echo(f"{'':16}" + "".join(f"{seconds:>14}" for seconds in SETTLE))
+    for name in NAMES:
+        peer = peers.find(name)
+        if peer and peer.absent("cuda"):
+            click.echo(f"{name:16}absent")
+            continue
+        if peer:
+            timed = contender.run_peer(peer, yardstick, "forward").timed
+        else:
+            timed = contender.run_kernel(backend, kernel.find(name, "forward"), yardstick, yardstick.inputs).timed
+        cells = []
+        for settle in SETTLE:
+            time.sleep(1.0)
+            bursts = []
+            for wanted in (settle, 0.06):
+                waiting = [timed.enqueue() for _ in range(round(wanted / 1e-3))]
+                bursts.append([finish() for finish in waiting])
+            clock = backend.state().get("sm_clock_mhz")
+            cells.append(f"{problem.flops('forward') / statistics.median(bursts[1]) / 1e12:.0f} ({clock})")
+        click.echo(f"{name:16}" + "".join(f"{cell:>14}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
