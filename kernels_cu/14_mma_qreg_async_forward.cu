@@ -1,5 +1,5 @@
 // /// kernel
-// title = "cp.async: K and V come while the tensor cores multiply; O is scaled only where a maximum has grown much"
+// title = "cp.async: the next K and V come while the tensor cores multiply, S one tile ahead"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_80"
@@ -34,19 +34,13 @@
 //                         3. S(n + 1) = Q K(n + 1)^T
 //
 // One __syncthreads a tile, and what step 1 waits for was sent for a whole tile (5000 cycles) before. That S is one tile ahead of V has
-// two reasons. At the beginning the block needs only Q and K to start: with 512 keys the loop has 8 steps, and waiting for V, too, made
-// the kernel 6 % slower there. And the two products of a step stand side by side, 256 mma without a barrier between them.
+// two reasons. At the beginning the block needs only Q and K to start. And the two products of a step stand side by side, 256 mma without
+// a barrier between them. (With S and V of one tile in one step the kernel was 1 to 3 % slower, under the causal mask 7 %.)
 //
-// The second idea is not about copies. Scaling O when the maximum of a row grows is 128 multiplications a tile and thread, as many
-// instructions as the softmax of a tile itself, and all of it waits for the maximum of the row, which needs two shuffles. But P need
-// not refer to the true maximum: any number near it does, as long as nothing overflows, since the sum is made of the same P. So the
-// maximum stays what it was until some score of the warp is more than 2^8 times (in P) above it. Then and only then all is done as
-// before. With ordinary data that happens in the first tile and hardly ever again, and the rest of the loop has no shuffle at all.
-// P is at most 256 then, which 16-bit numbers hold with the relative precision that they have for 1. (FlashAttention-4 has this.)
-//
-// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them, and comes from shared memory again: half
-// of what step 13 wanted to save, because now there are 64 keys to use it for, not 32. At head dim 64 it stays in registers. Smaller
-// tiles of S with Q in registers, 16 queries a warp with 8 or 12 warps: all measured, all slower (NOTES.md).
+// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them, and comes from shared memory again, where
+// there is room for it now: once for 64 keys, not for 32 as in step 12. S of 64 keys in one piece is worth more than that read costs:
+// a step of 16 keys has only 4 sums to add to, and each mma waits for the one before it. At head dim 64 both fit. 16 queries a warp with
+// 8 or 12 warps, 32 keys, or the next S beside this softmax: all measured, all slower (NOTES.md).
 //
 // How far is it to the end of mma.sync? With nothing around it, mma.sync runs at 640 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
 // `experiment ladder`); this kernel reaches 0.59 of that, the tensor pipe being busy as much (ncu). Two warps share a tensor core. When
