@@ -11,9 +11,9 @@
 // arithmetic = "p16"
 // aliases = ["kernel_mma_qreg_async"]
 // [tile]
-// BLOCK_Q = "32 if HEAD_DIM == 128 and shared_optin < 163840 else 64"
-// BLOCK_K = "64 if shared_optin >= 232448 or HEAD_DIM == 32 or HEAD_DIM >= 96 and shared_optin < 163840 else 128"
-// BLOCKS = "1 if shared_optin < 232448 else 2 if HEAD_DIM >= 96 else 3"  # on a multiprocessor: how many registers a thread may have
+// BLOCK_Q = "32 if HEAD_DIM == 128 and shared_optin < 163840 else 128 if HEAD_DIM == 64 and shared_optin >= 165888 else 64"
+// BLOCK_K = "64 if HEAD_DIM == 32 or HEAD_DIM == 96 and shared_optin >= 232448 or HEAD_DIM >= 96 and shared_optin < 163840 else 128"
+// BLOCKS = "1 if HEAD_DIM % 64 == 0 or shared_optin < 232448 else 2 if HEAD_DIM == 96 else 3"  # on a multiprocessor: how many registers
 // DQ_KEYS = 64  # of a tile in the launch that makes dQ by itself
 // [workspace.stats]
 // dtype = "float32"
@@ -65,9 +65,10 @@
 // 2,430 clocks, so shared memory remains the limit, but a near one. (Scores by queries and all of P and dS through shared memory: 320.
 // 16 keys x all queries a warp, with no exchange for dV and dK: 376.)
 //
-// 64 keys take 4 warps with 255 registers a thread: 128 for dK and dV, 64 for S and dP. Two such blocks fit the 228 KB of sm_90 to the
-// last byte, and they need each other: while one waits at a barrier or makes exponentials, the other one multiplies. On GPUs with
-// less, one block of 128 keys and 8 warps takes their place.
+// 64 keys take 4 warps with 255 registers a thread: 128 for dK and dV, 64 for S and dP. So a multiprocessor holds two such blocks, which
+// need each other: while one waits at a barrier or makes exponentials, the other one multiplies. Or it holds one block of 128 keys and
+// 8 warps, in which half as many blocks add to dQ. That was 5 % faster on an H200 (experiments/tune), and is what runs at head dims 64
+// and 128.
 //
 // dQ in memory is float32 and lies as the accumulators do: a lane adds its four numbers with one request (red.v4, sm_90), a warp 512
 // bytes side by side. Launch 4 brings them in order, scaled and rounded. Nobody waits for a reduction, but their order changes from run
