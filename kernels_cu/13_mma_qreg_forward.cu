@@ -60,7 +60,7 @@ constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
-    using KCopy = fa::TileCopy<scalar, BLOCK_K / 2, HEAD_DIM, THREADS>;  // half a tile
+    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const fa::uint32_t k_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t q_smem = k_smem;                              // [BLOCK_Q][HEAD_DIM], before the first K and V; at the end O
@@ -89,15 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         __syncthreads();  // nobody reads Q, or the tile before, any more
-#pragma unroll
-        for (int half = 0; half < BLOCK_K; half += BLOCK_K / 2) {  // in halves: what is on its way takes registers
-            const fa::uint32_t place = half * HEAD_DIM * 2;
-            const int first = k_first + half;
-            KCopy::now(k_smem + place, fa::row_pointer<scalar>(args.K, batch, kv_head, first), int(args.K.row), keys - first,
-                       args.head_dim);
-            KCopy::now(v_smem + place, fa::row_pointer<scalar>(args.V, batch, kv_head, first), int(args.V.row), keys - first,
-                       args.head_dim);
-        }
+        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
         __syncthreads();  // the tile is there for all
 
 #pragma unroll 1  // not more: fragments that wait for their turn take registers

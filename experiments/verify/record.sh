@@ -8,33 +8,46 @@ python=${PYTHON:-python3}
 cli="$python cli.py"
 failed=0
 
-expected=0
-step() { # a log and a command: shown, run, timed, its exit code noted
-    local log=$out/$1
-    shift
-    echo "\$ $*" | sed 's/python[^ ]* cli.py/fa-cli/' >>"$log"
-    local start=$SECONDS code=0
-    "$@" >>"$log" 2>&1 || code=$?
-    [ $code = $expected ] || failed=1
-    echo "exit code $code (expected $expected), $((SECONDS - start)) s" | tee -a "$log"
-    echo >>"$log"
+step() { # what to expect, a log and a command: run beside the others, its command, output and exit code in the log
+    local expected=$1 log=$out/$2
+    shift 2
+    {
+        echo "\$ $*" | sed 's/python[^ ]* cli.py/fa-cli/'
+        local start=$SECONDS code=0
+        "$@" 2>&1 || code=$?
+        echo "exit code $code (expected $expected), $((SECONDS - start)) s"
+        echo
+    } >"$log"
+    [ $code = $expected ]
+}
+join() { # waits for the steps under way and puts their logs one behind the other
+    local job
+    for job in $(jobs -p); do wait "$job" || failed=1; done
+    cat "$out"/part.*.log >"$out/$1"
+    rm -f "$out"/part.*.log
 }
 
 rm -f "$out"/*.log
-step verify.log $cli verify --matrix full --device cuda -v
+for kernels in 00-04 05-07 08-09 10-11 12-13 14; do
+    step 0 "part.$kernels.log" $cli verify --compute $kernels --matrix full --device cuda -v &
+done
+join verify.log
 for shape in "--batch 2 --heads 8 --seq 512" "--batch 8 --heads 16 --seq 2048"; do
     for dtype in float32 bfloat16; do
-        step run.log $cli run --compute fa2 --mode both $shape --dim 64 --dtype $dtype --device cuda --output-dir "$(mktemp -d)"
+        step 0 "part.${shape##* }.$dtype.log" $cli run --compute fa2 --mode both $shape --dim 64 --dtype $dtype --device cuda --output-dir "$(mktemp -d)" || failed=1
     done
 done
+join run.log
+export FA_CLI_NO_POOL=1
 for tool in memcheck racecheck initcheck synccheck; do
-    FA_CLI_NO_POOL=1 step sanitizer.log compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all $python experiments/verify/sanitize.py
+    step 0 "part.1.$tool.log" compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all $python experiments/verify/sanitize.py &
 done
-expected=99 # a planted fault: the tools are awake
-for tool in memcheck racecheck; do
-    FA_CLI_NO_POOL=1 step sanitizer.log compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \
-        $python experiments/verify/sanitize.py planted
+for tool in memcheck racecheck; do # a planted fault: the tools are awake
+    step 99 "part.2.$tool.log" compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \
+        $python experiments/verify/sanitize.py planted &
 done
+join sanitizer.log
+unset FA_CLI_NO_POOL
 $python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path

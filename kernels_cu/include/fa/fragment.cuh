@@ -166,32 +166,30 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
     // XORed to all that is there.
     static __device__ __forceinline__ void now(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim,
                                                uint32_t flip = 0) {
-        Vec<uint32_t, 4> reg[count] = {};
-        const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
-        const int steps = chunk(0) * vec < head_dim ? (rows - row(0) + row_step - 1) / row_step : 0;  // where even
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            if constexpr (!even) at = from + int64_t(row(i)) * pitch + chunk(i) * vec;
-            if (even ? i < steps : row(i) < min(rows, Rows) && chunk(i) * vec < head_dim)
-                reg[i] = load_vec<4>(reinterpret_cast<const uint32_t*>(at));
-            at += row_step * pitch;
-        }
-        if (head_dim % vec != 0) {  // the rest of the last 16 bytes is the row's poison
-#pragma unroll
-            for (int i = 0; i < count; ++i)
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    const int valid = (head_dim - chunk(i) * vec) * int(sizeof(T)) - 4 * w;  // bytes of the word
-                    reg[i][w] &= valid <= 0 ? 0 : valid < 4 ? 0xffff : 0xffffffff;
-                }
-        }
         unsigned char* tile = dynamic_shared() + (tile_smem - smem_u32(dynamic_shared()));
+        if (even && rows >= Rows && head_dim == Width) {
+            Vec<uint32_t, 4> reg[count];
+            const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
 #pragma unroll
+            for (int i = 0; i < count; ++i, at += row_step * pitch) reg[i] = load_vec<4>(reinterpret_cast<const uint32_t*>(at));
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+#pragma unroll
+                for (int w = 0; w < 4; ++w) reg[i][w] ^= flip;
+                store_vec(reinterpret_cast<uint32_t*>(tile + place(i)), reg[i]);
+            }
+            return;
+        }
+#pragma unroll 1  // seldom: small code, few registers
         for (int i = 0; i < count; ++i) {
             if (Rows * chunks % Threads != 0 && row(i) >= Rows) break;
+            Vec<uint32_t, 4> some = {};
+            const int bytes = (head_dim - chunk(i) * vec) * int(sizeof(T));  // that count; behind them is the row's poison
+            if (row(i) < rows && bytes > 0)
+                some = load_vec<4>(reinterpret_cast<const uint32_t*>(from + int64_t(row(i)) * pitch + chunk(i) * vec));
 #pragma unroll
-            for (int w = 0; w < 4; ++w) reg[i][w] ^= flip;
-            store_vec(reinterpret_cast<uint32_t*>(tile + place(i)), reg[i]);
+            for (int w = 0; w < 4; ++w) some[w] = ((bytes <= 4 * w ? 0 : bytes < 4 * w + 4 ? 0xffff : 0xffffffff) & some[w]) ^ flip;
+            store_vec(reinterpret_cast<uint32_t*>(tile + place(i)), some);
         }
     }
 };
