@@ -25,7 +25,8 @@ def compiler() -> None:
 @pytest.mark.parametrize("kernel", catalogue(), ids=lambda kernel: kernel.path.stem)
 def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel) -> None:
     rows = compile_kernels([kernel])
-    bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed]
+    spilled = [row for row in rows if row.arch in ("sm_80", "sm_90", "sm_120") and row.spill_bytes]  # whatever the header allows elsewhere
+    bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed or row in spilled]
     assert not bad, "\n".join(bad)
     compiled = {row.dtype for row in rows if row.status == "OK"}
     assert compiled == set(kernel.dtypes), "a dtype is compiled for no architecture at all"
