@@ -21,7 +21,7 @@ run: $(BASE_STAMP)
 	$(BIN)/fa-cli run --compute fa2 --mode both --data data/B2_H8_S512_D64
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --timeout 240
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 240
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
