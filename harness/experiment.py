@@ -156,7 +156,7 @@ def _done(rows: Sequence[Row], test: str, compute: str, mode: str, problem: Prob
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     return any(
         (row.Test, row.Kernel, row.Type) == (test, name, results.TYPES[mode])
-        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype, row.causal) == shape
+        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
         for row in rows
     )
 

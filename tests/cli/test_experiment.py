@@ -148,3 +148,14 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
         ("S32", "naive"): "PASS", ("S32", "fa1"): "PASS", ("S32", "fa2"): "PASS",
     }  # fmt: skip
     assert len(rows) == 6 and all(r.KernelTime_ms for r in rows if r.Status == "PASS")
+
+
+@needs_compiler
+def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> None:
+    """Its rows have dtype tf32, beside the float32 of others, and a resumed run has them already."""
+    sweep = tmp_path / "t.toml"
+    sweep.write_text('kernels = ["mma", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 17, dim = 16 }]\n')
+    for again in ((), ("--resume",)):
+        assert fa_cli("experiment", sweep, "--device", "cpu", *again).exit_code == 0
+        rows = rows_of(tmp_path / "experiment_results")
+        assert [(row["Kernel"], row["Status"], row["dtype"]) for row in rows] == [("mma", "PASS", "tf32"), ("fa2", "PASS", "float32")]
