@@ -42,10 +42,10 @@
 // a step of 16 keys has only 4 sums to add to, and each mma waits for the one before it. At head dim 64 both fit. 16 queries a warp with
 // 8 or 12 warps, 32 keys, or the next S beside this softmax: all measured, all slower (NOTES.md).
 //
-// How far is it to the end of mma.sync? With nothing around it, mma.sync runs at 640 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
-// `experiment ladder`); this kernel reaches 0.59 of that, the tensor pipe being busy as much (ncu). Two warps share a tensor core. When
-// both are in their softmax, it rests; two more warps would need registers that O has. That is what step 16 changes: wgmma has its
-// operands in shared memory and runs on its own while the same warps do the next softmax.
+// How far is it to the end of mma.sync? With nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
+// `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two
+// warps share a tensor core. When both are in their softmax, it rests; two more warps would need registers that O has. That is what
+// step 16 changes: wgmma has its operands in shared memory and runs on its own while the same warps do the next softmax.
 #include <fa/fragment.cuh>
 #include <fa/softmax.cuh>
 
