@@ -151,7 +151,7 @@ def result(passed: bool = True, mode: str = "both") -> Any:
         timings = {"warm": Timing("warm", seconds, (1e-5,) * len(seconds)), "cold": Timing("cold", tuple(2 * s for s in seconds), (1e-5,))}
         return SimpleNamespace(
             verdicts=verdicts(names, error), timings=timings, device_bytes=int(error * 100), passed=passed, ran=None,
-            kernel=SimpleNamespace(deterministic=True, source_hash=str(registers)),
+            kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), arithmetic_for=lambda dtype: "f32"),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
         )  # fmt: skip
 
