@@ -23,7 +23,7 @@ step() { # what to expect, a log and a command: run beside the others, its comma
 join() { # waits for the steps under way and puts their logs one behind the other
     local job
     for job in $(jobs -p); do wait "$job" || failed=1; done
-    cat "$out"/part.*.log >"$out/$1"
+    cat "$out"/part.*.log | sed "s#$PWD/##g" >"$out/$1"
     rm -f "$out"/part.*.log
 }
 

@@ -30,6 +30,8 @@ peers = []
 shapes = [{ test = "plain", batch = 1, heads = 2, seq = [16, 33], dim = 16 }, { test = "mask", batch = 2, heads = 4, heads_kv = 2, seq = 20, seq_kv = 33, dim = 8, causal = true }]
 """
 
+TWO_LENGTHS = 'title = "Two lengths"\nshapes = [{ batch = 1, heads = 2, seq = [16, 33], dim = 16 }]\n'
+
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """results.csv as written."""
@@ -159,3 +161,69 @@ def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> 
         assert fa_cli("experiment", sweep, "--device", "cpu", *again).exit_code == 0
         rows = rows_of(tmp_path / "experiment_results")
         assert [(row["Kernel"], row["Status"], row["dtype"]) for row in rows] == [("mma", "PASS", "tf32"), ("fa2", "PASS", "float32")]
+
+
+@needs_compiler
+def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
+    """A failing kernel does not stop the sweep: its rows say FAIL without a time, the exit code is 1, a second run appends."""
+    (tmp_path / "two.toml").write_text(TWO_LENGTHS)
+    result = fa_cli("experiment", "two.toml", "--compute", f"naive,{wrong}", "--peers", "none")
+    assert result.exit_code == 1, result.output
+    folder = tmp_path / "experiment_results"
+    rows = rows_of(folder)
+    assert [(r["Test"], r["Kernel"], r["Type"], r["Status"], bool(r["KernelTime_ms"])) for r in rows] == [
+        ("S16", "naive", "FOR", "PASS", True), ("S16", "wrong", "FOR", "FAIL", False),
+        ("S33", "naive", "FOR", "PASS", True), ("S33", "wrong", "FOR", "FAIL", False),
+    ]  # fmt: skip
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
+    assert fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none").exit_code == 0
+    rows = rows_of(folder)
+    assert [r["Type"] for r in rows[4:]] == ["FOR", "BAC", "BOT"] * 2
+    record = json.loads((folder / "env.json").read_text())
+    assert record["run_id"] == rows[-1]["run_id"] and list(record["earlier"]) == [rows[0]["run_id"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "why"),
+    [
+        ("shapes = [", 3, "TOML"),
+        ("shapes = []", 3, "shapes"),
+        ("shapes = [{ sequence = 3 }]", 3, "sequence"),
+        ("shapes = [{ seq = 0 }]", 3, "at least 1"),
+        ('mode = "up"\nshapes = [{ seq = 1 }]', 3, "mode"),
+        ("speed = 1\nshapes = [{ seq = 1 }]", 3, "speed"),
+        ('kernels = ["nosuch"]\nshapes = [{ seq = 1 }]', 2, "nosuch"),
+        ('mode = "backward"\nkernels = ["fa1"]\nshapes = [{ seq = 1 }]', 2, "backward"),
+    ],
+)
+def test_a_bad_sweep(text: str, code: int, why: str, fa_cli: Run, tmp_path: Path) -> None:
+    """Told before anything is run or written."""
+    (tmp_path / "bad.toml").write_text(text)
+    result = fa_cli("experiment", "bad.toml")
+    assert result.exit_code == code, result.output
+    assert why in result.stderr and "hint: " in result.stderr
+    assert os.listdir(tmp_path) == ["bad.toml"]
+
+
+def test_an_unknown_sweep_is_exit_2(fa_cli: Run) -> None:
+    """With those there are."""
+    result = fa_cli("experiment", "nosuch")
+    assert result.exit_code == 2 and "seqlen" in result.stderr
+
+
+@needs_compiler
+def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
+    """Exit code 130, every row in the file whole."""
+    (tmp_path / "long.toml").write_text(TWO_LENGTHS.replace("[16, 33]", str([16, *range(400, 800)])))
+    command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--peers", "none", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    table = tmp_path / "experiment_results" / "results.csv"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (table.exists() and table.read_text().count("\n") >= 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted" in err and "Traceback" not in err and out == ""
+    rows = rows_of(table.parent)
+    assert len(rows) >= 2 and all(row["Status"] == "PASS" and row["repro"] for row in rows)

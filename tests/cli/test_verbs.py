@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from planted import WRONG
 
 import cli
 from harness import kernel
@@ -24,48 +22,8 @@ from harness import kernel
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 33, "--dim", 16)
-SWEEP = 'title = "Two lengths"\nshapes = [{ batch = 1, heads = 2, seq = [16, 33], dim = 16 }]\n'
-
-#: A kernel that writes zeros: it compiles and runs, and is wrong.
-WRONG = """\
-// /// kernel
-// title = "zeros"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
-// [[launch]]
-// entry = "zeros"
-// grid = ["seq_q", "heads_q", "batch"]
-// block = 32
-// ///
-#include <fa/args.cuh>
-
-extern "C" __global__ void zeros(const __grid_constant__ fa::Args args) {
-    float* row = fa::row_pointer<float>(args.O, blockIdx.z, blockIdx.y, blockIdx.x);
-    for (int d = threadIdx.x; d < args.head_dim; d += blockDim.x) row[d] = 0;
-    if (threadIdx.x == 0) *fa::row_pointer<float>(args.logsumexp, blockIdx.z, blockIdx.y, blockIdx.x) = 0;
-}
-"""
-
-
-def table_of(path: Path) -> list[dict[str, str]]:
-    """A CSV file's rows."""
-    return list(csv.DictReader(path.read_text().splitlines()))
-
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
-
-
-@pytest.fixture
-def wrong(tmp_path: Path) -> str:
-    """A kernel whose check fails."""
-    (tmp_path / "wrong_forward.cu").write_text(WRONG)
-    return "./wrong_forward.cu"
 
 
 # -- help -------------------------------------------------------------------------------------------------------------
@@ -332,26 +290,6 @@ def test_a_full_stdout_is_exit_6() -> None:
 
 
 @needs_compiler
-def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
-    """A failing kernel does not stop the sweep: its rows say FAIL without a time, the exit code is 1, a second run appends."""
-    (tmp_path / "two.toml").write_text(SWEEP)
-    result = fa_cli("experiment", "two.toml", "--compute", f"naive,{wrong}", "--peers", "none")
-    assert result.exit_code == 1, result.output
-    folder = tmp_path / "experiment_results"
-    rows = table_of(folder / "results.csv")
-    assert [(r["Test"], r["Kernel"], r["Type"], r["Status"], bool(r["KernelTime_ms"])) for r in rows] == [
-        ("S16", "naive", "FOR", "PASS", True), ("S16", "wrong", "FOR", "FAIL", False),
-        ("S33", "naive", "FOR", "PASS", True), ("S33", "wrong", "FOR", "FAIL", False),
-    ]  # fmt: skip
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
-    assert fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none").exit_code == 0
-    rows = table_of(folder / "results.csv")
-    assert [r["Type"] for r in rows[4:]] == ["FOR", "BAC", "BOT"] * 2
-    record = json.loads((folder / "env.json").read_text())
-    assert record["run_id"] == rows[-1]["run_id"] and list(record["earlier"]) == [rows[0]["run_id"]]
-
-
-@needs_compiler
 def test_a_new_kernel_works_as_it_is(fa_cli: Run, tmp_path: Path) -> None:
     """new, then the command its hint gives; a second time the file is not overwritten."""
     result = fa_cli("new", "mine", "--from", "naive")
@@ -361,52 +299,6 @@ def test_a_new_kernel_works_as_it_is(fa_cli: Run, tmp_path: Path) -> None:
     assert fa_cli("new", "mine").exit_code == 2
     assert fa_cli("new", "mine", "--from", "naive", "--pass", "backward").exit_code == 0
     assert fa_cli("run", "--compute", "./mine_forward.cu", "--mode", "both", *SHAPE).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "why"),
-    [
-        ("shapes = [", 3, "TOML"),
-        ("shapes = []", 3, "shapes"),
-        ("shapes = [{ sequence = 3 }]", 3, "sequence"),
-        ("shapes = [{ seq = 0 }]", 3, "at least 1"),
-        ('mode = "up"\nshapes = [{ seq = 1 }]', 3, "mode"),
-        ("speed = 1\nshapes = [{ seq = 1 }]", 3, "speed"),
-        ('kernels = ["nosuch"]\nshapes = [{ seq = 1 }]', 2, "nosuch"),
-        ('mode = "backward"\nkernels = ["fa1"]\nshapes = [{ seq = 1 }]', 2, "backward"),
-    ],
-)
-def test_a_bad_sweep(text: str, code: int, why: str, fa_cli: Run, tmp_path: Path) -> None:
-    """Told before anything is run or written."""
-    (tmp_path / "bad.toml").write_text(text)
-    result = fa_cli("experiment", "bad.toml")
-    assert result.exit_code == code, result.output
-    assert why in result.stderr and "hint: " in result.stderr
-    assert os.listdir(tmp_path) == ["bad.toml"]
-
-
-def test_an_unknown_sweep_is_exit_2(fa_cli: Run) -> None:
-    """With those there are."""
-    result = fa_cli("experiment", "nosuch")
-    assert result.exit_code == 2 and "seqlen" in result.stderr
-
-
-@needs_compiler
-def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
-    """Exit code 130, every row in the file whole."""
-    (tmp_path / "long.toml").write_text(SWEEP.replace("[16, 33]", str([16, *range(400, 800)])))
-    command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--peers", "none", "--device", "cpu"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    table = tmp_path / "experiment_results" / "results.csv"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (table.exists() and table.read_text().count("\n") >= 3):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
-    assert "interrupted" in err and "Traceback" not in err and out == ""
-    rows = table_of(table)
-    assert len(rows) >= 2 and all(row["Status"] == "PASS" and row["repro"] for row in rows)
 
 
 def test_python_runs_the_file_in_a_checkout(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import planted
 import pytest
 from test_mma_words import BEFORE
-from test_tile_words import f32, run
+from word_kernel import f32, run
 
 from harness.backends import Backend
 from harness.backends.host import Host

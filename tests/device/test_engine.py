@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tile_words import answer, bound, f32, run
+from word_kernel import answer, bound, f32, run
 
 from harness.backends.host import Host
 from harness.backends.host_report import CheckFault
@@ -208,9 +208,9 @@ def test_atomics_under_the_race_check(tmp_path: Path) -> None:
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys; sys.path[:0] = [{root!r}, {tests!r}]
+import sys; sys.path[:0] = [{root!r}, {support!r}]
 from pathlib import Path
-from test_tile_words import run
+from word_kernel import run
 from harness.backends.host import Host
 try:
     run(Host(), Path({folder!r}), {body!r}, block=64, before={before!r})

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tile_words import TYPES, conflicts, f32, integers, run
+from test_tile_words import conflicts
+from word_kernel import TYPES, f32, integers, run
 
 from harness.backends import Backend
 

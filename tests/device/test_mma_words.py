@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tile_words import TYPES, f32, integers, run
 from test_words import BITS, COUNT, LANE, NAN, X, golden, run_word, same_bits, to16
+from word_kernel import TYPES, f32, integers, run
 
 from harness.backends import Backend
 

@@ -1,4 +1,4 @@
-"""The words of <fa/wmma_tile.cuh>, <fa/gradient.cuh> and <fa/anew.cuh>, and schedule_fence, against numpy on every backend found.
+"""The words of <fa/wmma_tile.cuh> and <fa/gradient.cuh>, and thread_anew, against numpy on every backend found.
 
 Products take small integers, whose sums are exact in any order, and what is rounded to 16 bit is rounded once: all comparisons but
 those of softmax are of bits. The words of <fa/tf32.cuh> stand in test_fragment_words.py.
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from test_fragment_words import HALVES, WIDTHS, each_width
-from test_tile_words import TYPES, UNWRITTEN, f32, integers, run
+from word_kernel import TYPES, UNWRITTEN, f32, integers, run
 
 from harness.backends import Backend
 
 HAIR = 1 + 2.0**-6 + 2.0**-13  # times an integer: no 16-bit number, but a float
 
-# -- anew.cuh, warp.cuh -----------------------------------------------------------------------------------------------
+# -- warp.cuh -----------------------------------------------------------------------------------------------------------
 
 
 def test_thread_anew(backend: Backend, tmp_path: Path) -> None:
@@ -28,26 +28,9 @@ def test_thread_anew(backend: Backend, tmp_path: Path) -> None:
         __syncthreads();
         out[96 * i + fa::thread_anew()] = 1000 * i + fa::thread_anew();
     }"""
-    got = run(backend, tmp_path, body, block=96, before="#include <fa/anew.cuh>\n")
+    got = run(backend, tmp_path, body, block=96)
     assert got[:288].tolist() == [1000 * i + t for i in range(3) for t in range(96)]
     assert (got[288:] == UNWRITTEN).all()
-
-
-def test_schedule_fence(backend: Backend, tmp_path: Path) -> None:
-    """Loads, arithmetic, a shuffle and a store with fences between them give what they give without."""
-    body = """\
-    float x = a[t], sum = 0;
-    fa::schedule_fence();
-    for (int i = 0; i < 4; ++i) {
-        sum += x * b[64 * i + t];
-        fa::schedule_fence();
-        x = fa::group_sum<4>(x);
-    }
-    out[t] = __float_as_uint(sum);"""
-    a, b = integers(64).astype(np.float32), integers(4, 64, seed=1).astype(np.float32)
-    got = f32(run(backend, tmp_path, body, a, b, block=64), 64)
-    four = np.repeat(a.reshape(16, 4).sum(1), 4)
-    assert np.array_equal(got, a * b[0] + four * (b[1] + 4 * b[2] + 16 * b[3]))
 
 
 # -- gradient.cuh -----------------------------------------------------------------------------------------------------

@@ -64,3 +64,30 @@ def kernel(
 def line_of(path: Path, words: str) -> int:
     """The number, from 1, of the first line of a file that holds these words."""
     return next(i for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if words in line)
+
+
+#: A kernel that writes zeros: it compiles and runs, and is wrong.
+WRONG = """\
+// /// kernel
+// title = "zeros"
+// dtypes = ["float32"]
+// head_dims = [64]
+// arch = ">=sm_70"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// [[launch]]
+// entry = "zeros"
+// grid = ["seq_q", "heads_q", "batch"]
+// block = 32
+// ///
+#include <fa/args.cuh>
+
+extern "C" __global__ void zeros(const __grid_constant__ fa::Args args) {
+    float* row = fa::row_pointer<float>(args.O, blockIdx.z, blockIdx.y, blockIdx.x);
+    for (int d = threadIdx.x; d < args.head_dim; d += blockDim.x) row[d] = 0;
+    if (threadIdx.x == 0) *fa::row_pointer<float>(args.logsumexp, blockIdx.z, blockIdx.y, blockIdx.x) = 0;
+}
+"""

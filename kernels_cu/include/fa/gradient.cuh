@@ -6,7 +6,6 @@
 // step_16 leads to the others.
 #pragma once
 
-#include <fa/anew.cuh>
 #include <fa/atomic.cuh>
 #include <fa/fragment.cuh>
 

@@ -10,6 +10,14 @@ constexpr uint32_t full_warp = 0xffffffffu;
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
+// threadIdx.x, read anew. What is computed from it inside a loop is computed there, a few integer instructions each time, and takes
+// no register from one turn to the next, as it would if the compiler knew that it never changes.
+__device__ __forceinline__ int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // The block's dynamic shared memory, 128-byte aligned; how much there is stands in the header's `shared`.
 template <class T = unsigned char> __device__ __forceinline__ T* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char fa_dynamic_shared[];
@@ -29,9 +37,5 @@ template <int WIDTH, class T> __device__ __forceinline__ T group_sum(T x) {
     for (int step = WIDTH / 2; step > 0; step /= 2) x += __shfl_xor_sync(full_warp, x, step);
     return x;
 }
-
-// Does nothing, but ptxas moves no instruction across it: where more in flight than the registers hold would only cost moves and
-// spills. (The performance-monitor event 15 that it raises is nobody's.)
-__device__ __forceinline__ void schedule_fence() { asm volatile("pmevent 15;"); }
 
 }  // namespace fa

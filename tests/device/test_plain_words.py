@@ -1,0 +1,227 @@
+"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that no word is without a test; against numpy on every backend.
+
+All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
+of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact
+in any order, so every comparison here is of bits.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from word_kernel import TYPES, UNWRITTEN, f32, integers, run
+
+from harness.backends import Backend
+from harness.bind import ARGS
+from harness.kernel import INCLUDE
+
+# -- args.cuh ---------------------------------------------------------------------------------------------------------
+
+
+def test_args_is_the_struct_of_bind(backend: Backend, tmp_path: Path) -> None:
+    """Every field of ARGS, by name: a value of its own arrives in the kernel's field, at the offset ARGS says; and the whole size."""
+    places: list[tuple[str, int]] = []  # a field in C++, its offset
+    fields: dict[str, Any] = {}
+    for i, (name, (kind, offset, *_)) in enumerate(ARGS.fields.items()):  # type: ignore[union-attr]
+        if kind.fields:
+            places += [(f"{name}.{part}", offset + kind.fields[part][1]) for part in kind.names]
+            fields[name] = tuple(1000 * i + j + (1 << 40) for j in range(len(kind.names)))
+        elif kind.shape:
+            places += [(f"{name}[{j}]", offset + j * kind.base.itemsize) for j in range(kind.shape[0])]
+            fields[name] = [1000 * i + j + (1 << 41) for j in range(kind.shape[0])]
+        else:
+            places.append((name, offset))
+            fields[name] = 1000 * i + 7
+    del fields["O"]  # where the kernel writes
+    report = "\n".join(
+        f"    put({i}, reinterpret_cast<const char*>(&args.{field}) - reinterpret_cast<const char*>(&args), sizeof args.{field},"
+        f" &args.{field});"
+        for i, (field, _) in enumerate(places)
+    )
+    body = f"""\
+    if (t) return;
+    out[0] = sizeof(fa::Args);
+    out[1] = alignof(fa::Args);
+    auto put = [&](int i, long long offset, int size, const void* value) {{
+        out[4 * i + 4] = unsigned(offset);
+        out[4 * i + 5] = size;
+        for (int w = 0; w < size / 4; ++w) out[4 * i + 6 + w] = static_cast<const unsigned*>(value)[w];
+    }};
+{report}"""
+    got = run(backend, tmp_path, body, fields=fields)
+    assert (got[0], got[1]) == (ARGS.itemsize, 64)
+    args = np.zeros(1, ARGS)
+    for name, value in fields.items():
+        args[name] = value
+    raw = args.tobytes()
+    for i, (field, offset) in enumerate(places):
+        at, size = int(got[4 * i + 4]), int(got[4 * i + 5])
+        assert at == offset, field
+        if not field.startswith("O."):
+            assert got[4 * i + 6 : 4 * i + 6 + size // 4].tobytes() == raw[at : at + size], field
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_row_pointer_is_64_bit(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """Strides beyond 2^31 elements, in elements of the type."""
+    body = """\
+    fa::Tensor far = {args.Q.data, (1ll << 33) + 1, (1ll << 31) + 5, 3};
+    long long bytes = reinterpret_cast<char*>(fa::row_pointer<scalar>(far, t, 2 * t, 7 * t)) - static_cast<char*>(args.Q.data);
+    out[2 * t] = unsigned(bytes);
+    out[2 * t + 1] = unsigned(bytes >> 32);"""
+    got = run(backend, tmp_path, body, dtype=dtype)[:64].view(np.int64)
+    assert got.tolist() == [t * ((2**33 + 1) + 2 * (2**31 + 5) + 7 * 3) * np.dtype(TYPES[dtype]).itemsize for t in range(32)]
+
+
+def test_kv_head_of(backend: Backend, tmp_path: Path) -> None:
+    """Neighbouring query heads share a key head."""
+    for heads_kv in (1, 3, 8, 24):
+        got = run(backend, tmp_path, "    out[t] = fa::kv_head_of(args, t);", block=24, fields={"heads_q": 24, "heads_kv": heads_kv})
+        assert np.array_equal(got[:24], np.repeat(np.arange(heads_kv), 24 // heads_kv))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_visible_keys(backend: Backend, tmp_path: Path, causal: bool) -> None:
+    """As many as the rule lets through, key k for query q iff k <= q + shift; not positive where that is none."""
+    key, query = np.arange(20), np.arange(32)[:, None]
+    for shift in (-40, -5, 0, 3, 100):
+        fields = {"seq_kv": 20, "causal_shift": shift}
+        got = run(backend, tmp_path, "    out[t] = fa::visible_keys(args, t);", causal=causal, fields=fields)
+        seen = (key <= query + shift) if causal else np.ones((32, 20), bool)
+        assert np.array_equal(np.maximum(got[:32].view(np.int32), 0), seen.sum(1)), shift
+
+
+# -- copy.cuh, warp.cuh, types.cuh: what test_words.py has not ----------------------------------------------------------
+
+
+def test_stores_and_indices(backend: Backend, tmp_path: Path) -> None:
+    """store_128, store_vec, store_vec_upto with less than all, lane_id and warp_id; the element types computed in."""
+    body = """\
+    if (t % 4 == 0) fa::store_128(reinterpret_cast<scalar*>(out) + t, fa::load_128(a + t));
+    if (t % 2 == 0) fa::store_vec(reinterpret_cast<scalar*>(out) + 64 + t, fa::load_vec<2>(a + t));
+    if (t % 2 == 0) fa::store_vec_upto(reinterpret_cast<scalar*>(out) + 128 + t, fa::load_vec<2>(a + t), t / 2 % 4 - 1);
+    out[192 + t] = 100 * fa::warp_id() + fa::lane_id();
+    if (t == 0) out[256] = sizeof(fa::accumulate_t<scalar>) + 16 * sizeof(fa::Accumulate<fa::bfloat16>::type);
+    if (t < 3) out[260 + t] = __float_as_uint(t == 0 ? fa::widen(a[5]) : t == 1 ? float(fa::widen(5.0)) : fa::widen(fa::bfloat16{0x40a0}));
+    if (t == 3) out[263] = __float_as_uint(fa::widen(fa::float16{0x4500}) + float(fa::narrow<double>(1.0)) + fa::narrow<float>(2.0f));
+    if (t == 0) out[257] = sizeof(fa::accumulate_t<double>) + 16 * sizeof(fa::Vec<fa::float16, 4>) + 256 * alignof(fa::Vec128<scalar>);"""
+    a, i = np.arange(64, dtype=np.float32), np.arange(64)
+    got = run(backend, tmp_path, body, a, block=64)
+    assert np.array_equal(f32(got, 2, 64), [a, a])
+    assert np.array_equal(got[128:192], np.where(i % 2 < i // 2 % 4 - 1, a.view(np.uint32), UNWRITTEN))
+    assert np.array_equal(got[192:256], 100 * (i // 32) + i % 32)
+    assert f32(got[260:], 4).tolist() == [5, 5, 5, 5 + 1 + 2]
+    assert got[256:258].tolist() == [4 + 16 * 4, 8 + 16 * 8 + 256 * 16]
+
+
+# -- row.cuh ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_dot(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """Any length, the empty one and those that do not fill 16 bytes too; what lies beyond n is NaN and is not used."""
+    a, b = integers(64, 64).astype(TYPES[dtype]), integers(64, 64, seed=1).astype(TYPES[dtype])
+    a[np.arange(64) >= np.arange(64)[:, None]] = np.nan
+    got = run(backend, tmp_path, "    out[t] = __float_as_uint(float(fa::dot(a + 64 * t, b + 64 * t, t)));", a, b, dtype=dtype, block=64)
+    exact = [(a[n, :n].astype(float) * b[n, :n].astype(float)).sum() for n in range(64)]
+    assert f32(got, 64).tolist() == exact
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_add_weighted(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """Runs longer than the inner one of 128 rows, steps of weights and rows, nothing where first = end; sum keeps what it had."""
+    width, ranges = 16 // np.dtype(TYPES[dtype]).itemsize, [(0, 300), (5, 133), (130, 130), (7, 8), (1, 257)]
+    wide = np.float64 if dtype == "float64" else np.float32
+    weights, rows = integers(600).astype(wide), integers(300, 2 * width, seed=1).astype(TYPES[dtype])
+    body = f"""\
+    const int first[] = {{{", ".join(str(r[0]) for r in ranges)}}}, end[] = {{{", ".join(str(r[1]) for r in ranges)}}};
+    fa::accumulate_t<scalar> sum[{width}] = {{100, 101}};
+    fa::add_weighted<scalar>(sum, reinterpret_cast<const fa::accumulate_t<scalar>*>(b), 2, a, {2 * width}, first[t], end[t]);
+    for (int i = 0; i < {width}; ++i) out[t * {width} + i] = __float_as_uint(float(sum[i]));"""
+    got = f32(run(backend, tmp_path, body, rows, weights, dtype=dtype, block=len(ranges)), len(ranges), width)
+    start = np.array([100, 101] + [0] * width)[:width]
+    for answer, (first, end) in zip(got, ranges, strict=True):
+        assert np.array_equal(answer, start + weights[2 * first : 2 * end : 2] @ rows[first:end, :width].astype(float))
+
+
+def test_matrix_row_is_64_bit(backend: Backend, tmp_path: Path) -> None:
+    """Batch 7 of B8 H16 S4096: beyond 2^31 elements."""
+    body = """\
+    char* base = static_cast<char*>(args.workspace[2]);
+    long long bytes = reinterpret_cast<char*>(fa::matrix_row<double>(args, 2, 7, 15, 4064 + t)) - base;
+    out[2 * t] = unsigned(bytes);
+    out[2 * t + 1] = unsigned(bytes >> 32);"""
+    fields = {"heads_q": 16, "seq_q": 4096, "seq_kv": 4099, "workspace": [64, 128, 4096, 0, 0, 0, 0, 0]}
+    got = run(backend, tmp_path, body, fields=fields)[:64].view(np.int64)
+    assert got.tolist() == [8 * ((7 * 16 + 15) * 4096 + 4064 + t) * 4099 for t in range(32)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_load_rows(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """Zero beyond the last row and the head dim, even where memory holds NaN; the columns between width and pitch are left alone."""
+    body = f"""\
+    const int first = args.seq_q, end = args.seq_kv, words = 13 * 26 * int(sizeof(scalar)) / 4;
+    unsigned* raw = fa::dynamic_shared<unsigned>();
+    for (int i = t; i < words; i += 48) raw[i] = {UNWRITTEN}u;
+    __syncthreads();
+    fa::load_rows<13, 24, 26, 48>(fa::dynamic_shared<scalar>(), a + first * 28, 28, first, end, args.head_dim, t);
+    __syncthreads();
+    for (int i = t; i < words; i += 48) out[i] = raw[i];"""
+    for first, end, head_dim in [(0, 100, 24), (3, 7, 24), (2, 100, 17), (9, 9, 1)]:
+        a = integers(40, 28).astype(TYPES[dtype])
+        a[:, head_dim:] = np.nan
+        fields = {"seq_q": first, "seq_kv": end, "head_dim": head_dim}
+        got = run(backend, tmp_path, body, a, dtype=dtype, block=48, shared=13 * 26 * 8, fields=fields)
+        tile = got.view(TYPES[dtype])[: 13 * 26].reshape(13, 26)
+        want = np.zeros((13, 24))
+        want[: min(13, max(0, end - first)), :head_dim] = a[first : min(first + 13, end), :head_dim]
+        assert np.array_equal(tile[:, :24].astype(float), want), (first, end, head_dim)
+        assert np.isnan(tile[:, 24:].astype(float)).all()
+
+
+# -- no word without a test -------------------------------------------------------------------------------------------
+
+_TEMPLATE = r"(?:template <[^{;]*?>\s+)?"
+_FUNCTION = re.compile(rf"^{_TEMPLATE}__device__ __forceinline__ [\w:<>,*& ]*?(\w+)(?:<\w+>)?\(", re.M)
+_CLASS = re.compile(r"^template <[^{;]*?> struct (?:alignas\([^{]*?\) )?(\w+) \{", re.M)
+
+
+def words_of(header: str) -> set[str]:
+    """The functions and class templates a header of words defines at namespace level."""
+    bare = re.sub(r"//.*", "", header)
+    return set(_FUNCTION.findall(bare)) | set(_CLASS.findall(bare))
+
+
+def untested(headers: str, tests: str) -> set[str]:
+    """Words that no kernel in the tests uses (as fa::word)."""
+    return words_of(headers) - set(re.findall(r"\bfa::(\w+)", tests))
+
+
+def test_every_word_has_a_test() -> None:
+    """What a header of words defines stands as fa::word in this folder's tests."""
+    headers = "\n".join(path.read_text() for path in sorted((INCLUDE / "fa").glob("*.cuh")))
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*words.py"))
+    assert not untested(headers, tests)
+    assert {"row_pointer", "cvt_rn_bf16_f32", "Accumulate", "Vec", "load_rows", "dot", "Staged", "multiply_rows"} <= words_of(headers)
+    # and the patterns miss none: a definition at namespace level is a line that is not indented
+    assert len(_FUNCTION.findall(headers)) == len(re.findall(r"^\w.*__device__ __forceinline__|^__device__", headers, re.M))
+    assert len(_CLASS.findall(headers)) == len(re.findall(r"^template <\w.*\bstruct\b", headers, re.M))
+
+
+def test_a_word_without_a_test_is_seen() -> None:
+    """Functions, templates over two lines and class templates; a member or a comment is no word."""
+    header = """\
+__device__ __forceinline__ float plain(float x) { return x; }
+template <class T, int N>
+__device__ __forceinline__ void over_two(T (&to)[N]) {}
+template <class T> struct alignas(sizeof(T)) Fragment {
+    __device__ __forceinline__ T member() const;
+};
+// __device__ __forceinline__ int no_word();
+"""
+    assert words_of(header) == {"plain", "over_two", "Fragment"}
+    assert untested(header, "fa::plain(x); over_two; fa::Fragment<int>") == {"over_two"}
