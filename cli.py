@@ -9,10 +9,11 @@ import click
 
 if TYPE_CHECKING or not __package__:
     import harness
+    from harness.terminal import options
 else:  # installed, the same files are the package fa_cli
     from . import harness
+    from .harness.terminal import options
 
-options = harness.command
 Context = click.Context
 
 
@@ -41,7 +42,7 @@ def main() -> None:
 def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **shape: Any) -> int:
     """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
     written = harness.dataset.write(options.problem_of(shape), shape["seed"], output_dir, force)
-    return harness.show.dataset(written, json, context.obj["verbosity"])
+    return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -74,8 +75,8 @@ def run(
     json: bool, **shape: Any,
 ) -> int:  # fmt: skip
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
-    if watch and not harness.watch.watched():
-        return harness.watch.watch([__file__, *context.obj["arguments"]], compute or ["fa2"], mode, json)
+    if watch and not harness.terminal.watch.watched():
+        return harness.terminal.watch.watch([__file__, *context.obj["arguments"]], compute or ["fa2"], mode, json)
     if harness.run.asan_child_needed(check):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if data:
@@ -85,8 +86,8 @@ def run(
         data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tile, check=check,
         schedule_seed=schedule_seed, causal=causal, scale=scale, deterministic=deterministic,
     )  # fmt: skip
-    harness.watch.tell(results)
-    return harness.show.results(results, json, context.obj["verbosity"])
+    harness.terminal.watch.tell(results)
+    return harness.terminal.show.results(results, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -127,9 +128,9 @@ def experiment(
             "seqlen" if seqlen else name or mode or "forward", mode, tuple(compute), options.names(wanted), device, output_dir, record,
             full, resume, dry_run, only, skip, deterministic,
         ),
-        harness.printing.progress(context.obj["verbosity"]),
+        harness.terminal.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
-    return harness.show.experiment(outcome, json, context.obj["verbosity"])
+    return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -153,13 +154,13 @@ def verify(
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
-    step = harness.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
         options.expanded([*kernels, *compute], () if mode == "both" else (mode,), None, deterministic), matrix, mode=mode, device=device, check=check,
         schedule_seed=schedule_seed, case=case, deterministic=deterministic,
         progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
     )  # fmt: skip
-    return harness.show.cases(cases, json, context.obj["verbosity"])
+    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -173,9 +174,9 @@ def verify(
 @click.pass_context
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
-    step = harness.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.printing.progress(context.obj["verbosity"])
     rows = harness.compile.compile_all(options.expanded([*kernels, *compute], ()), every, step, arch)
-    return harness.show.compiled(rows, json, context.obj["verbosity"])
+    return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -188,7 +189,7 @@ def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arc
 @click.pass_context
 def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) -> int:
     """Write NAME_forward.cu (or _backward.cu), a working kernel to start from."""
-    return harness.show.new_kernel(harness.new.new(name, source, pass_, output_dir))
+    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir))
 
 
 @main.command(
@@ -212,9 +213,9 @@ def tune(
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
     found = harness.tune.tune(
         name, pass_, options.problem_of(shape, causal, scale), tiles=tile, device=device, seed=shape["seed"], deterministic=deterministic,
-        output_dir=output_dir, progress=harness.printing.progress(context.obj["verbosity"]),
+        output_dir=output_dir, progress=harness.terminal.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
-    return harness.show_report.tuned(found, json, context.obj["verbosity"])
+    return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -242,9 +243,9 @@ def profile(
     problem = options.problem_of(shape, causal, scale)
     rows = harness.profile.profile(
         options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic), mode, problem, tool=tool, output_dir=output_dir, seed=shape["seed"],
-        device=device, tiles=tile, deterministic=deterministic, progress=harness.printing.progress(context.obj["verbosity"]),
+        device=device, tiles=tile, deterministic=deterministic, progress=harness.terminal.printing.progress(context.obj["verbosity"]),
     )  # fmt: skip
-    return harness.show.counters(rows, output_dir, json, context.obj["verbosity"])
+    return harness.terminal.show.counters(rows, output_dir, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -260,7 +261,7 @@ def profile(
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
     """Hold two runs against each other: is B the same, FASTER or SLOWER than A, row by row? A and B are folders or results.csv files."""
     found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
-    return harness.show_report.comparison(found, json, context.obj["verbosity"])
+    return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli report experiment_results", "fa-cli report experiments/seqlen --output-dir figures"))
@@ -272,7 +273,9 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
     """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
     name = folder.resolve().name
-    return harness.show_report.redrawn(harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"])
+    return harness.terminal.show_report.redrawn(
+        harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]
+    )
 
 
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
@@ -280,7 +283,7 @@ def report(context: Context, /, folder: Path, output_dir: Path | None, title: st
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
     """The kernels and the sweeps there are."""
-    return harness.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
+    return harness.terminal.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))
@@ -288,7 +291,7 @@ def list_(context: Context, json: bool) -> int:
 @click.pass_context
 def doctor(context: Context, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    return harness.show.doctor(harness.doctor.doctor(), json, context.obj["verbosity"])
+    return harness.terminal.show.doctor(harness.doctor.doctor(), json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

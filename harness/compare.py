@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, median
 
-from . import environment, results
+from . import environment
 from .problem import DataFault, UsageFault
-from .results import Row
-from .views import KEY, Key, geometric_mean, key_of, latest
+from .report.views import KEY, Key, geometric_mean, key_of, latest
+from .row import Row, read_rows
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
@@ -102,7 +102,7 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
     """
     limit = None if fail_if is None else parse_fail_if(fail_if)
     tables = [_table(path) for path in (a, b)]
-    rows_a, rows_b = (results.read(table) for table in tables)
+    rows_a, rows_b = (read_rows(table) for table in tables)
     if not ignore_device:
         _same_device(rows_a, rows_b)
     matched, only_a, only_b = _match(rows_a, rows_b, ignore_device)

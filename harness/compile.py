@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .backends import CompileError, nvrtc
-from .expression import ExpressionError, evaluate
-from .kernel import Device, Kernel, catalogue, find
+from .kernel.expression import ExpressionError, evaluate
+from .kernel.kernel import Device, Kernel, catalogue, find
 from .problem import PASSES, Problem, UsageFault
 
 #: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import backends, ceilings, environment, files, ladder, peers, results, run
+from . import backends, environment, files, peers, results, run
+from . import choose as ladder
 from .backends import Backend, ContextLost
-from .contender import Yardstick, yardstick_for
-from .kernel import catalogue, find
+from .check.contender import Yardstick, yardstick_for
+from .kernel.kernel import catalogue, find
+from .measure import ceilings
 from .problem import DiskFault, EnvironmentFault, Problem, UsageFault
-from .results import Row
+from .row import TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
 SEED = 42
@@ -85,7 +87,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
         return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
     folder, pictures = _place(sweep, options)
     table = folder / "results.csv"
-    before = results.read(table) if options.resume and table.exists() else []
+    before = read_rows(table) if options.resume and table.exists() else []
     run_id = before[-1].run_id or results.new_run_id() if before else results.new_run_id()
     rows = [row for row in before if row.run_id == run_id]
     if options.record and not options.resume:
@@ -145,7 +147,7 @@ def _shape(
 
 def _keep(folder: Path, rows: list[Row], samples: list[dict[str, Any]]) -> list[Row]:
     for row in rows:
-        results.append(folder / "results.csv", row)
+        append_row(folder / "results.csv", row)
     files.append_lines(folder / "samples.jsonl", samples)
     return rows
 
@@ -155,7 +157,7 @@ def _done(rows: Sequence[Row], test: str, compute: str, mode: str, problem: Prob
     name = compute if peers.find(compute) else find(compute, run.MODES[mode][0]).name
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     return any(
-        (row.Test, row.Kernel, row.Type) == (test, name, results.TYPES[mode])
+        (row.Test, row.Kernel, row.Type) == (test, name, TYPES[mode])
         and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
         for row in rows
     )
@@ -169,7 +171,7 @@ def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]
         raise EnvironmentFault(
             "the sweep could not go on", f"the fresh process ended with {child.exitcode}", "fa-cli experiment … --resume"
         )
-    return [row for row in results.read(table) if row.run_id == run_id]
+    return [row for row in read_rows(table) if row.run_id == run_id]
 
 
 # -- what to run ------------------------------------------------------------------------------------------------------

@@ -1,179 +1,19 @@
-"""Row, one line of results.csv: one dataclass is the CSV header."""
+"""What makes rows: results of a run -> rows of results.csv and lines of samples.jsonl."""
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import secrets
 import time
-import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from .files import disk_fault
-from .measure import TIMINGS, Timing, together
-from .problem import PASSES, DataFault, Problem
-
-if TYPE_CHECKING:
-    from .backends import Backend
-    from .contender import PassResult
-    from .run import Result
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One kernel x problem x pass x timing. Seed 002's columns come first, under its names; None is unknown (an empty cell).
-
-    Type is FOR, BAC or BOT; Status PASS, FAIL, REFUSED, ERROR or ABSENT; MaxError is the worst tensor's; times are
-    milliseconds, TFLOPS 1e12 operations and Bandwidth_GBps 1e9 bytes a second.
-    """
-
-    Test: str | None = None
-    Kernel: str
-    Type: str
-    Batch: int
-    Heads: int
-    SeqLen: int
-    HeadDim: int
-    Status: str
-    MaxError: float | None = None
-    MeanError: float | None = None
-    MSE: float | None = None
-    MaxRelError: float | None = None
-    KernelTime_ms: float | None = None
-    TorchTime_ms: float | None = None
-    Speedup: float | None = None
-    TFLOPS: float | None = None
-    Bandwidth_GBps: float | None = None
-    ErrorMessage: str | None = None
-    heads_kv: int
-    seq_kv: int
-    dtype: str
-    causal: bool
-    scale: float
-    seed: int | None = None
-    device: str | None = None
-    device_name: str | None = None
-    timing: str | None = None
-    n_samples: int | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    call_ms: float | None = None
-    peak_bytes: int | None = None
-    registers: int | None = None
-    spill_bytes: int | None = None
-    shared_bytes: int | None = None
-    deterministic: bool | None = None
-    pct_of_peak: float | None = None
-    torch_backend: str | None = None
-    source_hash: str | None = None
-    run_id: str | None = None
-    repro: str | None = None
-    MaxError_O: float | None = None
-    MaxError_logsumexp: float | None = None
-    MaxError_dQ: float | None = None
-    MaxError_dK: float | None = None
-    MaxError_dV: float | None = None
-
-
-#: The columns that say which problem a row is of.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
-
-#: What the column Type says of each mode.
-TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
-
-_TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_type_hints(Row).items()}
-
-
-def header() -> list[str]:
-    """The column names of results.csv, in order."""
-    return [field.name for field in fields(Row)]
-
-
-def append(path: Path, row: Row) -> None:
-    """Add a row to a CSV file, with the header where the file is new. One write, then fsync: a row is there whole or not at all.
-
-    Raises DataFault where the file has another header, DiskFault where it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(0)
-                first = file.readline().decode("utf-8", "replace").rstrip("\r\n")
-                if first != _line(header()).rstrip("\r\n"):
-                    raise DataFault(
-                        f"{path} is not a results file of this version",
-                        "its first line is another",
-                        "write to another folder: --output-dir",
-                    )
-                file.seek(-1, os.SEEK_END)
-                start = "" if file.read(1) == b"\n" else "\n"  # what an interrupted write left is closed, not continued
-            else:
-                start = _line(header())
-            data = (start + _line([_text(getattr(row, name)) for name in header()])).encode()
-            if os.write(file.fileno(), data) != len(data):
-                os.ftruncate(file.fileno(), end)
-                raise OSError(28, "No space left on device")
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise disk_fault(path.parent, error) from None
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file written by :func:`append`. Raises DataFault naming file and line where it is not one."""
-    hint = "fa-cli experiment writes such a file"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFault(f"{path} cannot be read", getattr(error, "strerror", None) or str(error), hint) from None
-    lines = csv.reader(io.StringIO(text, newline=""))
-    if next(lines, None) != header():
-        raise DataFault(f"{path} is not a results file of this version", "its first line is not the header", hint)
-    rows = []
-    for cells in lines:
-        try:
-            rows.append(Row(**{name: _value(name, cell) for name, cell in zip(header(), cells, strict=True)}))
-        except (ValueError, KeyError) as error:
-            raise DataFault(f"{path}:{lines.line_num}: not a row of results", str(error), hint) from None
-    return rows
-
-
-def _line(cells: list[str]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow(cells)
-    return out.getvalue()
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "true", False: "false"}[value]
-    if isinstance(value, float):
-        return repr(float(value))  # numpy's own repr says np.float64(...)
-    text = str(value)
-    # A spreadsheet would run such a cell as a formula. A leading apostrophe is doubled so that reading gives the text back.
-    return "'" + text if isinstance(value, str) and text[:1] in ("=", "+", "-", "@", "'", "\t", "\r") else text
-
-
-def _value(name: str, cell: str) -> Any:
-    kinds = _TYPES[name]
-    if not cell:
-        if type(None) in kinds:
-            return None
-        raise ValueError(f"{name} is empty")
-    if bool in kinds:
-        return {"true": True, "false": False}[cell]
-    for kind in (int, float):
-        if kind in kinds:
-            return kind(cell)
-    return cell.removeprefix("'")
-
-
-# -- rows from results ------------------------------------------------------------------------------------------------
+from .backends import Backend
+from .check.contender import PassResult
+from .measure.sampling import TIMINGS, Timing, together
+from .problem import PASSES, Problem
+from .row import SHAPE, TYPES, Row
+from .run import Result
 
 
 def new_run_id() -> str:

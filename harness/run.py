@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import dataset as data
-from . import errors, kernel, ladder, measure, peers
+from . import choose as ladder
+from . import peers
 from .backends import Backend, pick
-from .contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
+from .check import budget as errors
+from .check.contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
+from .dataset import folder as data
+from .kernel import kernel
+from .measure import sampling as measure
 from .problem import DTYPE_BYTES, PASSES, READS, EnvironmentFault, Problem, UsageFault
 
 #: Modes of a run and the passes each consists of.
@@ -224,13 +228,13 @@ def _record(result: Result) -> dict[str, Any]:
 
 def asan_child_needed(check: str | None) -> bool:
     """Whether this process must start itself again under AddressSanitizer (:func:`run_under_asan`)."""
-    from .backends.host_report import ASAN_CHILD
+    from .backends.host.report import ASAN_CHILD
 
     return check == "asan" and not os.environ.get(ASAN_CHILD)
 
 
 def run_under_asan(arguments: Sequence[str]) -> int:
     """Run a Python command line again with AddressSanitizer loaded; see backends/host.py."""
-    from .backends import host
+    from .backends.host import backend as host
 
     return host.run_under_asan(arguments)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .kernel import KERNELS
+from .kernel.kernel import KERNELS
 from .problem import PASSES, DataFault, Fault, Problem, UsageFault
 
 ROOT = KERNELS.parent

@@ -17,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from . import environment, errors
+from . import environment
 from .backends import Backend, CompileError, ContextLost, nvrtc, pick
+from .check import budget as errors
+from .check.contender import PassResult, run_kernel, yardstick_for
 from .compare import ratio_interval
-from .contender import PassResult, run_kernel, yardstick_for
 from .files import disk_fault, json_bytes, write_files
-from .kernel import Kernel, Plan, find
-from .measure import POLICY, Timing, measure
+from .kernel.kernel import Kernel, Plan, find
+from .measure.sampling import POLICY, Timing, measure
 from .problem import READS, EnvironmentFault, Fault, KernelFault, Problem, UsageFault
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.

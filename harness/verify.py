@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from . import errors, kernel
 from .backends import Backend
-from .contender import run_kernel, yardstick_for
+from .check import budget as errors
+from .check.contender import run_kernel, yardstick_for
+from .kernel import kernel
 from .problem import PASSES, READS, Fault, Problem, UsageFault
 from .run import open_backend
 

@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import main  # noqa: E402
-from harness import ladder as ranges  # noqa: E402
-from harness import results, show, summary, sweep  # noqa: E402
-from harness.kernel import Device, Kernel, catalogue  # noqa: E402
+from harness import choose as ranges  # noqa: E402
+from harness import sweep  # noqa: E402
+from harness.kernel.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
-from harness.results import Row  # noqa: E402
-from harness.views import latest  # noqa: E402
+from harness.report import summary  # noqa: E402
+from harness.report.views import latest  # noqa: E402
+from harness.row import Row, read_rows  # noqa: E402
+from harness.terminal import show  # noqa: E402
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
 _MARK = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.S)
@@ -40,7 +42,7 @@ def measured() -> str:
     columns = ("kernel", "forward ms", "TFLOP/s", "of torch's fastest", "backward ms", "TFLOP/s", "of torch's fastest")
     cells: dict[str, list[str]] = {}
     for place, name in ((0, "forward"), (3, "backward")):
-        for row in results.read(ROOT / "experiments" / name / "results.csv"):
+        for row in read_rows(ROOT / "experiments" / name / "results.csv"):
             if row.Test == "Stress-1" and row.timing == "warm" and row.KernelTime_ms and row.TFLOPS and row.Speedup:
                 found = cells.setdefault(row.Kernel, [""] * 6)
                 found[place : place + 3] = [f"{row.KernelTime_ms:.2f}", f"{row.TFLOPS:.1f}", f"{row.Speedup:.2f}x"]
@@ -79,7 +81,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _recorded() -> list[Row]:
     table = ROOT / "experiments" / "ladder" / "results.csv"
-    return latest(results.read(table)) if table.exists() else []
+    return latest(read_rows(table)) if table.exists() else []
 
 
 def _conflicts(kernel: str, problem: Problem) -> tuple[str, str]:

@@ -15,7 +15,9 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import backends, contender, kernel, peers
+from harness import backends, peers
+from harness.check import contender
+from harness.kernel import kernel
 from harness.problem import Problem
 
 SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import contender, kernel
 from harness.backends import pick
+from harness.check import contender
+from harness.kernel import kernel
 from harness.problem import READS, Problem
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..kernel import Device, Kernel, Plan
+from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import EnvironmentFault, KernelFault, Problem, UsageFault
-from . import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver, nvml, nvrtc
+from . import nvml, nvrtc
+from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver
 
 #: Shared memory (bytes) a block may use without asking.
 SHARED_DEFAULT = 48 << 10

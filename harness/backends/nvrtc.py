@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..kernel import INCLUDE, Kernel, Plan
+from ..kernel.kernel import INCLUDE, Kernel, Plan
 from ..problem import EnvironmentFault
-from . import CompileError, cache_dir
+from .protocol import CompileError, cache_dir
 
 #: Architectures the project compiles for, with the most shared memory (bytes) one block may have on each.
 #: Source: the CUDA C++ Programming Guide's table of technical specifications per compute capability.

@@ -12,7 +12,7 @@ from ..problem import DTYPE_BYTES, PASSES, Problem, UsageFault
 
 
 class Prepared(Protocol):
-    """A peer with its tensors in place and one run behind it; what harness/measure.py can time (its Timed).
+    """A peer with its tensors in place and one run behind it; what harness/measure/sampling.py can time (its Timed).
 
     ran says what really ran, peak_bytes the most device memory one run holds, inputs and outputs included (None: not known).
     """

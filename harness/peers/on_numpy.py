@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..dataset.storage import round_to, widen
 from ..problem import WRITES, Problem
-from ..rounding import round_to, widen
 from .base import Library
 
 Array = np.ndarray[Any, Any]

@@ -12,9 +12,10 @@ import pytest
 from click.testing import Result
 
 from harness import compile as compiler
-from harness import kernel, verify
+from harness import verify
 from harness.backends import nvrtc
-from harness.kernel import Device, Kernel
+from harness.kernel import kernel
+from harness.kernel.kernel import Device, Kernel
 from harness.problem import EnvironmentFault, Problem
 
 Run = Callable[..., Result]

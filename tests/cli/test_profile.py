@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import profile
+from harness.profile import nsight as profile
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

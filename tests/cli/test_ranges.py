@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import kernel, ladder, sweep
-from harness.kernel import catalogue
+from harness import choose as ladder
+from harness import sweep
+from harness.kernel import kernel
+from harness.kernel.kernel import catalogue
 from harness.problem import Problem, UsageFault
 
 Run = Callable[..., Result]

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from harness import results
 from harness.problem import Problem
-from harness.results import Row
+from harness.row import Row, append_row
 
 Run = Callable[..., Result]
 
@@ -35,7 +34,7 @@ def run(folder: Path, factor: float = 1.0, device_name: str = "NVIDIA H200") -> 
                 dtype="float32", causal=False, scale=p.scale, Status="PASS", device="cuda", device_name=device_name,
                 TFLOPS=p.flops("forward") / (time * 1e9), Bandwidth_GBps=p.bytes("forward") / (time * 1e6), **facts,
             )  # fmt: skip
-            results.append(folder / "results.csv", each)
+            append_row(folder / "results.csv", each)
     return folder
 
 

@@ -14,12 +14,13 @@ import planted as plain
 import pytest
 from click.testing import Result
 
-from harness import kernel, tune
+from harness import tune
 from harness.backends import nvrtc
-from harness.kernel import Kernel
-from harness.measure import Timing
+from harness.kernel import kernel
+from harness.kernel.kernel import Kernel
+from harness.measure.sampling import Timing
 from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
-from harness.show_report import tuned
+from harness.terminal.show_report import tuned
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 1, "--seq", 33, "--dim", 16)

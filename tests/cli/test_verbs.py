@@ -17,7 +17,7 @@ from click.testing import Result
 from planted import WRONG
 
 import cli
-from harness import kernel
+from harness.kernel import kernel
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import watch
 from harness.problem import UsageFault
+from harness.terminal import watch
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

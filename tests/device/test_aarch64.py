@@ -14,9 +14,9 @@ from test_mma_words import BEFORE
 from test_mma_words import EXACT as MMA_EXACT
 from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, same_bits, ulps
 
-from harness.backends.host import _FLAGS
-from harness.backends.host_source import _DYNAMIC, HOST
-from harness.kernel import INCLUDE
+from harness.backends.host.backend import _FLAGS
+from harness.backends.host.source import _DYNAMIC, HOST
+from harness.kernel.kernel import INCLUDE
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 #: Reads the inputs, runs each entry as one launch of 256 threads a block on two workers, writes its answers.

@@ -17,8 +17,8 @@ from test_mma_words import BEFORE
 from word_kernel import f32, run
 
 from harness.backends import Backend
-from harness.backends.host import Host
-from harness.backends.host_report import CheckFault
+from harness.backends.host.backend import Host
+from harness.backends.host.report import CheckFault
 from harness.problem import KernelFault
 
 ROOT = Path(__file__).resolve().parent.parent.parent

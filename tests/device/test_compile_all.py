@@ -9,7 +9,7 @@ import pytest
 
 from harness.backends import nvrtc
 from harness.compile import CompileRow, compile_all, compile_kernels
-from harness.kernel import Kernel, catalogue
+from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import EnvironmentFault, UsageFault
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness import dataset
 from harness.backends import Backend
-from harness.contender import PassResult, Yardstick, run_kernel
-from harness.kernel import Device, find
+from harness.check.contender import PassResult, Yardstick, run_kernel
+from harness.check.reference import round_to
+from harness.dataset import folder as dataset
+from harness.kernel.kernel import Device, find
 from harness.problem import READS, Problem
-from harness.reference import round_to
 
 
 def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, tiles: dict[str, int] | None = None) -> PassResult:

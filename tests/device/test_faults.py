@@ -11,12 +11,12 @@ import numpy as np
 import planted
 import pytest
 
-from harness import kernel
 from harness.backends import Backend
-from harness.backends.host import Host
-from harness.backends.host_report import CheckFault
-from harness.contender import PassResult, run_kernel, yardstick_for
-from harness.kernel import KERNELS, Kernel
+from harness.backends.host.backend import Host
+from harness.backends.host.report import CheckFault
+from harness.check.contender import PassResult, run_kernel, yardstick_for
+from harness.kernel import kernel
+from harness.kernel.kernel import KERNELS, Kernel
 from harness.problem import READS, KernelFault, Problem
 
 NAIVE_BACKWARD, FORWARD = "00_naive_backward.cu", "05_fa2_naive_forward.cu"

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import backends, kernel
-from harness.backends import CompileError, host
-from harness.backends.host import Host
-from harness.bind import Bound
-from harness.contender import run_kernel, yardstick_for
-from harness.kernel import Kernel
+from harness import backends
+from harness.backends import CompileError
+from harness.backends.host import backend as host
+from harness.backends.host.backend import Host
+from harness.check.contender import run_kernel, yardstick_for
+from harness.check.tensors import Bound
+from harness.kernel import kernel
+from harness.kernel.kernel import Kernel
 from harness.problem import EnvironmentFault, Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent

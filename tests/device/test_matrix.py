@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from harness import verify
-from harness.kernel import Kernel, catalogue
+from harness.kernel.kernel import Kernel, catalogue
 
 BACKWARD = {kernel.name for kernel in catalogue() if kernel.pass_ == "backward"}
 

@@ -16,8 +16,8 @@ import pytest
 from word_kernel import TYPES, UNWRITTEN, f32, integers, run
 
 from harness.backends import Backend
-from harness.bind import ARGS
-from harness.kernel import INCLUDE
+from harness.check.tensors import ARGS
+from harness.kernel.kernel import INCLUDE
 
 # -- args.cuh ---------------------------------------------------------------------------------------------------------
 

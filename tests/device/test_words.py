@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from harness.backends import Backend
-from harness.bind import Bound
-from harness.kernel import Kernel
+from harness.check.tensors import Bound
+from harness.kernel.kernel import Kernel
 from harness.problem import Problem
 
 GOLDEN = Path(__file__).with_name("golden_h200.npz")
@@ -265,7 +265,7 @@ def test_approximate(name: str, backend: Backend, tmp_path: Path) -> None:
 
 def test_a_shuffle_from_a_lane_that_does_not_take_part(tmp_path: Path) -> None:
     """Undefined on a GPU; the CPU backend gives NaN, or a pattern that stands out."""
-    from harness.backends.host import Host
+    from harness.backends.host.backend import Host
 
     body = "if (lane % 2) y = __float_as_uint(__shfl_xor_sync(0xaaaaaaaau, x, 1)); else y = __shfl_xor_sync(0x55555555u, bits, 1);"
     answers = run_word(Host(), tmp_path, body, BITS)
@@ -275,7 +275,7 @@ def test_a_shuffle_from_a_lane_that_does_not_take_part(tmp_path: Path) -> None:
 
 def test_a_wrong_word_would_be_seen(tmp_path: Path) -> None:
     """The comparison can fail: truncation in place of rounding differs somewhere."""
-    from harness.backends.host import Host
+    from harness.backends.host.backend import Host
 
     answers = run_word(Host(), tmp_path, "y = bits >> 16;", BITS)
     assert not same_bits(answers, to16(ml_dtypes.bfloat16)).all()

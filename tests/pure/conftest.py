@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import SMALL
 
-from harness import dataset as data
+from harness.dataset import folder as data
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ import matplotlib.pyplot as plt
 import pytest
 from rows import CPU, GPU, row
 
-from harness import climb, report, results, views
 from harness.problem import Problem
-from harness.results import Row
+from harness.report import compose as report
+from harness.report import ladder as climb
+from harness.report import views
+from harness.row import Row, append_row
 
 LARGE, WIDE, OTHER = (
     Problem.of(8, 16, 2048, 64),
@@ -95,6 +97,6 @@ def test_other_runs_have_no_such_figure(tmp_path: Path, monkeypatch: pytest.Monk
 def test_report_of_a_folder(tmp_path: Path) -> None:
     """results.csv alone gives ladder.png."""
     for each in rows():
-        results.append(tmp_path / "results.csv", each)
+        append_row(tmp_path / "results.csv", each)
     assert tmp_path / "ladder.png" in report.redraw(tmp_path, None, "ladder", "The ladder")
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 from rows import row
 
-from harness import results, sweep
-from harness.kernel import catalogue
+from harness import sweep
+from harness.kernel.kernel import catalogue
 from harness.problem import Problem
+from harness.row import append_row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROBLEM = Problem.of(8, 16, 2048, 64)
@@ -55,8 +56,8 @@ def test_records_fill_the_cells(generate: ModuleType, tmp_path: Path) -> None:
         ("naive", 50.0, "float32", "warm"), ("fa1", 99.0, "float32", "warm"), ("fa1", 20.0, "float32", "warm"), ("fa2", 4.0, "float32", "warm"),
         ("fa2", 1.0, "float32", "cold"), ("fa2_naive", 1.0, "other", "warm"),
     ):  # fmt: skip
-        results.append(table, row(name, test, ms, PROBLEM, timing=timing, **facts))
-    results.append(table, row("fa2_naive", "float32", None, PROBLEM))
+        append_row(table, row(name, test, ms, PROBLEM, timing=timing, **facts))
+    append_row(table, row("fa2_naive", "float32", None, PROBLEM))
     counters = tmp_path / "experiments" / "counters" / "counters.csv"
     with open(counters, "w") as file:
         writer = csv.writer(file)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import compare, results
+from harness import compare
 from harness.compare import median_interval, ratio_interval, verdict
 from harness.problem import DataFault, UsageFault
-from harness.results import Row
+from harness.row import SHAPE, Row, append_row
 
 Samples = Sequence[float]
 
@@ -42,11 +42,11 @@ def folder(path: Path, rows: Sequence[tuple[Row, Samples | None]], keep_samples:
     """A folder as experiment writes it."""
     path.mkdir()
     for each, _ in rows:
-        results.append(path / "results.csv", each)
+        append_row(path / "results.csv", each)
     lines = []
     for each, samples in rows:
         if samples and keep_samples:
-            named = {name: getattr(each, name) for name in ("run_id", "Test", "Kernel", "Type", "timing", *results.SHAPE)}
+            named = {name: getattr(each, name) for name in ("run_id", "Test", "Kernel", "Type", "timing", *SHAPE)}
             lines.append(json.dumps(named | {"samples_ms": list(samples), "call_ms": [0.01]}) + "\n")
     if lines:
         (path / "samples.jsonl").write_text("".join(lines))

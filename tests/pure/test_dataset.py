@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from datasets import SMALL, fails, outputs, record
 
-from harness import dataset as data
 from harness import files
-from harness.dataset import STORAGE, generate
+from harness.dataset import folder as data
+from harness.dataset.folder import STORAGE, generate
 from harness.problem import DataFault, Problem, UsageFault
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from datasets import SMALL, fails, outputs, record
 
-from harness import dataset as data
 from harness import files
-from harness.dataset import generate
+from harness.dataset import folder as data
+from harness.dataset.folder import generate
 from harness.problem import DataFault, DiskFault, Fault, Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -116,8 +116,8 @@ def test_permissions(tmp_path: Path, folder: Path) -> None:
 
 def test_two_runs_at_once(tmp_path: Path, folder: Path) -> None:
     """The second is exit 6 and leaves the listing unchanged; the lock ends with its holder, also one that was killed."""
-    code = "import sys, time; from pathlib import Path; from harness import dataset\n"
-    code += "with dataset.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from harness import dataset, files\n"
+    code += "with files.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     before = listing(folder)
     with subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

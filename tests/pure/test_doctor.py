@@ -15,7 +15,7 @@ import pytest
 
 from harness import doctor
 from harness.doctor import Check
-from harness.kernel import KERNELS, Device
+from harness.kernel.kernel import KERNELS, Device
 from harness.problem import EnvironmentFault
 
 

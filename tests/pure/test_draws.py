@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness import dataset, draws
+from harness.dataset import folder as dataset
+from harness.dataset import generate as draws
 from harness.problem import Problem
 
 

@@ -10,10 +10,10 @@ import flash_model
 import numpy as np
 import pytest
 
-from harness import errors
-from harness.dataset import generate
+from harness.check import budget as errors
+from harness.check.reference import Reference, baselines, reference, round_to
+from harness.dataset.folder import generate
 from harness.problem import Problem
-from harness.reference import Reference, baselines, reference, round_to
 
 Array = np.ndarray[Any, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.expression import ExpressionError, evaluate
+from harness.kernel.expression import ExpressionError, evaluate
 
 NAMES = {"seq_q": 100, "BLOCK_Q": 64, "HEAD_DIM": 128, "causal": 0, "batch": 3}
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,123 +18,81 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
 SOURCES = [ROOT / "cli.py", *MODULES.values()]
 
-#: Layers from the bottom up: a module may import its own layer and those below, except that problem imports nothing of ours.
-LAYERS = (
-    {"problem", "counters", "environment", "expression", "files", "plan", "rounding"},
-    {"header"},
-    {"kernel"},
-    {
-        "dataset",
-        "reference",
-        "errors",
-        "backends",
-        "backends.cuda",
-        "backends.host",
-        "backends.host_machine",
-        "backends.host_memory",
-        "backends.host_report",
-        "backends.host_source",
-        "backends.nvml",
-        "backends.nvrtc",
-    },
-    {
-        "bind",
-        "draws",
-        "ladder",
-        "printing",
-        "measure",
-        "sweep",
-        "results",
-        "peers",
-        "peers.base",
-        "peers.flash",
-        "peers.fused",
-        "peers.fused_kernels",
-        "peers.on_numpy",
-        "peers.on_torch",
-        "peers.sdpa",
-        "peers.xformers",
-    },
-    {"contender"},
-    {
-        "run",
-        "compile",
-        "doctor",
-        "new",
-        "views",
-        "summary",
-        "drawing",
-        "figures",
-        "climb",
-        "report",
-        "ceilings",
-        "compare",
-        "watch",
-        "profile",
-    },
-    {"verify", "experiment", "tune"},
-    {"show", "show_report", "command"},
-)
+#: The rooms, the highest first; an import goes only down. A room is a folder of harness or one file; a file that is not named
+#: here is a verb, and verbs may import one another as long as there is no circle.
+ROOMS = [
+    "terminal",
+    "verbs",
+    "choose",
+    "profile",
+    "check",
+    "measure",
+    "report",
+    "backends",
+    "peers",
+    "dataset",
+    "kernel",
+    "row",
+    "environment",
+    "files",
+    "problem",
+]
 HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")
 
 
-def short(module: str) -> str:
-    """A module's name inside harness."""
-    return module.removeprefix("harness.").removesuffix(".__init__")
+def room(module: str) -> str:
+    """The room a dotted name below harness is in; that of `harness` itself is empty."""
+    first = module.split(".")[0]
+    return first if not first or first in ROOMS else "verbs"
 
 
-def level(module: str) -> int:
-    """The layer of a harness module; -1 where no layer names it, which test_every_module_is_in_one_layer reports."""
-    return next((i for i, layer in enumerate(LAYERS) if module in layer), -1)
+def imports(path: Path, typing_too: bool = False) -> set[str]:
+    """What a file imports: outside packages by their first name, our own as `.module`, also inside functions.
 
-
-def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    """What a file imports: outside packages by their first name, our own as `.module`. TYPE_CHECKING blocks do not count."""
-    tree = ast.parse(path.read_text())
+    TYPE_CHECKING blocks count with typing_too.
+    """
     package = path.relative_to(ROOT / "harness").parent.parts if path.is_relative_to(ROOT / "harness") else ()
     found: set[str] = set()
 
-    def visit(node: ast.AST, deep: bool) -> None:
+    def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing_too:
                 continue
             if isinstance(child, ast.Import):
                 found.update(alias.name.split(".")[0] for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and not child.level:
+                found.add((child.module or "").split(".")[0])
             elif isinstance(child, ast.ImportFrom):
-                if not child.level:
-                    found.add((child.module or "").split(".")[0])
-                    continue
-                base = [*package[: len(package) - child.level + 1], *((child.module or "").split(".") if child.module else ())]
+                base = [*package[: len(package) - child.level + 1], *(child.module.split(".") if child.module else ())]
                 for alias in child.names:
                     whole = ".".join([*base, alias.name])
                     found.add("." + (whole if f"harness.{whole}" in MODULES else ".".join(base)))
-            if deep or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                visit(child, deep)
+            visit(child)
 
-    visit(tree, not top_level_only)
+    visit(ast.parse(path.read_text()))
     return found
 
 
-@pytest.mark.parametrize("module", sorted(name for name in MODULES if not name.endswith("harness.__init__")))
+def ours(module: str) -> set[str]:
+    """The modules below harness that one of them imports, TYPE_CHECKING counted, itself and empty faces left out."""
+    found = {item[1:] for item in imports(MODULES[f"harness.{module}"], typing_too=True) if item.startswith(".") and item != "."}
+    return {f"{name}.__init__" if f"harness.{name}" not in MODULES else name for name in found} - {module}
+
+
+INNER = sorted(name.removeprefix("harness.") for name in MODULES if name != "harness.__init__")
+
+
+@pytest.mark.parametrize("module", INNER)
 def test_imports_run_one_way(module: str) -> None:
-    """Each module imports only its own layer and lower ones; backends know only kernel and problem."""
-    name = short(module)
-    ours = {item[1:] for item in imports(MODULES[module]) if item.startswith(".") and item != "."} - {name}
-    for other in ours:
-        assert level(other) <= level(name), f"{name} imports {other}, which is above it"
-    if name == "problem":
-        assert not ours
-    if name.startswith("backends"):
-        allowed = {"kernel", "problem", "expression", *(m for m in map(short, MODULES) if m.startswith("backends"))}
-        assert ours <= allowed, f"a backend imports {ours - allowed}"
+    """A module imports only its own room and lower ones; problem.py imports nothing of ours."""
+    for other in ours(module):
+        assert ROOMS.index(room(other)) >= ROOMS.index(room(module)), f"{module} imports {other}, which is above it"
+    assert module != "problem" or not ours(module)
 
 
-def test_every_module_is_in_one_layer() -> None:
-    """The layers name what there is, once, and nothing that is gone."""
-    names = {short(name) for name in MODULES} - {"harness", "__init__"}
-    listed = [name for layer in LAYERS for name in layer]
-    assert len(listed) == len(set(listed))
-    assert names <= set(listed), f"give a layer to {names - set(listed)}"
+def test_imports_have_no_circle() -> None:
+    """No module reaches itself, whatever imports are read, those for types and those inside functions among them."""
+    TopologicalSorter({module: ours(module) for module in INNER}).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
@@ -143,19 +102,19 @@ def test_every_module_is_in_one_layer() -> None:
         (
             "subprocess",
             {
-                "harness/backends/host.py",
-                "harness/backends/host_report.py",
+                "harness/backends/host/backend.py",
+                "harness/backends/host/report.py",
                 "harness/environment.py",
                 "harness/doctor.py",
-                "harness/profile.py",
-                "harness/watch.py",
+                "harness/profile/nsight.py",
+                "harness/terminal/watch.py",
             },
         ),
-        ("pandas", {"harness/report.py"}),
-        ("seaborn", {"harness/drawing.py", "harness/figures.py"}),
-        ("matplotlib", {"harness/climb.py", "harness/drawing.py", "harness/figures.py"}),
-        ("click", {"cli.py", "harness/command.py"}),
-        ("rich", {"harness/printing.py"}),
+        ("pandas", {"harness/report/compose.py"}),
+        ("seaborn", {"harness/report/style.py", "harness/report/figures.py"}),
+        ("matplotlib", {"harness/report/ladder.py", "harness/report/style.py", "harness/report/figures.py"}),
+        ("click", {"cli.py", "harness/terminal/options.py"}),
+        ("rich", {"harness/terminal/printing.py"}),
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:

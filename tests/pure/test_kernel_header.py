@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import kernel
-from harness.bind import row_pitch
-from harness.kernel import Device, Kernel
+from harness.check.tensors import row_pitch
+from harness.kernel import kernel
+from harness.kernel.kernel import Device, Kernel
 from harness.problem import Problem, UsageFault
 
 HEADER = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.kernel import INCLUDE, KERNELS, Device, Kernel, catalogue, include_closure
+from harness.kernel.kernel import INCLUDE, KERNELS, Device, Kernel, catalogue, include_closure
 from harness.problem import DTYPE_BYTES, Problem
 
 TREE = catalogue()

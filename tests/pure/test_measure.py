@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness import measure
-from harness.measure import Policy, Timing
+from harness.measure import sampling as measure
+from harness.measure.sampling import Policy, Timing
 
 
 class Stage:

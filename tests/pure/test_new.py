@@ -8,8 +8,8 @@ from pathlib import Path
 import planted
 import pytest
 
-from harness.kernel import Kernel, catalogue, find
-from harness.new import new
+from harness.kernel.kernel import Kernel, catalogue, find
+from harness.kernel.new import new
 from harness.problem import DiskFault, Problem, UsageFault
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_a_disk_fault(tmp_path: Path) -> None
 
 def test_the_copy_plans_like_its_source(tmp_path: Path) -> None:
     """What the copy would launch is what its source launches."""
-    from harness.kernel import Device
+    from harness.kernel.kernel import Device
 
     problem, device = Problem.of(1, 2, 65, 40), Device("cpu", "test")
     assert Kernel.read(new("mine", "fa1", folder=tmp_path)).plan(problem, device) == find("fa1", "forward").plan(problem, device)

@@ -13,7 +13,7 @@ import pytest
 
 import harness.kernel
 from harness.backends import CompileError, nvrtc
-from harness.kernel import Device, Kernel, Plan
+from harness.kernel.kernel import Device, Kernel, Plan
 from harness.problem import EnvironmentFault, Problem
 
 LOG_12 = """\
@@ -78,7 +78,7 @@ def test_an_edited_header_changes_the_options(tmp_path: Path, monkeypatch: pytes
     """CuPy's cache key leaves out included files: only this option keeps it from running a stale kernel."""
     include = tmp_path / "include"
     shutil.copytree(harness.kernel.INCLUDE, include)
-    monkeypatch.setattr(harness.kernel, "INCLUDE", include)
+    monkeypatch.setattr(harness.kernel.kernel, "INCLUDE", include)
     kernel = planted.kernel(tmp_path)
     before = nvrtc.options(kernel, plan_of(kernel), None)
     header = include / "fa" / "types.cuh"  # reached through warp.cuh and math.cuh

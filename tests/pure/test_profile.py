@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import counters, profile
 from harness.backends.cuda import Cuda
-from harness.backends.host import Host
-from harness.kernel import Kernel
+from harness.backends.host.backend import Host
+from harness.kernel.kernel import Kernel
 from harness.problem import READS, Problem
+from harness.profile import counters
+from harness.profile import nsight as profile
 
 FIXED = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC")
 

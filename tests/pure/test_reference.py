@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness import reference as ref
-from harness.dataset import generate
+from harness.check import reference as ref
+from harness.check.reference import baselines, reference, round_to, widen
+from harness.dataset.folder import generate
+from harness.dataset.storage import tf32
 from harness.problem import Problem
-from harness.reference import baselines, reference, round_to, widen
-from harness.rounding import tf32
 
 Array = np.ndarray[Any, Any]
 

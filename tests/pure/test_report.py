@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from rows import CPU, RUN, row
 
-from harness import drawing, figures, report, results
+from harness import results
 from harness.problem import DataFault, DiskFault, Problem
-from harness.results import Row
-from harness.summary import summary
-from harness.views import by_head_dim, families, latest, limiter, roofs, views
+from harness.report import compose as report
+from harness.report import figures
+from harness.report import style as drawing
+from harness.report.summary import summary
+from harness.report.views import by_head_dim, families, latest, limiter, roofs, views
+from harness.row import TYPES, Row, append_row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -157,7 +160,7 @@ def test_cpu_and_gpu_never_share_a_figure(drawn: dict[str, plt.Figure], tmp_path
 
 def test_passes_dtypes_and_masks_have_files_of_their_own(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
     """BACKWARD_ and BOTH_ as seed 002 names them; what varies is in the name, what does not is not."""
-    report.draw([row("fa2", "x", 1.0, Problem.of(), mode) for mode in results.TYPES], tmp_path, "three")
+    report.draw([row("fa2", "x", 1.0, Problem.of(), mode) for mode in TYPES], tmp_path, "three")
     assert set(drawn) == {f"three_{prefix}kernel_comparison.png" for prefix in ("", "BACKWARD_", "BOTH_")}
     drawn.clear()
     report.draw([row("fa2", "x", 1.0, Problem.of(dtype=d, causal=c)) for d in ("float16", "float32") for c in (True, False)], tmp_path)
@@ -239,7 +242,7 @@ def test_footer_says_what_when_and_where(drawn: dict[str, plt.Figure], tmp_path:
 def test_files_are_pictures_and_the_folder_is_enough(tmp_path: Path) -> None:
     """results.csv and env.json alone give every figure at 300 dpi and the summary; elsewhere the names start with the experiment's."""
     for each in lengths("fa2", "naive", upto=2):
-        results.append(tmp_path / "results.csv", each)
+        append_row(tmp_path / "results.csv", each)
     (tmp_path / "env.json").write_text(json.dumps({"git_commit": "feedbeef00", "command": ["fa-cli", "experiment"]}))
     made = report.redraw(tmp_path, title="Title")
     wanted = {"kernel_comparison", "seqlen_analysis", "latency_scaling", "memory", "error_vs_S"}
@@ -258,7 +261,7 @@ def test_faults(tmp_path: Path) -> None:
     """No rows is a data fault, a folder that cannot be made a disk fault."""
     with pytest.raises(DataFault, match=r"results\.csv is missing"):
         report.redraw(tmp_path)
-    results.append(tmp_path / "results.csv", row("fa2", "S128", 1.0))
+    append_row(tmp_path / "results.csv", row("fa2", "S128", 1.0))
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskFault):
         report.redraw(tmp_path, tmp_path / "file" / "plots")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from harness import environment, files, results
-from harness.errors import Verdict
-from harness.measure import Timing
+from harness.check.budget import Verdict
+from harness.measure.sampling import Timing
 from harness.problem import DataFault, DiskFault, Problem
-from harness.results import Row
+from harness.row import Row, append_row, columns, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -41,8 +41,8 @@ def row(**changes: Any) -> Row:
 
 def test_header_is_the_contract(tmp_path: Path) -> None:
     """Seed 002's columns first, under their names, then ours, in the contract's order."""
-    assert ",".join(results.header()) == CONTRACT
-    results.append(tmp_path / "results.csv", row())
+    assert ",".join(columns()) == CONTRACT
+    append_row(tmp_path / "results.csv", row())
     lines = (tmp_path / "results.csv").read_text().splitlines()
     assert lines[0] == CONTRACT
     assert lines[1].startswith(",fa2,FOR,2,8,512,64,PASS,,,,,,") and ",float32,false,0.125," in lines[1]
@@ -63,13 +63,13 @@ def test_values_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = tmp_path / "new" / "results.csv"
     rows = [row(**changes), row(), row(**changes)]
     for each in rows:
-        results.append(path, each)
-    assert results.read(path) == rows
+        append_row(path, each)
+    assert read_rows(path) == rows
 
 
 def test_formulas_are_quoted(tmp_path: Path) -> None:
     """No cell of user text starts with what a spreadsheet runs; negative numbers stay numbers."""
-    results.append(tmp_path / "r.csv", row(Test="=HYPERLINK(1)", ErrorMessage="@x", scale=-0.5))
+    append_row(tmp_path / "r.csv", row(Test="=HYPERLINK(1)", ErrorMessage="@x", scale=-0.5))
     with open(tmp_path / "r.csv", newline="") as file:
         cells = next(csv.DictReader(file))
     assert (cells["Test"], cells["ErrorMessage"], cells["scale"]) == ("'=HYPERLINK(1)", "'@x", "-0.5")
@@ -79,8 +79,8 @@ def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
     """A numpy float prints as a float, not as np.float64(...)."""
     import numpy as np
 
-    results.append(tmp_path / "r.csv", row(MaxError=np.float64(0.1)))
-    assert results.read(tmp_path / "r.csv")[0].MaxError == 0.1
+    append_row(tmp_path / "r.csv", row(MaxError=np.float64(0.1)))
+    assert read_rows(tmp_path / "r.csv")[0].MaxError == 0.1
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
     """Exit 3, naming the line."""
     path = tmp_path / "r.csv"
-    results.append(path, row())
+    append_row(path, row())
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DataFault) as caught:
-        results.read(path)
+        read_rows(path)
     assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
     with pytest.raises(DataFault, match="cannot be read"):
-        results.read(tmp_path / "none.csv")
+        read_rows(tmp_path / "none.csv")
 
 
 def test_append_to_another_file(tmp_path: Path) -> None:
@@ -110,29 +110,29 @@ def test_append_to_another_file(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DataFault, match="not a results file"):
-        results.append(path, row())
+        append_row(path, row())
     assert path.read_text() == "a,b\n1,2\n"
     path.unlink()
-    results.append(path, row())
+    append_row(path, row())
     with open(path, "a") as file:
         file.write("half a ro")
-    results.append(path, row())
+    append_row(path, row())
     assert path.read_text().splitlines()[2:] == ["half a ro", path.read_text().splitlines()[1]]
 
 
 def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that does not fit is not half there: exit 6, the file as it was."""
     path = tmp_path / "r.csv"
-    results.append(path, row())
+    append_row(path, row())
     before, write = path.read_bytes(), os.write
     with monkeypatch.context() as patch:
-        patch.setattr(results.os, "write", lambda descriptor, content: write(descriptor, content[:20]))
+        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:20]))
         with pytest.raises(DiskFault, match="no room"):
-            results.append(path, row())
+            append_row(path, row())
     assert path.read_bytes() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskFault, match="cannot write"):
-        results.append(tmp_path / "file" / "r.csv", row())
+        append_row(tmp_path / "file" / "r.csv", row())
 
 
 # -- rows from results ------------------------------------------------------------------------------------------------

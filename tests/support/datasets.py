@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.dataset import STORAGE
+from harness.dataset.folder import STORAGE
 from harness.problem import Fault, Problem
 
 SMALL = Problem.of(1, 2, 6, 4)

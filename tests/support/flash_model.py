@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.check.reference import round_to, widen
 from harness.problem import Problem
-from harness.reference import round_to, widen
 
 Array = np.ndarray[Any, Any]
 F32 = np.float32

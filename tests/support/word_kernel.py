@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from harness.backends import Backend
-from harness.bind import Bound
-from harness.kernel import Kernel
+from harness.check.tensors import Bound
+from harness.kernel.kernel import Kernel
 from harness.problem import Problem
 
 SOURCE = """\

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import dataset, errors, peers, reference
+from harness import peers
+from harness.check import budget as errors
+from harness.check import reference
+from harness.dataset import folder as dataset
 from harness.peers import on_torch, sdpa
 from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
 

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import dataset, errors, peers, reference
-from harness.contender import PEER_BUDGETS
+from harness import peers
+from harness.check import budget as errors
+from harness.check import reference
+from harness.check.contender import PEER_BUDGETS
+from harness.dataset import folder as dataset
 from harness.problem import Problem, UsageFault
 
 torch = pytest.importorskip("torch")

@@ -1,0 +1,299 @@
+"""The host backend: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
+
+What it proves is that a kernel is right and waits where it must; its times are CPU times and say nothing of a GPU.
+The only module that starts a compiler.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
+from ...problem import DiskFault, EnvironmentFault, Problem, UsageFault
+from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
+from .machine import processor, threads
+from .memory import fenced
+from .report import ASAN_CHILD, child_with_asan, failure
+from .source import HOST, translation_unit
+
+CHECKS = ("race", "asan")
+
+_FLAGS = (
+    "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-fno-exceptions", "-fno-rtti",
+)  # fmt: skip
+
+
+class _Launch(ctypes.Structure):
+    """fa_host::Launch of engine.hpp."""
+
+    _fields_ = [
+        ("entry", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("static_shared", ctypes.c_void_p),
+        ("static_offset", ctypes.c_longlong), ("static_bytes", ctypes.c_longlong), ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3), ("dynamic_bytes", ctypes.c_uint), ("checks", ctypes.c_uint), ("seed", ctypes.c_ulonglong),
+        ("workers", ctypes.c_int), ("report", ctypes.c_char_p), ("report_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Host(Backend):
+    """Runs kernels on the CPU. seed: 0 runs threads in index order, else in a random order drawn from it.
+
+    check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
+    :func:`run_under_asan` starts). Raises EnvironmentFault where there is no C++ compiler.
+    """
+
+    name = "cpu"
+    xp: Any = np
+
+    def __init__(self, seed: int | None = None, check: str | None = None) -> None:
+        if check not in (None, *CHECKS):
+            raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
+        if check == "asan" and not os.environ.get(ASAN_CHILD):
+            raise UsageFault(
+                "the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan"
+            )
+        self.seed, self.check = seed or 0, check
+        self.workers = threads()
+        #: Bytes of poisoned memory run.py puts around each tensor; AddressSanitizer brings its own.
+        self.guard_bytes = 0 if check == "asan" else 4096
+        compiler()
+
+    def device(self) -> Device:
+        """The processor. The architecture and sizes are those of the GPU whose launch plans are followed (an H200)."""
+        return Device("cpu", processor(), "sm_90", 132, 50 << 20, 232448)
+
+    def environment(self) -> dict[str, Any]:
+        """Processor, compiler and threads."""
+        version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        return {"device": self.name, "device_name": processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
+
+    def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
+        """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
+        plan = kernel.plan(problem, self.device(), overrides)
+        library = _library(kernel, plan, self.check)
+        return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
+
+    def memory(self, size: int) -> Any:
+        """Bytes between fences; for AddressSanitizer of the heap, around whose arrays it puts its own."""
+        return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
+
+    def get(self, buffer: Any) -> Any:
+        """The buffer's bytes, copied."""
+        return np.array(buffer)
+
+    def address(self, buffer: Any) -> int:
+        """Where the buffer starts."""
+        return int(buffer.ctypes.data)
+
+    def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """Run the steps in order. Raises KernelFault (deadlock, bad address …) or CheckFault with the engine's report."""
+        library: _Library = loaded.functions["library"]
+        for call in steps:
+            if isinstance(call, Fill):
+                call.buffer[:] = 0
+                continue
+            # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
+            copies = [_aligned(np.asarray(p).tobytes()) for p in call.parameters]
+            pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
+            report = ctypes.create_string_buffer(1 << 14)
+            launch = _Launch(
+                library.entries[call.entry], ctypes.addressof(pointers), library.touch, library.static_offset, library.static_bytes,
+                call.grid, (call.block, 1, 1), call.shared, int(self.check == "race"), self.seed, self.workers,
+                ctypes.cast(report, ctypes.c_char_p), len(report),
+            )  # fmt: skip
+            outcome = _engine().fa_host_run(ctypes.byref(launch))
+            if outcome:
+                raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
+
+    def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
+        """Run the steps; what is returned gives their CPU seconds."""
+        start = time.perf_counter()
+        self.launch(loaded, steps)
+        seconds = time.perf_counter() - start
+        return lambda: seconds
+
+    def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
+        """The same: here the host is the device."""
+        return self.time(loaded, steps)
+
+    def graph(self, loaded: Loaded, steps: Sequence[Step]) -> None:
+        """There are none on a CPU."""
+
+    def before(self, seconds: float, cold: bool) -> None:
+        """Nothing: CPU times are not published, so its caches are left as they are."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing to say."""
+        return {}
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """The C++ compiler's command: FA_CLI_CXX, g++, clang++ or `python -m ziglang c++`. Raises EnvironmentFault where there is none."""
+    chosen = os.environ.get("FA_CLI_CXX")
+    for name in (chosen,) if chosen else ("g++", "clang++"):
+        if found := shutil.which(name):
+            return (found,)
+    with contextlib.suppress(ImportError):
+        import ziglang  # type: ignore[import-not-found]  # noqa: F401
+
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise EnvironmentFault(
+        f"no C++ compiler{f' {chosen}' if chosen else ''}", "the CPU backend compiles kernels with g++ or clang++",
+        "apt install g++ (or: pip install ziglang)",
+    )  # fmt: skip
+
+
+@cache
+def _toolchain() -> str:
+    """What a compiled library depends on besides its source: the compiler binary, this processor's features, the engine."""
+    path = Path(compiler()[0]).resolve()
+    stat = path.stat()
+    with contextlib.suppress(OSError):
+        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.M)
+        return f"{path} {stat.st_size} {stat.st_mtime_ns} {flags[0] if flags else ''}"
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _dialect() -> list[str]:
+    """What g++ and clang++ (also behind the names c++ and zig) spell differently. A fiber's stack is 128 KB: larger frames are refused."""
+    if len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name:
+        return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
+    return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
+
+
+def _build(key: str, steps: Sequence[Sequence[str]], sources: Mapping[str, str], kernel: Kernel | None) -> Path:
+    """A shared library from the cache, or built into it: `steps` are compiler arguments in which {dir} is a scratch folder.
+
+    A library whose hash differs from the one noted beside it is built again; two processes may build at once (rename decides).
+    """
+    folder = cache_dir() / "host" / key[:2]
+    library, note = folder / f"{key}.so", folder / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(note.read_text())["sha256"] == hashlib.sha256(library.read_bytes()).hexdigest():
+            return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
+            for name, text in sources.items():
+                Path(scratch, name).write_text(text)
+            for step in steps:
+                command = [*compiler(), *(argument.replace("{dir}", scratch) for argument in step)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    log = done.stderr.replace(f"{scratch}/", "")
+                    if kernel:
+                        raise CompileError(kernel, command, log)
+                    raise EnvironmentFault("the host engine does not compile", log, "fa-cli doctor")
+            built = Path(scratch, "out.so")
+            digest = hashlib.sha256(built.read_bytes()).hexdigest()
+            os.replace(built, library)
+            Path(scratch, "note").write_text(json.dumps({"sha256": digest}))
+            os.replace(Path(scratch, "note"), note)
+    except OSError as error:
+        raise DiskFault(f"cannot write the kernel cache {folder}", str(error), "set FA_CLI_CACHE_DIR to a writable folder") from None
+    return library
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@cache
+def _engine() -> ctypes.CDLL:
+    source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
+    step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w", f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
+    path = _build(_hash("engine", source, _toolchain(), *step), [step], {}, None)
+    engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find the engine's symbols by name
+    engine.fa_host_module_shared.argtypes = [ctypes.c_void_p] + [ctypes.POINTER(ctypes.c_longlong)] * 2
+    return engine
+
+
+class _Library:
+    """A loaded kernel library."""
+
+    def __init__(self, path: Path, kernel: Kernel) -> None:
+        _engine()
+        self.path = path
+        self.dll = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+        self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
+        self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
+        offset, size = ctypes.c_longlong(), ctypes.c_longlong()
+        _engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
+        self.static_offset, self.static_bytes = offset.value, size.value
+
+
+#: Libraries stay open for the next who wants them, so many at most. The oldest unused are closed here and not by a finalizer:
+#: Python drops a Ctrl-C that falls into one.
+_OPEN_AT_MOST = 64
+_open: dict[str, _Library] = {}
+_opening = threading.Lock()
+
+
+def _keep_open(key: str, library: _Library) -> _Library:
+    with _opening:
+        kept = _open.setdefault(key, library)
+        for old in list(_open)[:-_OPEN_AT_MOST]:
+            if sys.getrefcount(_open[old]) == 2:  # the table's and this call's: no Loaded holds it
+                _ctypes.dlclose(_open.pop(old).dll._handle)
+    return kept
+
+
+def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
+    unit = translation_unit(kernel)
+    flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
+    flags += [f"-D{name}={value}" for name, value in plan.macros]
+    link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
+    if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
+    elif check == "asan":
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
+        link.append("-fsanitize=address")
+    else:
+        flags.append("-O3")
+    key = _hash(unit, kernel.source_hash, _toolchain(), _words(), *flags)
+    if found := _open.get(key):
+        return found
+    compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
+    return _keep_open(key, _Library(_build(key, [compile_, link], {"unit.cpp": unit}, kernel), kernel))
+
+
+@cache
+def _words() -> str:
+    return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
+
+
+def _aligned(data: bytes) -> Any:
+    room = np.empty(len(data) + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    room[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    return room[start : start + len(data)]
+
+
+def run_under_asan(arguments: Sequence[str]) -> int:
+    """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
+
+    Raises CheckFault for an access outside of what a launch was given, EnvironmentFault where the compiler has no AddressSanitizer.
+    """
+    return child_with_asan(compiler(), arguments)

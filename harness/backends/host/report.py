@@ -1,0 +1,83 @@
+"""What the CPU backend's checks found, in words: code addresses become file and line, AddressSanitizer's report three lines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...kernel.kernel import Kernel
+from ...problem import EnvironmentFault, KernelFault
+
+ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
+_SANITIZER_EXIT = 86
+
+
+class CheckFault(KernelFault):
+    """The race check or AddressSanitizer found a fault in a kernel. A failed check: exit code 1."""
+
+    exit_code = 1
+
+
+def failure(outcome: int, report: str, library: Path, kernel: Kernel, entry: str) -> BaseException:
+    """What to raise for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
+    if outcome == 3:
+        return KeyboardInterrupt()
+    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
+    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library).strip(), f"see {kernel.path}")
+
+
+def with_lines(report: str, library: Path) -> str:
+    """The engine's report with code addresses (pc:0x…) replaced by file:line, through addr2line."""
+    addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
+    base = None
+    for mapping in Path("/proc/self/maps").read_text().splitlines():
+        if mapping.endswith(str(library)):
+            base = int(mapping.split("-")[0], 16)
+            break
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if not addresses or base is None or tool is None:
+        return report
+    offsets = [hex(int(a, 16) - base - 1) for a in addresses]  # the return address lies after the call
+    done = subprocess.run([tool, "-a", "-i", "-e", str(library), *offsets], capture_output=True, text=True, check=False)
+    places: list[str] = []
+    for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:
+        known = (line.split(" (")[0] for line in block.splitlines())  # without -g there is no line, or that of our launcher
+        frames = [frame for frame in known if not re.match(r"\?\?|.*entries of ", frame)]
+        # the outermost frame in a kernel file: words are inlined into it
+        places.append(next((f for f in reversed(frames) if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
+    for address, place in zip(addresses, places, strict=False):
+        report = report.replace(f"pc:{address}", place)
+    return report
+
+
+def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run this command again in a child process with AddressSanitizer loaded; a finding is told with its line. Returns the exit code."""
+    runtime = ""
+    for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):  # gcc's first: it finds lines without llvm-symbolizer
+        told = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()
+        runtime = runtime or (told if Path(told).is_absolute() else "")
+    if not runtime:
+        why = f"{' '.join(compiler)} has no libasan.so"
+        raise EnvironmentFault("no AddressSanitizer library", why, "apt install libasan8, or use --check race")
+    options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
+    environment = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
+    child = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if child.returncode != _SANITIZER_EXIT:
+        sys.stderr.write(child.stderr)
+        return child.returncode
+    error = re.search(r"ERROR: AddressSanitizer: (.*)", child.stderr)
+    access = re.search(r"^((?:READ|WRITE) of size \d+)", child.stderr, re.M)
+    stack = child.stderr[access.start() if access else 0 :].partition("\n\n")[0]
+    # the kernel's line if it is known: words are inlined into it
+    place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", child.stderr)
+    allocated = re.search(r"^(\S+ is located .*)$", child.stderr, re.M)
+    raise CheckFault(
+        f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",
+        "\n".join(m[1] for m in (error, allocated) if m), "the access is outside what the launch was given",
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""What the C++ compiler is given for a kernel file: the file itself, and a launcher for each entry.
+
+A kernel of the tree is included as it is. A user's own file may say `extern __shared__`, which is rewritten in place (lines
+keep their numbers); inline PTX and CUDA's headers, which only a GPU understands, are refused with their line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...kernel.kernel import KERNELS, Kernel, include_closure
+from ..protocol import CompileError
+
+HOST = KERNELS / "host"
+
+_DYNAMIC = re.compile(
+    r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
+)
+_FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*<(?!fa/)(?P<header>[^>]+)>", re.M)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+
+
+def translation_unit(kernel: Kernel) -> str:
+    """C++ source that includes a kernel file and exports fa_host_entry_<entry>(void** parameters) for each of its entries.
+
+    Raises CompileError for what has no meaning on a CPU, in the file or a header of the user's own that it includes.
+    """
+    for file in include_closure(kernel.path):
+        if not file.is_relative_to(KERNELS):
+            _refuse_other_languages(kernel, file)
+    text = kernel.path.read_text(encoding="utf-8")
+    rewritten = _DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
+    source = f'#include "{kernel.path}"'
+    if rewritten != text:
+        source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
+    exported = 'extern "C" __attribute__((visibility("default")))'
+    entries = "\n".join(f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::call(&{name}, p); }}" for name in kernel.entries)
+    return f"""{source}
+#line 1 "entries of {kernel.path.name}"
+{entries}
+static __thread char fa_host_anchor;
+{exported} void* fa_host_static_shared() {{ return &fa_host_anchor; }}
+"""
+
+
+def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
+    bare = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), file.read_text(encoding="utf-8"))
+    if found := _FOREIGN.search(bare):
+        line = bare.count("\n", 0, found.start()) + 1
+        what = f"#include <{found['header']}>" if found["header"] else "inline PTX"
+        why = f"{file}:{line}: {what} has no meaning on the CPU backend: there a kernel speaks CUDA C++ and the words of <fa/...>"
+        raise CompileError(kernel, (), f"{why}; on a GPU it runs as it is (--device cuda)")

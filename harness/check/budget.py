@@ -1,0 +1,209 @@
+"""The verdict: a kernel's outputs against float64, within a budget set by what a right kernel of its class would lose.
+
+Nothing is judged by a fixed tolerance: see :func:`budget`. What is not finite where the reference is finite fails, always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dataset.storage import widen
+from ..problem import Problem
+from .reference import Reference
+
+#: Stored mantissa bits, least normal exponent and largest finite value of each storage type.
+_TYPES = {
+    "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
+    "float16": (10, -14, 65504.0),
+    "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
+    "float64": (52, -1022, float(np.finfo(np.float64).max)),
+}
+#: Half an ulp of 1 in float32, and what float64 kernels are judged by.
+UNIT, UNIT64 = 2.0**-24, 1e-11
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One tensor's errors and whether they are within budget. worst is the index of the worst element, got and expected its values.
+
+    max_rel counts only elements whose reference exceeds 1e-8. place is worst in words (batch, head, row, tile); reason is
+    empty where it passed.
+    """
+
+    tensor: str
+    max_abs: float
+    mean_abs: float
+    mse: float
+    max_rel: float
+    budget: float
+    passed: bool
+    worst: tuple[int, ...]
+    got: float
+    expected: float
+    place: str
+    reason: str
+
+
+def ulp(value: float, dtype: str) -> float:
+    """The distance between neighbouring numbers of a storage type at a magnitude (its least subnormal near zero)."""
+    mantissa, least, _ = _TYPES[dtype]
+    exponent = math.frexp(value)[1] - 1 if value else least
+    return math.ldexp(1.0, max(exponent, least) - mantissa)
+
+
+def budget(
+    xp: Any, problem: Problem, tensor: str, reference: Reference, baselines: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+) -> float:
+    """The largest error a tensor may have, from the worst error e of the baselines and the largest finite reference value m.
+
+    O: 2e + 2 ulp(m) + 2^-24 sqrt(n) m; gradients: 3e and the same, n the terms a value sums. logsumexp: 2e + 4 ulp(m) +
+    2^-24 sqrt(seq_kv), in float32. All: + 4 2^-24 times Reference.noise, the effect of rounding the scores, where e is luck if
+    few rows have two competing keys. dQ and dK also get the noise of dP - delta (row norms), which is all there is where
+    seq_kv = 1. A float64 problem: 1e-11 m, and 1e-11 in place of 2^-24 in the noise of dP - delta.
+    """
+    expected = _expected(xp, problem, tensor, reference)
+    largest = float(xp.where(xp.isfinite(expected), xp.abs(expected), 0.0).max())
+    dtype = problem.tensor_dtype(tensor)
+    single = problem.dtype != "float64"
+    unit = UNIT if single else UNIT64
+    noise = 0.0
+    if tensor in ("dQ", "dK"):
+        output = _norm(xp, reference["O"])
+        of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
+        noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
+        noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
+    terms = problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
+    if tensor == "dK":
+        noise *= math.sqrt(terms)
+    if not single:
+        return UNIT64 * largest + noise
+    noise += 4 * UNIT * reference.noise[tensor]
+    errors = [_finite_error(xp, baseline[tensor], expected) for baseline in baselines if tensor in baseline]
+    if tensor == "logsumexp":
+        return 2 * max(errors) + 4 * ulp(largest, dtype) + UNIT * math.sqrt(terms) + noise
+    times = 2 if tensor == "O" else 3
+    return times * max(errors) + 2 * ulp(largest, dtype) + UNIT * math.sqrt(terms) * largest + noise
+
+
+def compare(
+    problem: Problem,
+    got: Mapping[str, Any],
+    reference: Reference,
+    baselines: Sequence[Mapping[str, Any]],
+    tolerance: float | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    xp: Any = np,
+    tile: int = 64,
+) -> dict[str, Verdict]:
+    """A verdict for each tensor of `got` (storage arrays of xp). inputs: the storage tensors Q, K and dO, needed for dQ and dK.
+
+    tolerance adds an absolute limit to the budget (the smaller of the two decides). tile is the rows of a tile, for messages.
+    """
+    found = {}
+    for tensor, array in got.items():
+        limit = budget(xp, problem, tensor, reference, baselines, inputs or {})
+        if tolerance is not None:
+            limit = min(limit, tolerance)
+        found[tensor] = _judge(xp, problem, tensor, array, reference, limit, tile)
+    return found
+
+
+def _judge(xp: Any, problem: Problem, tensor: str, array: Any, reference: Reference, limit: float, tile: int) -> Verdict:
+    expected = _expected(xp, problem, tensor, reference)
+    values = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor))
+    error = _error(xp, values, expected)
+    if not error.size:
+        raise ValueError(f"{tensor} has no elements to compare")
+    flat = int(error.argmax())
+    at = np.unravel_index(flat, error.shape)
+    worst, value, wanted = float(error[at]), float(values[at]), float(expected[at])
+    sizes = xp.abs(expected)
+    counted = xp.isfinite(expected) & (sizes > 1e-8)
+    relative = xp.where(counted, error / xp.where(counted, sizes, 1.0), 0.0)
+    passed = bool(worst <= limit) and math.isfinite(limit)  # false for NaN on either side
+    index = tuple(int(i) for i in at)
+    if reference.rows is not None:
+        index = (*index[:2], int(reference.rows[tensor][index[2]]), *index[3:])
+    reason = ""
+    if not passed:
+        bad = int(xp.count_nonzero(~xp.isfinite(error)))
+        if bad:
+            rows = int(xp.count_nonzero(~xp.isfinite(error.max(axis=-1) if error.ndim == 4 else error)))
+            reason = f"{bad} values in {rows} rows are not finite, or finite where they should not be"
+        else:
+            over = int(xp.count_nonzero(error > limit))
+            reason = f"error {worst:.3g} exceeds the budget {limit:.3g} ({over} of {error.size} values do)"
+    return Verdict(
+        tensor, worst, float(error.mean()), float((error * error).mean()), float(relative.max()), limit, passed, index, value, wanted,
+        _place(problem, tensor, index, tile), reason,
+    )  # fmt: skip
+
+
+def message(verdict: Verdict) -> str:
+    """One line: the tensor, its worst element, the value there, the value expected, and why it failed (or its margin)."""
+    if verdict.passed:
+        return f"{verdict.tensor}: error {verdict.max_abs:.3g} within the budget {verdict.budget:.3g}"
+    return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {verdict.expected:.7g}; {verdict.reason}"
+
+
+def error_map(problem: Problem, tensor: str, got: Any, reference: Reference, tile: int = 8, xp: Any = np) -> np.ndarray[Any, Any]:
+    """|error| of the worst (batch, head) as (rows, blocks of `tile` columns), the greatest of each block; logsumexp has one column.
+
+    inf marks what is not finite where it should be. Rows are the rows the reference holds.
+    """
+    values = widen(xp, reference.select(tensor, got), problem.tensor_dtype(tensor))
+    error = _error(xp, values, _expected(xp, problem, tensor, reference))
+    error = error.reshape(problem.batch, error.shape[1], error.shape[2], -1)
+    batch, head = np.unravel_index(int(error.argmax()), error.shape)[:2]
+    picture = error[batch, head]
+    blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
+    stacked = xp.stack(blocks, axis=1)
+    return stacked if xp is np else stacked.get()  # type: ignore[no-any-return]
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _expected(xp: Any, problem: Problem, tensor: str, reference: Reference) -> Any:
+    """The reference, infinite where the storage type has no such value: a float16 gradient of 1e5 can only be stored as inf."""
+    dtype, expected = problem.tensor_dtype(tensor), reference[tensor]
+    limit = _TYPES[dtype][2] + (ulp(_TYPES[dtype][2], dtype) / 2 if dtype != "float64" else 0.0)
+    return xp.where(xp.abs(expected) > limit, xp.copysign(xp.asarray(np.inf), expected), expected)
+
+
+def _error(xp: Any, values: Any, expected: Any) -> Any:
+    """|values - expected|; 0 where both are the same infinity or both NaN; inf where only one of them is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (values == expected) | (xp.isnan(values) & xp.isnan(expected))
+        error = xp.where(same, 0.0, xp.abs(values - expected))
+    return xp.where(xp.isnan(error), np.inf, error)
+
+
+def _finite_error(xp: Any, values: Any, expected: Any) -> float:
+    """The greatest error of a baseline, where it did not overflow and the reference is finite."""
+    good = xp.isfinite(values) & xp.isfinite(expected)
+    return float(xp.where(good, xp.abs(xp.where(good, values, 0.0) - xp.where(good, expected, 0.0)), 0.0).max())
+
+
+def _wide(xp: Any, problem: Problem, inputs: Mapping[str, Any], name: str) -> Any:
+    return widen(xp, inputs[name], problem.tensor_dtype(name))
+
+
+def _norm(xp: Any, array: Any) -> Any:
+    """Euclidean length of each row, nothing counted that is not finite."""
+    finite = xp.where(xp.isfinite(array), array, 0.0)
+    return xp.sqrt((finite * finite).sum(axis=-1))
+
+
+def _place(problem: Problem, tensor: str, index: tuple[int, ...], tile: int) -> str:
+    batch, head, row = index[:3]
+    kind = "key" if tensor in ("dK", "dV") else "query"
+    count = problem.shape(tensor)[2]
+    text = f"batch {batch}, head {head}, {kind} row {row} (tile {row // tile} of {-(-count // tile)}, rows {tile * (row // tile)}-"
+    text += f"{min(count, tile * (row // tile + 1)) - 1})"
+    return text + (f", column {index[3]}" if len(index) == 4 else "")

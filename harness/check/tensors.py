@@ -1,0 +1,205 @@
+"""Tensors in device memory and the calls that use them: where a launch plan meets real buffers.
+
+Device layout (design, section 2): rows start 16-byte aligned, so a row has a pitch; the pitch's extra columns of inputs, guard
+bands around every tensor, outputs before a run and workspaces are poisoned with 0xFF bytes, NaN in every type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..backends import Backend, Call, Fill, Loaded, Step
+from ..dataset.folder import STORAGE
+from ..kernel.expression import round_up
+from ..kernel.header import PLAIN_SIZES
+from ..problem import DTYPE_BYTES, READS, WRITES, KernelFault, Problem
+
+_TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
+#: The order of the tensors in fa::Args.
+ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
+_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+#: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_tile_words.py compares them on every backend).
+ARGS = np.dtype(
+    {
+        "names": [*ARGS_TENSORS, "workspace", *_SIZES, "scale"],
+        "formats": [*([_TENSOR] * 9), ("<u8", (8,)), *(["<i4"] * 7), "<f8"],
+        "offsets": [*(32 * i for i in range(9)), 288, *(352 + 4 * i for i in range(7)), 384],
+        "itemsize": 448,
+    }
+)
+POISON = 0xFF
+_ALIGN = 256
+
+
+def row_pitch(problem: Problem, tensor: str) -> int:
+    """Elements from one row of a device tensor to the next: rows start 16-byte aligned, so D = 59 keeps 128-bit loads."""
+    if tensor == "logsumexp":
+        return 1
+    size = DTYPE_BYTES[problem.dtype]
+    return round_up(problem.head_dim * size, 16) // size
+
+
+class Tensor:
+    """One tensor in device memory: (batch, heads, rows, pitch) elements between two guard bands, all of it first poisoned."""
+
+    def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str, pitch: int) -> None:
+        self.backend, self.shape, self.pitch = backend, shape, pitch
+        self.storage = STORAGE[dtype] if dtype in STORAGE else np.dtype(dtype)
+        rows = math.prod(shape[:-1]) if len(shape) == 4 else math.prod(shape)
+        self.bytes = rows * pitch * self.storage.itemsize
+        guard = backend.guard_bytes
+        self._raw = backend.memory(self.bytes + 2 * guard + (_ALIGN if guard else 0))
+        self.poison()
+        self._start = guard + (-(backend.address(self._raw) + guard) % _ALIGN if guard else 0)
+        self.address = backend.address(self._raw) + self._start
+
+    @property
+    def buffer(self) -> Any:
+        """The tensor's own bytes."""
+        return self._raw[self._start : self._start + self.bytes]
+
+    def rows(self) -> Any:
+        """A (..., pitch) view in the storage type; bfloat16 as uint16 where the array module has no such type."""
+        item = (
+            self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
+        )
+        shape = (*self.shape[:3], self.pitch) if len(self.shape) == 4 else self.shape
+        return self.buffer.view(item).reshape(shape)
+
+    def upload(self, array: Any) -> None:
+        """Fill with a host array of the storage type; pitch columns stay poisoned."""
+        xp = self.backend.xp
+        view = self.rows()
+        source = array if xp is np else xp.asarray(np.ascontiguousarray(array).view(view.dtype))
+        view[..., : array.shape[-1]] = source
+
+    def values(self) -> Any:
+        """The tensor without its pitch columns, in the backend's array module."""
+        view = self.rows()
+        return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
+
+    def poison(self) -> None:
+        """NaN everywhere, as if never written."""
+        self._raw[:] = POISON
+
+    def intact(self) -> bool:
+        """Whether the guard bands are as they were."""
+        before, after = self._raw[: self._start], self._raw[self._start + self.bytes :]
+        return bool((before == POISON).all()) and bool((after == POISON).all())
+
+    def strides(self) -> tuple[int, int, int]:
+        """Elements from one batch, head and row to the next."""
+        rows, heads = self.shape[2], self.shape[1]
+        return heads * rows * self.pitch, rows * self.pitch, self.pitch
+
+
+class Bound:
+    """A loaded kernel with its tensors in device memory, ready to launch any number of times.
+
+    inputs: storage arrays of host memory by name (READS of the kernel's pass). Raises KernelFault after a run that wrote
+    outside its outputs or changed an input.
+    """
+
+    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Any]) -> None:
+        self.backend, self.loaded, self.problem = backend, loaded, problem
+        self.pass_ = loaded.kernel.pass_
+        self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
+        plain = any(launch.args for launch in loaded.plan.launches)
+        self.tensors: dict[str, Tensor] = {}
+        for name in (*READS[self.pass_], *WRITES[self.pass_]):
+            pitch = (problem.head_dim if name != "logsumexp" else 1) if plain else row_pitch(problem, name)
+            self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch)
+        for name in READS[self.pass_]:
+            self.tensors[name].upload(inputs[name])
+        self._originals = {name: self.tensors[name].buffer.copy() for name in READS[self.pass_]}
+        self.workspaces = [(w, Tensor(backend, (w.elements,), w.dtype, 1)) for w in loaded.plan.workspaces]
+        for space, tensor in self.workspaces:
+            if space.init != "none":
+                tensor.buffer[:] = 0
+        fills = [Fill(tensor.buffer) for space, tensor in self.workspaces if space.init == "zero"]
+        self.steps: list[Step] = [
+            *fills,
+            *(Call(p.entry, p.grid, p.block, p.shared, self._parameters(p.args)) for p in loaded.plan.launches),
+        ]
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory the tensors and workspaces take."""
+        return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
+
+    def _parameters(self, plain: tuple[str, ...]) -> tuple[Any, ...]:
+        problem = self.problem
+        if plain:
+            return tuple(self._plain(name) for name in plain)
+        args = np.zeros(1, ARGS)
+        for name, tensor in self.tensors.items():
+            batch, head, row = tensor.strides() if name != "logsumexp" else (problem.heads_q * problem.seq_q, problem.seq_q, 1)
+            args[name] = (tensor.address, batch, head, row)
+        for i, (_, space) in enumerate(self.workspaces):
+            args["workspace"][0, i] = space.address
+        for name in _SIZES:
+            args[name] = getattr(problem, name)
+        args["scale"] = problem.scale
+        return (args,)
+
+    def _plain(self, name: str) -> Any:
+        if name in self.tensors:
+            return np.array([self.tensors[name].address], np.uint64)
+        if name == "scale":
+            return np.array([self.problem.scale], np.float64 if self.problem.dtype == "float64" else np.float32)
+        if name in PLAIN_SIZES:
+            return np.array([getattr(self.problem, name)], np.int32)
+        raise KernelFault(
+            f"{self.loaded.kernel.label} asks for {name}", f"a {self.pass_} kernel is not given it", "see kernels_cu/README.md, Header"
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Poison the outputs, launch, check guard bands and inputs; the outputs as host storage arrays."""
+        for name in WRITES[self.pass_]:
+            self.tensors[name].poison()
+        for space, tensor in self.workspaces:
+            if space.init == "none":
+                tensor.poison()
+        with self.backend.range(self.label):
+            self.backend.launch(self.loaded, self.steps)
+        label = self.loaded.kernel.label
+        for name, tensor in (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces)):
+            if not tensor.intact():
+                raise KernelFault(
+                    f"{label} wrote outside {name}", "a guard band around it has changed", "fa-cli run --check asan names the line (cpu)"
+                )
+        for name, original in self._originals.items():
+            if not bool((self.tensors[name].buffer == original).all()):
+                raise KernelFault(
+                    f"{label} changed its input {name}", "inputs must be as they were after a run", "write only to outputs and workspaces"
+                )
+        return {name: self._host(name) for name in WRITES[self.pass_]}
+
+    def free_copies(self) -> None:
+        """Free the copies of the inputs that run() compares with, half the memory of a forward pass: only times are wanted now."""
+        self._originals.clear()
+
+    def _host(self, name: str) -> Any:
+        tensor = self.tensors[name]
+        flat = np.asarray(self.backend.get(tensor.buffer)).view(tensor.storage)
+        if len(tensor.shape) == 3:
+            return flat.reshape(tensor.shape)
+        return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
+
+    def enqueue(self) -> Callable[[], float]:
+        """Enqueue one run, outputs not checked; what is returned waits for it and gives its device seconds."""
+        with self.backend.range(self.label):
+            return self.backend.enqueue(self.loaded, self.steps)
+
+    def call(self) -> float:
+        """Host seconds to enqueue one run."""
+        with self.backend.range(self.label):
+            return self.backend.call(self.loaded, self.steps)
+
+    def graph(self) -> Callable[[], Callable[[], float]] | None:
+        """The same by replaying the run as a CUDA graph."""
+        return self.backend.graph(self.loaded, self.steps)

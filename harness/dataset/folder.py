@@ -1,0 +1,289 @@
+"""Problem <-> data/<folder>/*.bin + meta.json: generate, read and write, trusting nothing that was not checked.
+
+Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json says what they are and is renamed into place
+first, so that an interrupted write is seen by its hashes; outputs.json is written last and is the outputs' commit point.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..files import disk_fault, json_bytes, locked, read_exact, read_json, sha256, write_files
+from ..problem import READS, WRITES, DataFault, Problem, UsageFault
+
+__all__ = ["STORAGE", "Dataset", "check_size", "disk_fault", "generate", "locked", "open_", "read_forward", "write", "write_outputs"]
+
+Array = np.ndarray[Any, Any]
+
+#: The numpy dtype of each storage type.
+STORAGE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "float64": np.dtype("<f8"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
+INPUTS = ("Q", "K", "V", "dO")
+META, OUTPUTS = "meta.json", "outputs.json"
+RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"
+#: What stands for the hash of a dO.bin that is not there: seed 002's rule, all ones.
+ONES = "ones"
+
+
+def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
+    """The tensors asked for, by :data:`RECIPE`. input_scale multiplies Q and K before the cast (the scores by its square).
+
+    Q, K and V are byte for byte what numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order, give.
+    """
+    if not 0 <= seed < 2**32:
+        raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
+    wanted, random = set(tensors), np.random.RandomState(seed)
+    found: dict[str, Array] = {}
+    for name in INPUTS:
+        if not wanted - set(found):
+            break
+        drawn = random.randn(*problem.shape(name))  # drawn even when not wanted: the next tensor depends on it
+        if name in wanted:
+            if name in ("Q", "K") and input_scale != 1.0:
+                drawn *= input_scale
+            with np.errstate(over="ignore"):
+                found[name] = drawn.astype(STORAGE[problem.dtype])
+    return found
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data folder that was opened. problem holds shape and dtype (not causal, not scale); meta is None where there is no meta.json.
+
+    tensors are the input files present. warnings are sentences for the user. hashes fills as tensors are read.
+    """
+
+    folder: Path
+    problem: Problem
+    seed: int | None
+    meta: Mapping[str, Any] | None
+    tensors: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    hashes: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def read(self, name: str) -> Array:
+        """An input tensor, checked: a regular file of exact size, and of meta.json's hash where there is one.
+
+        dO is all ones where there is no dO.bin and meta.json does not list one. Raises DataFault.
+        """
+        path, listed = self.folder / f"{name}.bin", (self.meta or {}).get("sha256", {})
+        if name == "dO" and name not in self.tensors and f"{name}.bin" not in listed:
+            self.hashes[name] = ONES
+            return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
+        data = read_exact(path, self.problem.tensor_bytes(name), _remake(self.problem))
+        self.hashes[name] = sha256(data)
+        if self.meta is not None and listed.get(path.name) != self.hashes[name]:
+            raise DataFault(
+                f"{path} is not the file {META} describes",
+                f"its SHA-256 is {self.hashes[name][:16]}…, {META} says {str(listed.get(path.name))[:16]}…",
+                _remake(self.problem),
+            )
+        return data.view(STORAGE[self.problem.dtype]).reshape(self.problem.shape(name))
+
+    def read_inputs(self, names: Iterable[str], allow_nonfinite: bool = False) -> dict[str, Array]:
+        """Several tensors. Raises DataFault naming the first NaN or infinity unless they are allowed."""
+        found = {name: self.read(name) for name in names}
+        for name, array in found.items():
+            finite = np.isfinite(array)
+            if not allow_nonfinite and not finite.all():
+                at = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), array.shape))
+                what = f"{self.folder / name}.bin holds {float(array[at])} at index {at}"
+                hint = f"add --allow-nonfinite to run all the same, or {_remake(self.problem)}"
+                raise DataFault(what, "attention of data that is not finite is not finite", hint)
+        return found
+
+    def digest(self, name: str) -> str:
+        """The hash of an input tensor (its file is read if it was not yet)."""
+        if name not in self.hashes:
+            self.read(name)
+        return self.hashes[name]
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Dataset:
+    """Generate a problem's inputs into root/<problem.folder>, or leave them where they already are exactly these.
+
+    Takes the folder's lock. Raises DataFault where the folder holds other data and force is not given, DiskFault where it
+    cannot be written, UsageFault where the problem is too large for this machine.
+    """
+    folder = root / problem.folder
+    if not force and folder.exists() and any((folder / f).exists() for f in (META, "Q.bin")):
+        return _unchanged(folder, problem, seed)
+    check_size(problem, root)
+    created = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    try:
+        with locked(folder):
+            data = generate(problem, seed)
+            hashes = {f"{name}.bin": sha256(array.view(np.uint8)) for name, array in data.items()}
+            meta = {
+                "format": 1, "shape": _shape(problem), "dtype": problem.dtype, "seed": seed, "recipe": RECIPE,
+                "layout": "little-endian, C order, (batch, heads, rows, head_dim)", "sha256": hashes,
+                "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
+            }  # fmt: skip
+            files: dict[str, Any] = {META: json_bytes(meta)}
+            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1) for name, array in data.items()})
+    finally:
+        if created:
+            with suppress(OSError):  # not empty: it was written
+                folder.rmdir()
+    return open_(folder)
+
+
+def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
+    """The dataset in a folder where it is exactly this problem and seed, every file checked. Raises DataFault."""
+    hint = "add --force to replace what is there"
+    found = open_(folder)
+    if found.meta is None:
+        raise DataFault(f"{folder} already holds data of unknown origin", f"it has no {META}", hint)
+    if found.seed != seed or found.meta.get("recipe") != RECIPE or found.problem.folder != problem.folder:
+        there = f"{found.problem.folder} of seed {found.seed}"
+        raise DataFault(f"{folder} already holds other data", f"{there}; asked for {problem.folder} of seed {seed}", hint)
+    for name in INPUTS:
+        found.read(name)
+    return found
+
+
+def open_(folder: Path) -> Dataset:
+    """The dataset in a folder: what meta.json says, or without one what the folder's name says (with a warning).
+
+    Raises DataFault where there is no such folder, its name and meta.json disagree, or neither says what it holds.
+    """
+    folder = Path(os.path.abspath(folder))  # not resolved: a link's own name may be the one that says the shape
+    if not folder.is_dir():
+        why = "it is a file" if folder.exists() else "there is no such folder"
+        raise DataFault(f"{folder} is not a data folder", why, "fa-cli gen-data makes one")
+    named = Problem.from_folder(folder.name)
+    tensors = tuple(name for name in INPUTS if os.path.lexists(folder / f"{name}.bin"))
+    if not os.path.lexists(folder / META):
+        if named is None:
+            why = f"no {META}, and its name is not of the form B2_H8_S512_D64"
+            raise DataFault(f"{folder} does not say what it holds", why, "fa-cli gen-data makes a data folder")
+        warning = f"{folder} has no {META}: shape and dtype are taken from its name, nothing can be checked"
+        return Dataset(folder, named, None, None, tensors, (warning,))
+    meta = read_json(folder / META, _remake(named))
+    problem, seed = _parse(folder / META, meta, _remake(named))
+    if named is not None and named.folder != problem.folder:
+        why = f"it says {problem.folder}, the folder's name {named.folder}"
+        raise DataFault(f"{folder / META} describes another problem", why, _remake(named))
+    return Dataset(folder, problem, seed, meta, tensors)
+
+
+def _parse(path: Path, meta: Mapping[str, Any], hint: str) -> tuple[Problem, int | None]:
+    shape, hashes, seed = meta.get("shape"), meta.get("sha256"), meta.get("seed")
+    names = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
+    good = isinstance(shape, dict) and isinstance(hashes, dict) and (seed is None or type(seed) is int)
+    if not good or set(shape or ()) != set(names) or any(type(v) is not int for v in (shape or {}).values()):
+        raise DataFault(f"{path} is not a data folder's record", f"it needs shape ({', '.join(names)}), dtype, seed and sha256", hint)
+    try:
+        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed  # type: ignore[arg-type]
+    except UsageFault as fault:
+        raise DataFault(f"{path}: {fault.what}", fault.why, hint) from None
+
+
+def _shape(problem: Problem) -> dict[str, int]:
+    p = problem
+    return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
+
+
+def _remake(problem: Problem | None) -> str:
+    if problem is None:
+        return "make it anew: fa-cli gen-data --force"
+    p = problem
+    text = f"make it anew: fa-cli gen-data --batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"
+    text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
+    text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
+    return text + (f" --dtype {p.dtype}" if p.dtype != "float32" else "") + " --force"
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, Any]) -> None:
+    """Write a run's outputs beside its inputs and outputs.json last. The caller holds the folder's lock.
+
+    record: kernel, mode, causal, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
+    backward run keeps the forward's O and logsumexp listed, and under "forward" what the earlier record said of them.
+    """
+    files: dict[str, Any] = {f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1) for name, array in outputs.items()}
+    listed = {name: sha256(data) for name, data in files.items()}
+    whole = dict(record)
+    if record["mode"] == "backward":
+        earlier = read_json(dataset.folder / OUTPUTS)
+        whole["forward"] = earlier.get("forward", {key: earlier.get(key) for key in ("kernel", "source_hash")})
+        listed |= {name: digest for name, digest in earlier["outputs"].items() if name in ("O.bin", "logsumexp.bin")}
+    inputs = READS["forward"] if record["mode"] == "forward" else INPUTS
+    whole |= {"inputs": {f"{name}.bin": dataset.digest(name) for name in inputs}, "outputs": listed}
+    write_files(dataset.folder, {**files, OUTPUTS: json_bytes(whole)})
+
+
+def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
+    """The folder's O and logsumexp, for a backward pass of this problem on the dataset's inputs.
+
+    Raises DataFault where they are missing, not listed in outputs.json, of another hash, or were made from other inputs,
+    causal, scale or dtype.
+    """
+    hint, folder = "run both passes: --mode both", dataset.folder
+    record = read_json(folder / OUTPUTS, hint)
+    inputs, listed = record.get("inputs"), record.get("outputs")
+    if not isinstance(inputs, dict) or not isinstance(listed, dict):
+        raise DataFault(f"{folder / OUTPUTS} is not a record of outputs", "it lacks inputs or outputs", hint)
+    for what, made, wanted in (
+        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "scale", "dtype")),
+        *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
+    ):
+        if made != wanted or type(made) is not type(wanted):
+            raise DataFault(f"{folder} holds another run's forward", f"{what} was {made} then and is {wanted} now", hint)
+    found = []
+    for name in WRITES["forward"]:
+        path = folder / f"{name}.bin"
+        if path.name not in listed:
+            raise DataFault(f"{folder / OUTPUTS} does not list {path.name}", "no forward pass finished here", hint)
+        data = read_exact(path, problem.tensor_bytes(name), hint)
+        if sha256(data) != listed[path.name]:
+            raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
+        found.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
+    return found[0], found[1]
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+def available_memory() -> int:
+    """Bytes of memory this process may still take: the system's, or a container's limit where that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no such file, or "max": no limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
+    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the available memory, or of the free disk at folder."""
+    need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
+    room = [("memory", available_memory())]
+    if folder is not None:
+        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        room.append(("disk", shutil.disk_usage(place).free))
+    for what, free in room:
+        if need > 0.9 * free:
+            why = f"its tensors take {need / 1e9:.3g} GB, 90 % of the {what} is {0.9 * free / 1e9:.3g} GB"
+            raise UsageFault(f"{problem.folder} is too large for this machine", why, "use a smaller --batch, --heads or --seq")

@@ -1,0 +1,173 @@
+"""The header of a kernel file: a TOML block in comments (PEP 723's form), read without compiling, every key checked.
+
+An unknown key, a missing one or a value of another kind is a UsageFault that names file and line.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..problem import DTYPE_BYTES, READS, WRITES, UsageFault
+
+#: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
+ARITHMETIC = ("f32", "p16", "tf32")
+
+#: What a plain-parameter launch may name besides tensors and scale: 32-bit integers.
+PLAIN_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+_PLAIN = {*READS["backward"], *WRITES["backward"], *PLAIN_SIZES, "scale"}
+
+_BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", re.M)
+_ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
+def _expression(value: Any) -> bool:
+    return isinstance(value, (int, str)) and not isinstance(value, bool)
+
+
+def _named(value: Any) -> bool:
+    """A table whose keys can be macro names."""
+    return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
+
+
+def _rising(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(v) is int and v > 0 for v in value) and value == sorted(set(value))
+
+
+def _arch(value: Any) -> bool:
+    rules = list(value.values()) if isinstance(value, dict) else [value]
+    return all(isinstance(rule, str) and _ARCH.fullmatch(rule) for rule in rules)
+
+
+Kind = tuple[Callable[[Any], bool], str]
+_FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
+_FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
+_NUMBER: Kind = (_expression, "a whole number or an expression")
+
+#: What each key of a header must be. Required keys first.
+REQUIRED: dict[str, Kind] = {
+    "title": (lambda v: isinstance(v, str), "a text"),
+    "dtypes": (
+        lambda v: _texts(v) and bool(v) and all(d in DTYPE_BYTES or d == "tf32" for d in v),
+        f"a list of {', '.join(DTYPE_BYTES)}, tf32",
+    ),
+    "head_dims": (_rising, "a list of rising whole numbers"),
+    "arch": (_arch, '">=sm_80", "sm_90a", or one of these by dtype'),
+    "causal": _FLAG,
+    "gqa": _FLAG,
+    "cross": _FLAG,
+    "logits": (lambda v: v == "any" or type(v) in (int, float), 'a number or "any"'),
+    "deterministic": _FORMS,
+    "launch": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[launch]]"),
+}
+OPTIONAL: dict[str, Kind] = {
+    "aliases": (_texts, "a list of names"),
+    "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
+    "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "a whole number"),
+    "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
+    "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
+}
+_LAUNCH_REQUIRED: dict[str, Kind] = {
+    "entry": (lambda v: isinstance(v, str) and v.isidentifier(), "a function's name"),
+    "grid": (lambda v: _expression(v) or (isinstance(v, list) and 1 <= len(v) <= 3 and all(map(_expression, v))), "one to three sizes"),
+    "block": _NUMBER,
+}
+_LAUNCH_OPTIONAL: dict[str, Kind] = {
+    "shared": _NUMBER,
+    "when": _NUMBER,
+    "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
+}
+_WORKSPACE: dict[str, Kind] = {
+    "dtype": (lambda v: isinstance(v, str) and v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
+    "size": _NUMBER,
+    "init": (lambda v: v in ("none", "zero", "zero_once"), "none, zero or zero_once"),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One `[[launch]]` of a header: expressions, not yet evaluated."""
+
+    entry: str
+    grid: tuple[int | str, ...]
+    block: int | str
+    shared: int | str = 0
+    when: int | str = 1
+    args: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, item: dict[str, Any]) -> Launch:
+        """From a checked table."""
+        grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
+        return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The checked header of a kernel file. Raises UsageFault naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageFault(f"cannot read the kernel file {path}", str(error), "fa-cli list shows the kernels there are") from None
+    block = _BLOCK.search(text)
+    if not block:
+        raise UsageFault(
+            f"{path}:1: no kernel header", "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
+            "fa-cli new NAME writes a file to start from",
+        )  # fmt: skip
+    first = text.count("\n", 0, block.start("toml")) + 1
+    body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
+    try:
+        head = tomllib.loads(body)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        raise bad(path, first + int(at[1]) - 1 if at else first, f"the header is not TOML: {error}") from None
+    lines = _Lines(path, first, body)
+    lines.check("", head, REQUIRED, OPTIONAL)
+    for name, space in head.get("workspace", {}).items():
+        lines.check(f"workspace.{name}", space, _WORKSPACE, {})
+    for item in head["launch"]:
+        lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
+    if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
+        raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
+    return head
+
+
+def bad(path: Path, line: int, message: str) -> UsageFault:
+    """A fault in a header."""
+    return UsageFault(f"{path}:{line}: {message}", "", "kernels_cu/README.md lists the header's keys")
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A header's lines in its file, to say where a key stands."""
+
+    path: Path
+    first: int
+    body: str
+
+    def check(self, table: str, found: dict[str, Any], required: dict[str, Kind], optional: dict[str, Kind]) -> None:
+        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong kind."""
+        kinds = required | optional
+        where = f" in {table}" if table else ""
+        for key, value in found.items():
+            if key not in kinds:
+                raise self.bad(key, f"unknown key {key!r}{where}; known: {', '.join(kinds)}")
+            if not kinds[key][0](value):
+                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
+        for key in required:
+            if key not in found:
+                raise self.bad(table, f"the header lacks the required key {key!r}{where}")
+
+    def bad(self, key: str, message: str) -> UsageFault:
+        """A fault at the line where a key or a table of that name stands."""
+        name = re.escape(key)
+        found = re.search(rf"^\s*(?:{name}\s*=|\[+{name}\]+)", self.body, re.M) if key else None
+        return bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)

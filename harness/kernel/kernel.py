@@ -1,0 +1,284 @@
+"""A kernel is one file: its header (TOML in comments) read without compiling, its name resolved, its launch planned.
+
+There is no registry: the catalogue is the listing of kernels_cu/, and a path is as good as a name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..problem import DTYPE_BYTES, PASSES, Problem, UsageFault
+from .expression import ExpressionError, evaluate
+from .header import Launch, bad, read_header
+from .plan import Device as Device
+from .plan import LaunchPlan as LaunchPlan
+from .plan import Plan as Plan
+from .plan import Workspace as Workspace
+
+KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
+INCLUDE = KERNELS / "include"
+
+_FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
+
+
+class NoSuchPass(UsageFault):
+    """A kernel that has no file for a pass."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel file's header, and what its name says."""
+
+    path: Path
+    number: int | None
+    name: str
+    pass_: str
+    title: str
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    arch: str | Mapping[str, str]
+    causal: bool
+    gqa: bool
+    cross: bool
+    logits: float  # largest |q.k.scale| promised; inf for "any"
+    deterministic: bool  # of this form of the kernel
+    arithmetic: str = "f32"
+    aliases: tuple[str, ...] = ()
+    spill_bytes_allowed: int = 0
+    tile: Mapping[str, int | str] = field(default_factory=dict)
+    workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+    forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, path: Path) -> Kernel:
+        """The kernel in a file. Raises UsageFault naming file and line where the header is missing, unknown or malformed."""
+        head = read_header(path)
+        match = _FILE.match(path.stem)
+        if not match:
+            raise bad(path, 1, "the file name may hold letters, digits and _ (NN_name_pass.cu)")
+        return cls(
+            path=path, number=int(match["number"]) if match["number"] else None, name=match["name"], pass_=match["pass"] or "forward",
+            title=head["title"], dtypes=tuple(head["dtypes"]), head_dims=tuple(head["head_dims"]), arch=head["arch"], causal=head["causal"],
+            gqa=head["gqa"], cross=head["cross"], logits=float("inf") if head["logits"] == "any" else float(head["logits"]),
+            deterministic=head["deterministic"] is True, arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
+            spill_bytes_allowed=head.get("spill_bytes_allowed", 0), tile=head.get("tile", {}), workspace=head.get("workspace", {}),
+            launches=tuple(Launch.of(item) for item in head["launch"]),
+            forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """name_pass: what messages call the kernel."""
+        return f"{self.name}_{self.pass_}"
+
+    @property
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
+        return {launch.entry: launch.args for launch in self.launches}
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether the kernel is told the scale: fa::Args holds it, plain parameters only where args names it."""
+        return any(not launch.args or "scale" in launch.args for launch in self.launches)
+
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """SHA-256 of the file and every header it includes (their closure): what was compiled, in 16 hex digits."""
+        digest = hashlib.sha256()
+        for file in include_closure(self.path):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def arch_for(self, dtype: str) -> str:
+        """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
+        return self.arch if isinstance(self.arch, str) else self.arch[dtype if dtype in self.arch else "tf32"]
+
+    def arithmetic_for(self, dtype: str) -> str:
+        """How the kernel rounds on files of a dtype: tf32 on float32 ones where its header promises tf32 and not float32."""
+        return "tf32" if dtype == "float32" and dtype not in self.dtypes else self.arithmetic
+
+    def runs_on(self, arch: str, dtype: str) -> bool:
+        """Whether the header's architecture rule admits an architecture ("sm_90", or "sm_90a" for what needs the a)."""
+        rule = self.arch_for(dtype)
+        if rule.startswith(">="):
+            return int(re.sub(r"\D", "", arch)) >= int(re.sub(r"\D", "", rule))
+        return arch.rstrip("a") == rule.rstrip("a")
+
+    def made_deterministic(self) -> Kernel:
+        """The form that gives the same bits on every run (--deterministic). Raises UsageFault where there is none."""
+        if True not in self.forms:
+            raise UsageFault(
+                f"{self.label} has no deterministic form", "its header says deterministic = false",
+                "leave out --deterministic, or use another kernel: fa-cli list",
+            )  # fmt: skip
+        return self if self.forms == (True,) else replace(self, deterministic=True, forms=(True,))
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, problem: Problem) -> None:
+        """Raise UsageFault where the header does not promise this problem: it is refused before launch, never computed wrongly."""
+        if problem.dtype not in self.dtypes and not (problem.dtype == "float32" and "tf32" in self.dtypes):
+            raise UsageFault(
+                f"{self.label} does not take {problem.dtype}", f"its header promises {', '.join(self.dtypes)}",
+                f"use --dtype {self.dtypes[0]}, or another kernel: fa-cli list",
+            )  # fmt: skip
+        if problem.head_dim > self.head_dims[-1]:
+            raise UsageFault(
+                f"{self.label} does not take head dim {problem.head_dim}", f"its widest compiled head dim is {self.head_dims[-1]}",
+                "use a smaller --dim, or another kernel: fa-cli list",
+            )  # fmt: skip
+        for wanted, promised, what in (
+            (problem.causal, self.causal, "the causal mask (--causal)"),
+            (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
+            (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
+            (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        ):
+            if wanted and not promised:
+                raise UsageFault(f"{self.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+
+    def names(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Every name an expression of this kernel may use, with its value for a problem."""
+        width = next(w for w in self.head_dims if w >= problem.head_dim)
+        names = {
+            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv, "seq_q": problem.seq_q,
+            "seq_kv": problem.seq_kv, "head_dim": problem.head_dim, "HEAD_DIM": width, "causal": int(problem.causal),
+            "deterministic": int(self.deterministic), "sizeof_dtype": DTYPE_BYTES[problem.dtype], "sms": device.sms, "l2_bytes": device.l2_bytes,
+            "shared_optin": device.shared_optin,
+        }  # fmt: skip
+        overrides = dict(overrides or {})
+        unknown = set(overrides) - set(self.tile)
+        if unknown:
+            raise UsageFault(
+                f"{self.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(self.tile) or 'nothing'}",
+                "--tile takes NAME=VALUE for a name of the header's [tile]",
+            )  # fmt: skip
+        for name, value in self.tile.items():
+            if name in names:
+                raise UsageFault(
+                    f"{self.path}: tile {name} is taken", "the harness gives that name a value", "choose another name in [tile]"
+                )
+            names[name] = overrides[name] if name in overrides else self._number(value, names, f"tile {name}")
+        return names
+
+    def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
+        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched."""
+        self.refuse(problem)
+        names = self.names(problem, device, overrides)
+        macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
+        macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(names["deterministic"]))]
+        macros += [(name, str(names[name])) for name in self.tile]
+        macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(self.workspace)]
+        spaces = tuple(
+            Workspace(name, space["dtype"], self._number(space["size"], names, f"workspace {name}"), space["init"])
+            for name, space in self.workspace.items()
+        )
+        launches = []
+        for launch in self.launches:
+            if not self._number(launch.when, names, "when"):
+                continue
+            grid = [self._number(g, names, "grid") for g in launch.grid] + [1] * (3 - len(launch.grid))
+            block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
+            for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
+                if not 1 <= size <= most:
+                    raise UsageFault(
+                        f"{self.label} cannot be launched on {problem.folder}", f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
+                        "use fewer heads or a smaller batch",
+                    )  # fmt: skip
+            if shared > device.shared_optin:
+                raise UsageFault(
+                    f"{self.label} does not fit {device.name}", f"it wants {shared} bytes of shared memory a block, the device has {device.shared_optin}",
+                    "use smaller tiles (--tile) or another kernel",
+                )  # fmt: skip
+            if not 1 <= block <= 1024:
+                raise UsageFault(f"{self.label} wants {block} threads a block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+            launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
+        if not launches:
+            raise UsageFault(
+                f"{self.label} launches nothing on {problem.describe()}", "when is 0 for each launch", "correct when in its header"
+            )
+        return Plan(tuple(macros), tuple(launches), spaces)
+
+    def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
+        try:
+            value = evaluate(expression, names)
+            if value < 0:
+                raise ExpressionError(f"{expression!r} is {value}, less than 0")
+            return value
+        except ExpressionError as error:
+            raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
+
+
+# -- the catalogue ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def catalogue() -> tuple[Kernel, ...]:
+    """Every kernel of the tree, in ladder order, forward before backward."""
+    kernels = [Kernel.read(path) for path in sorted(KERNELS.glob("*.cu"))]
+    return tuple(sorted(kernels, key=lambda k: (k.number if k.number is not None else 999, k.name, PASSES.index(k.pass_))))
+
+
+def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
+    """The kernel a user means by a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
+
+    Raises UsageFault with what there is, NoSuchPass where the kernel has no such pass.
+    """
+    found = _find(spec, pass_)
+    return found.made_deterministic() if deterministic else found
+
+
+def _find(spec: str, pass_: str) -> Kernel:
+    if spec.endswith(".cu") or "/" in spec:
+        return _from_path(Path(spec), pass_)
+    wanted = spec.lower().replace("-", "_")
+    same = [
+        k for k in catalogue()
+        if wanted in (k.name, *(a.lower().replace("-", "_") for a in k.aliases)) or (spec.isdigit() and k.number == int(spec))
+    ]  # fmt: skip
+    if not same:
+        names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
+        raise UsageFault(f"unknown kernel {spec!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+    for kernel in same:
+        if kernel.pass_ == pass_:
+            return kernel
+    passes = ", ".join(k.pass_ for k in same)
+    hint = f"use --mode {same[0].pass_}, or a kernel with both passes: fa-cli list"
+    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
+
+
+def _from_path(path: Path, pass_: str) -> Kernel:
+    match = _FILE.match(path.stem)
+    if not match:
+        raise UsageFault(f"{path.name} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu")
+    stem_pass = match["pass"] or "forward"
+    file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
+    if not file.is_file():
+        hint = f"write it: fa-cli new {match['name']} --pass {pass_}" if file != path else "fa-cli list shows the kernels there are"
+        raise NoSuchPass(f"no kernel file {file}", f"--compute {path} needs it for the {pass_} pass", hint)
+    return Kernel.read(file.resolve())
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<(fa/[\w./]+)>|"([^"\n]+)")', re.M)
+
+
+def include_closure(path: Path) -> list[Path]:
+    """The file and every header of ours it reaches, in a fixed order: <fa/...> (GPU and host meaning), and "..." beside a user's file."""
+    seen: dict[Path, None] = {path: None}
+    queue = [path]
+    while queue:
+        includer = queue.pop()
+        for word, beside in _INCLUDE.findall(includer.read_text(encoding="utf-8", errors="replace")):
+            for file in (INCLUDE / word, KERNELS / "host" / word) if word else (includer.parent / beside,):
+                if file.is_file() and file not in seen:
+                    seen[file] = None
+                    queue.append(file)
+    return [path, *sorted(f for f in seen if f != path)]

@@ -1,0 +1,83 @@
+"""A kernel of one's own: a working copy of a kernel that is right, under a new name, in the user's folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..files import disk_fault, write_files
+from ..problem import PASSES, UsageFault
+from .kernel import Kernel, catalogue, find
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_HEADER_END = "// ///\n"
+#: A header key with its value, whatever number of lines an array takes.
+_KEY = r"^//[ ]*{key}[ ]*=[ ]*(?:\[[^\]]*\]|[^\n]*?)[^\n\]]*\n"
+
+
+def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = Path(".")) -> Path:
+    """Write folder/NAME_pass.cu, a copy of the kernel `source` (a name, number, alias or path), and return its path.
+
+    The copy has no number and no aliases, a title of its own, and an opening paragraph that says what to change first and
+    which commands to try. The folder is made where it is missing.
+    Raises UsageFault for a bad or taken name, an unknown source or pass, and a file that exists; DiskFault where it cannot be written.
+    """
+    _check_name(name)
+    kernel = find(source, pass_)
+    path = folder / f"{name}_{pass_}.cu"
+    if path.exists() or path.is_symlink():
+        raise UsageFault(f"{path} exists", "new never writes over a file", f"choose another name, or move it away: mv {path} {path}.old")
+    text = _rename(kernel.path.read_text(encoding="utf-8"), kernel, name, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    write_files(folder, {path.name: text.encode()})
+    return path
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        wish = re.sub(r"\W+", "_", re.sub(r"\.cu$", "", Path(name).name)).strip("_0123456789")
+        raise UsageFault(
+            f"{name!r} cannot name a kernel", "a name has letters, digits and _, and starts with a letter",
+            f"fa-cli new {wish if _NAME.fullmatch(wish) else 'mine'}",
+        )  # fmt: skip
+    for pass_ in PASSES:
+        if name == pass_ or name.endswith(f"_{pass_}"):
+            short = name.removesuffix(pass_).rstrip("_") or "mine"
+            raise UsageFault(f"{name!r} names a pass too", "the pass is added to the name", f"fa-cli new {short} --pass {pass_}")
+    for kernel in catalogue():
+        if name.lower() in (taken.lower().replace("-", "_") for taken in (kernel.name, *kernel.aliases)):
+            raise UsageFault(
+                f"{name} is a kernel of the tree", "tables could not tell the two apart", f"fa-cli new my_{name} --from {kernel.name}"
+            )
+
+
+def _rename(text: str, kernel: Kernel, name: str, path: Path) -> str:
+    """The source under its new name: header without aliases, own title, an opening paragraph before what it says itself."""
+    head, rest = text.split(_HEADER_END, 1)
+    head = re.sub(_KEY.format(key="aliases"), "", head, flags=re.M)
+    head = re.sub(_KEY.format(key="title"), f'// title = "my kernel, from {kernel.name}"\n', head, count=1, flags=re.M)
+    return head + _HEADER_END + _opening(kernel, name, path) + "//\n" + rest.removeprefix("//\n")
+
+
+def _opening(kernel: Kernel, name: str, path: Path) -> str:
+    """What to change first, and the two commands that tell whether it was for the better."""
+    where = str(path) if path.is_absolute() else f"./{path}"
+    mode = " --mode both" if kernel.pass_ == "backward" else ""
+    work = f"the work itself: {', '.join(kernel.entries)} below."
+    lines = [f"{name}: {kernel.label} as it stands, yours to change."]
+    if kernel.tile:
+        tiles = ", ".join(kernel.tile)
+        lines += [
+            f"Begin with the sizes under [tile] above ({tiles}): --tile NAME=VALUE tries one for a single run.",
+            f"Then change {work}",
+        ]
+    else:
+        lines += [f"Change {work}"]
+    if mode:
+        lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --from {kernel.name} writes."]
+    lines += ["", f"    fa-cli run --compute {where}{mode}", f"    fa-cli run --compute {kernel.name},{where}{mode}", ""]
+    lines += ["The first command says whether it is right, the second whether it is faster than what it came from."]
+    return "".join(f"// {line}".rstrip() + "\n" for line in ["", *lines])

@@ -1,0 +1,183 @@
+"""What the hardware does while a kernel runs: counters by Nsight Compute (ncu), a time line and times by Nsight Systems (nsys).
+
+The tool starts this program once more (CHILD is then in its environment). That process loads one kernel for one pass, checks it,
+and runs it again between cudaProfilerStart and cudaProfilerStop: nothing else is profiled. ncu replays each launch until every
+counter is read, with the caches emptied before and the clocks left alone, so its times are cold and slower than `fa-cli run`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..backends import nvidia_driver, pick
+from ..check import budget as errors
+from ..check.contender import run_kernel, yardstick_for
+from ..files import disk_fault, write_files
+from ..kernel.kernel import KERNELS, find
+from ..problem import PASSES, READS, EnvironmentFault, Fault, KernelFault, Problem
+from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
+
+#: In the environment of the profiled process: the folder with its job.json, where it leaves a fault.
+CHILD = "FA_CLI_PROFILE_JOB"
+TOOLS = {"ncu": "nsight-compute", "nsys": "nsight-systems"}  # and what installs them
+RUNS = {"ncu": 1, "nsys": 20}
+
+#: What the tools say where the machine does not let them -> why, and what to do.
+_REFUSALS = {
+    "ERR_NVGPUCTRPERM": (
+        "the driver keeps hardware counters for the administrator",
+        "run as root, in a container with --cap-add SYS_ADMIN; or set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reboot",
+    ),
+    "driver resource was unavailable": ("another profiler or monitor (DCGM, nsys, a debugger) holds the counters", "dcgmi profile --pause"),
+}
+#: The options that make the report, before the program to profile, and those that print it.
+_COLLECT = {
+    "ncu": (
+        "--clock-control", "none", "--profile-from-start", "no", "--force-overwrite",
+        "--metrics", ",".join(name for names in METRICS.values() for name in names),
+    ),
+    "nsys": (
+        "profile", "--trace", "cuda,nvtx", "--sample", "none", "--cpuctxsw", "none", "--force-overwrite", "true",
+        "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
+    ),
+}  # fmt: skip
+_READ = {
+    "ncu": ("--csv", "--page", "raw", "--print-units", "base", "--import"),
+    "nsys": ("stats", "--report", "cuda_gpu_kern_sum", "--format", "csv", "--force-export", "true"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the profiled process runs."""
+
+    compute: str
+    pass_: str
+    problem: Problem
+    seed: int
+    device: str
+    tiles: Mapping[str, int]
+    runs: int
+    deterministic: bool
+
+
+def profile(
+    computes: Sequence[str],
+    mode: str,
+    problem: Problem,
+    *,
+    tool: str = "ncu",
+    output_dir: Path = Path("profiles"),
+    seed: int = 42,
+    device: str = "auto",
+    tiles: Mapping[str, int] | None = None,
+    deterministic: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Counters]:
+    """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
+
+    Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
+    refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
+    """
+    passes = PASSES if mode == "both" else (mode,)
+    kernels = [(compute, find(compute, pass_, deterministic)) for compute in computes for pass_ in passes]
+    if device == "cpu" or not nvidia_driver():
+        raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
+    program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
+    if not program:
+        hint = f"apt install {TOOLS[tool]} (NVIDIA's repository), or put the CUDA toolkit's bin folder on PATH"
+        raise EnvironmentFault(f"{tool} is not on PATH", f"it is a program of NVIDIA's, {TOOLS[tool]}, not a Python package", hint)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(output_dir, error) from None
+    found: list[Counters] = []
+    for compute, kernel in kernels:
+        progress(f"{tool} {kernel.name} {kernel.pass_} {problem.describe()}")
+        job = Job(compute, kernel.pass_, problem, seed, device, tiles or {}, RUNS[tool], deterministic)
+        report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * deterministic}"
+        rows = _profiled(tool, program, job, report, list(kernel.entries))
+        found += [Counters(kernel.name, kernel.pass_, entry, problem.describe(), metrics) for entry, metrics in rows]
+    progress("")
+    write_files(output_dir, {"counters.csv" if tool == "ncu" else "kernels.csv": to_csv(found).encode()})
+    return found
+
+
+# -- running the tools ------------------------------------------------------------------------------------------------
+
+
+def _profiled(tool: str, program: str, job: Job, report: Path, entries: Sequence[str]) -> list[tuple[str, Values]]:
+    """Run a tool on the child process and read its report. The child's fault is raised here, with its exit code."""
+    made = report.with_name(f"{report.name}.{tool}-rep")
+    made.unlink(missing_ok=True)  # an old report is not this run's
+    names = ["--kernel-name", f"regex:^({'|'.join(entries)})$"] if tool == "ncu" else []
+    with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+        child = (sys.executable, str(KERNELS.parent / "cli.py"), "profile")
+        said = _printed([program, *_COLLECT[tool], *names, "--output" if tool == "nsys" else "--export", str(report), *child], folder)
+        fault = Path(folder) / "fault.json"
+        if fault.exists():
+            code, *texts = json.loads(fault.read_text())
+            kinds: list[type[Fault]] = [Fault, *Fault.__subclasses__()]
+            raise next(kind for kind in kinds if kind.exit_code == code)(*texts)
+    text = _printed([program, *_READ[tool], str(made)]) if made.exists() else ""
+    if rows := (read_ncu if tool == "ncu" else read_nsys)(text):
+        return rows
+    for words, (why, hint) in _REFUSALS.items():
+        if words in said:
+            raise EnvironmentFault(f"{tool} may not read the GPU's counters ({words})", why, hint)
+    last = "\n".join((said + text).strip().splitlines()[-8:])
+    raise KernelFault(f"{tool} profiled nothing", last, "fa-cli run, with the same options, shows whether the kernel runs")
+
+
+def _printed(command: Sequence[str], folder: str = "") -> str:
+    # The tools print numbers by the locale; this module reads them as C has them.
+    env = os.environ | {"LC_ALL": "C.UTF-8"} | ({CHILD: folder} if folder else {})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
+    return done.stdout + done.stderr
+
+
+# -- in the profiled process ------------------------------------------------------------------------------------------
+
+
+def is_child() -> bool:
+    """Whether this process was started by a profiler that :func:`profile` started."""
+    return CHILD in os.environ
+
+
+def launch() -> int:
+    """Run the job of the process that started the profiler; returns the exit code. A fault is left for it, beside the job."""
+    folder = Path(os.environ[CHILD])
+    record = json.loads((folder / "job.json").read_text())
+    try:
+        _run(Job(**record | {"problem": Problem(**record["problem"])}))
+    except Fault as fault:
+        (folder / "fault.json").write_text(json.dumps([fault.exit_code, fault.what, fault.why, fault.hint]))
+        return fault.exit_code
+    return 0
+
+
+def _run(job: Job) -> None:
+    backend = pick(job.device)
+    kernel = find(job.compute, job.pass_, job.deterministic)
+    yardstick = yardstick_for(job.problem, backend, job.pass_, job.seed)
+    given = {**yardstick.inputs, **(yardstick.forward_outputs() if job.pass_ == "backward" else {})}
+    found = run_kernel(backend, kernel, yardstick, {name: given[name] for name in READS[job.pass_]}, job.tiles)
+    if not found.passed:
+        why = "; ".join(errors.message(v) for v in found.verdicts.values() if not v.passed)
+        raise Fault(f"{kernel.label} is wrong, and is not profiled", why, f"fa-cli run --compute {job.compute} shows where")
+    profiler = backend.xp.cuda.profiler
+    found.timed.call()  # warm
+    profiler.start()
+    for _ in range(job.runs):
+        found.timed.call()
+    profiler.stop()

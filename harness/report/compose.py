@@ -1,0 +1,123 @@
+"""Rows -> a DataFrame, figures and a summary: of any run, on any machine, from results.csv and env.json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from .. import environment
+from ..files import disk_fault, write_files
+from ..problem import DataFault
+from ..row import read_rows
+from . import figures
+from . import ladder as climb
+from .figures import error_picture as error_picture
+from .style import save
+from .summary import commit_of, dates_of, heading, summary
+from .views import PASS_WORDS, PREFIX, View, by_head_dim, climbs, families, views
+
+if TYPE_CHECKING:
+    from matplotlib import figure as plot
+
+    from ..row import Row
+
+    Figure = Callable[[View, str, str], plot.Figure | None]
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as a DataFrame, one column a field."""
+    return pd.DataFrame([dataclasses.asdict(row) for row in rows])
+
+
+def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows and the environment record of a folder of `experiment` (or of a results.csv); no record is an empty one.
+
+    Raises DataFault where the rows are missing or are not ours.
+    """
+    table = folder / "results.csv" if folder.is_dir() else folder
+    if not table.is_file():
+        raise DataFault(f"{table} is missing", "there are no rows to draw", "fa-cli experiment writes them; give its --output-dir")
+    record = table.parent / "env.json"
+    return read_rows(table), environment.read_env(record) if record.exists() else {}
+
+
+def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Mapping[str, Any] | None = None) -> list[Path]:
+    """Draw every figure that rows (or those of a folder) have something for, as 300 dpi PNG files; returns their paths.
+
+    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; FIGURE is kernel_comparison, and where shapes
+    differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, where ceilings were measured roofline, and where many
+    steps of the ladder have one shape ladder (without a `name` of ladder before it).
+    CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
+    """
+    if isinstance(source, Path):
+        rows, found = read(source)
+        env = found if env is None else env
+    else:
+        rows = list(source)
+    made: list[Path] = []
+    for view in views(rows):
+        pass_ = PASS_WORDS[view.type]
+        label, footer = _title(title or name, pass_), _footer(view, env or {})
+        drawn: list[tuple[str, View, Figure, str]] = [("kernel_comparison", v, figures.kernel_comparison, label) for v in by_head_dim(view)]
+        drawn.append(("roofline", view, figures.roofline, f"Roofline: {pass_}"))
+        for family in families(view):
+            drawn += [
+                ("seqlen_analysis", family, figures.seqlen_analysis, label),
+                ("latency_scaling", family, figures.latency_scaling, label),
+                ("memory", family, figures.memory, f"Memory: {pass_}"),
+                ("error_vs_S", family, figures.error_vs_s, f"Error against float64: {pass_}"),
+            ]
+        for kind, part, function, heading_ in drawn:
+            if figure := function(part, heading_, footer):
+                made.append(_save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
+    for panels in climbs(rows):
+        first, words = panels[0], " and ".join(panel.dtype for panel in panels)
+        figure = climb.climb(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
+        apart = "_causal" * first.causal + "_cpu" * first.cpu
+        made.append(_save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
+    return made
+
+
+def _save(figure: plot.Figure, path: Path) -> Path:
+    try:
+        return save(figure, path)
+    except OSError as error:
+        raise disk_fault(path.parent, error) from None
+
+
+def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+    """The figures and summary.md of a folder again, from its files alone; returns their paths.
+
+    Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
+    figures of several experiments lie side by side there.
+    """
+    rows, env = read(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    pictures = pictures or folder
+    apart = pictures.resolve() != folder.resolve()
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(pictures, error) from None
+    write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
+    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+
+
+def _title(title: str, pass_: str) -> str:
+    """The title with the pass, unless it starts with that word and names no other."""
+    says = title.lower()
+    if says.startswith(pass_) and not any(other in says for other in PASS_WORDS.values() if other not in pass_):
+        return title
+    return f"{title}: {pass_}" if title else pass_
+
+
+def _footer(view: View, env: Mapping[str, Any]) -> str:
+    """One line below a figure: what it was measured on, when, at which commit."""
+    commit = commit_of(view.rows, env)
+    parts = [view.device_name, heading(view, view.timing), dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli"]
+    return " · ".join(filter(None, parts))

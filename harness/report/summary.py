@@ -1,0 +1,135 @@
+"""Rows -> summary.md: the tables a reader wants first, in words where there is no time. Needs neither pandas nor matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..row import Row
+from .views import HOST_TIME, PASS_WORDS, Key, View, geometric_mean, limiter, shape_of, views
+
+
+def summary(rows: Sequence[Row], env: Mapping[str, Any], title: str = "Results") -> str:
+    """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command."""
+    parts = [f"# {title}"]
+    for view in views(rows):
+        timings: list[str | None] = [timing for timing in ("warm", "cold") if any(row.timing == timing for row in view.rows)]
+        parts += [_section(view, timing) for timing in timings or [view.timing]]
+        sentences = [text for kernel in view.kernels if (text := limiter(view, kernel))]
+        if sentences:
+            parts.append("What limits them:\n\n" + "\n".join(f"- {text}" for text in sentences))
+        parts += _remarks(view)
+    if ceilings := [row for row in rows if row.Kernel.startswith("ceiling-")]:
+        parts.append("Ceilings measured in the same run: " + "; ".join(_ceiling(row) for row in ceilings) + ".")
+    return "\n\n".join([*parts, _environment(rows, env)]) + "\n"
+
+
+def commit_of(rows: Sequence[Row], env: Mapping[str, Any]) -> str:
+    """The commits rows were made at, by their run_id, shortened; empty where env.json does not say."""
+    records = {str(env.get("run_id")): env, **(env.get("earlier") or {})}
+    runs = dict.fromkeys(str(row.run_id) for row in rows)
+    commits = (str((records.get(run) or env).get("git_commit") or "") for run in runs)
+    return ", ".join(dict.fromkeys(c[:10] + "+" * (c.endswith("+") and len(c) > 10) for c in commits if c))
+
+
+def dates_of(rows: Sequence[Row]) -> str:
+    """The days on which rows were measured, from their run_id: one day, or the first and the last."""
+    days = sorted({f"{r[:4]}-{r[4:6]}-{r[6:8]}" for row in rows if (r := row.run_id or "")[:8].isdigit()})
+    return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def heading(view: View, timing: str | None) -> str:
+    """What a view holds, in words: pass, dtype, mask, timing."""
+    words = (PASS_WORDS[view.type], view.dtype, "causal" if view.causal else "not causal", timing)
+    return ", ".join(word for word in words if word)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns but the first are to the right."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _section(view: View, timing: str | None) -> str:
+    cells = {kernel: view.cells(kernel, timing) for kernel in view.kernels}
+    where = f"{HOST_TIME}: {view.device_name}" if view.cpu else view.device_name
+    parts = [f"## {heading(view, timing)} — {where}"]
+    lines = []
+    for shape in view.shapes:
+        times = {kernel: row.KernelTime_ms for kernel in view.kernels if (row := cells[kernel].get(shape))}
+        best = min((ms for ms in times.values() if ms), default=None)
+        lines.append([view.label(shape), *(_cell(cells[kernel].get(shape), best) for kernel in view.kernels)])
+    parts.append("Median time in ms; the best of a row is bold; a word stands where there is no time.")
+    parts.append(markdown_table(("shape", *view.kernels), lines))
+    return "\n\n".join([*parts, *_means(view, cells)])
+
+
+def _cell(row: Row | None, best: float | None) -> str:
+    if row is None:
+        return ""
+    if not row.KernelTime_ms:
+        return row.Status
+    text = f"{row.KernelTime_ms:.4g}" + "†" * (row.ErrorMessage or "").startswith("THROTTLED")
+    return f"**{text}**" if row.KernelTime_ms == best else text
+
+
+def _means(view: View, cells: Mapping[str, Mapping[Key, Row]]) -> list[str]:
+    """Geometric means over the shapes in which every kernel that has a time anywhere has one."""
+    timed = {kernel: {s: r for s, r in of.items() if r.KernelTime_ms} for kernel, of in cells.items()}
+    timed = {kernel: of for kernel, of in timed.items() if of}
+    common = [shape for shape in view.shapes if timed and all(shape in of for of in timed.values())]
+    if not timed:
+        return ["No kernel has a time."]
+    if not common:
+        return ["No shape has a time of every kernel, so there are no means to compare."]
+    over = view.reference
+    columns = ["kernel", "ms", *([] if view.cpu else ["TFLOP/s", "GB/s"]), *([f"speed-up over {over}"] if over else [])]
+    lines = []
+    for kernel, of in timed.items():
+        rows = [of[shape] for shape in common]
+        values = [[r.KernelTime_ms for r in rows]] + ([] if view.cpu else [[r.TFLOPS for r in rows], [r.Bandwidth_GBps for r in rows]])
+        values += [[view.speedup(row) for row in rows]] if over else []
+        means = [geometric_mean(v for v in each if v) if all(each) else None for each in values]
+        lines.append([kernel, *("" if mean is None else f"{mean:.4g}" for mean in means)])
+    return [f"Geometric means over the {len(common)} of {len(view.shapes)} shapes that all of these have:", markdown_table(columns, lines)]
+
+
+def _remarks(view: View) -> list[str]:
+    """What did not pass and why, and rows that passed with a remark: each message once, with how many rows have it."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in view.rows:
+        if row.Status != "PASS" or row.ErrorMessage:
+            message = (row.ErrorMessage or "no message").partition("\n")[0]
+            found.setdefault((row.Kernel, row.Status, message), []).append(view.label(shape_of(row)))
+    if not found:
+        return []
+    lines = []
+    for (kernel, status, message), shapes in found.items():
+        names = list(dict.fromkeys(shapes))
+        where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        lines.append(f"- {kernel} {status} ({where}): {message}")
+    dagger = any((row.ErrorMessage or "").startswith("THROTTLED") for row in view.rows)
+    return ["Remarks" + " († the device was held back while it was measured)" * dagger + ":\n\n" + "\n".join(lines)]
+
+
+def _ceiling(row: Row) -> str:
+    name = row.Kernel.removeprefix("ceiling-")
+    if row.Bandwidth_GBps and not row.TFLOPS:
+        return f"{name} {row.Bandwidth_GBps:,.0f} GB/s"
+    return f"{name} {row.TFLOPS:,.4g} {'T exp/s' if name == 'exp' else 'TFLOP/s'}" if row.TFLOPS else f"{name} {row.Status}"
+
+
+def _environment(rows: Sequence[Row], env: Mapping[str, Any]) -> str:
+    versions = env.get("packages") or {}
+    facts = {
+        "device": env.get("device_name"), "driver": env.get("driver") or env.get("cuda_driver"), "CUDA": env.get("cuda_runtime"),
+        "NVRTC": env.get("nvrtc"), "compiler": env.get("compiler"), "Python": env.get("python"),
+        **{name: versions[name] for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy") if versions.get(name)},
+        "commit": commit_of(rows, env), "date": dates_of(rows),
+    }  # fmt: skip
+    text = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
+    command = env.get("command")
+    return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{' '.join(map(str, command))}`" if command else "")

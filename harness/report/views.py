@@ -1,0 +1,279 @@
+"""What can be said of rows without drawing them: the latest of each, those that may share axes, families over S, ceilings.
+
+A view is one pass on one device in one dtype and mask: rows of different views never share an axis or a mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..kernel.kernel import catalogue
+from ..problem import Problem
+from ..row import SHAPE, TYPES, Row
+
+#: What makes two rows the same question on the same device.
+KEY = ("Kernel", "Type", *SHAPE, "timing")
+MODES = {short: mode for mode, short in TYPES.items()}
+PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names, as seed 002 has it
+PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
+HOST_TIME = "CPU time (host backend), not GPU performance"
+CEILING = "ceiling-"
+#: Lengths that make a family worth a figure where other shapes are there too.
+FAMILY = 4
+#: Timed steps of the ladder that make a shape worth the figure of the climb.
+CLIMB = 6
+
+Key = tuple[Any, ...]
+
+
+def key_of(row: Row) -> Key:
+    """The values of KEY in a row."""
+    return tuple(getattr(row, name) for name in KEY)
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each question and device. One without a timing (refused, failed) stands for every timing, and gives way to any."""
+    found: dict[Key, dict[str | None, Row]] = {}
+    for row in rows:
+        of_timing = found.setdefault((*key_of(row)[:-1], row.device_name), {})
+        if row.timing is None:
+            of_timing.clear()
+        of_timing.pop(None, None)
+        of_timing[row.timing] = row
+    return [row for of_timing in found.values() for row in of_timing.values()]
+
+
+def problem_of(row: Row) -> Problem:
+    """The problem a row is of; tf32 is float32 in memory."""
+    dtype = "float32" if row.dtype == "tf32" else row.dtype
+    return Problem.of(row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv, dtype, row.causal, row.scale)
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """The geometric mean of positive numbers; None of none."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
+
+
+@dataclass(frozen=True)
+class View:
+    """Rows that may share axes. timing is the one drawn; suffix is what file names need to differ; ceilings are of the same device."""
+
+    rows: tuple[Row, ...]
+    type: str
+    dtype: str
+    causal: bool
+    device: str
+    device_name: str
+    timing: str | None
+    suffix: str
+    ceilings: Mapping[str, Row]
+
+    @property
+    def cpu(self) -> bool:
+        """Whether the times are a processor's."""
+        return self.device == "cpu"
+
+    @property
+    def mode(self) -> str:
+        """forward, backward or both."""
+        return MODES[self.type]
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels, in the order of the rows."""
+        return list(dict.fromkeys(row.Kernel for row in self.rows))
+
+    @property
+    def shapes(self) -> list[Key]:
+        """The problems, in the order of the rows."""
+        return list(dict.fromkeys(shape_of(row) for row in self.rows))
+
+    def only(self, keep: Callable[[Row], bool], suffix: str = "") -> View:
+        """The view of some of the rows."""
+        return replace(self, rows=tuple(row for row in self.rows if keep(row)), suffix=suffix + self.suffix)
+
+    def cells(self, kernel: str, timing: str | None = None) -> dict[Key, Row]:
+        """A kernel's rows by shape, of the timing drawn (or of another) and those without one."""
+        wanted = (timing or self.timing, None)
+        return {shape_of(row): row for row in self.rows if row.Kernel == kernel and row.timing in wanted}
+
+    def label(self, shape: Key) -> str:
+        """A shape in words: its test's name, and the sizes that vary in this view and are not in that name."""
+        row = next(row for row in self.rows if shape_of(row) == shape)
+        name = row.Test or problem_of(row).folder
+        sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim", "Hkv": "heads_kv", "Skv": "seq_kv"}
+        usual = {"Hkv": row.Heads, "Skv": row.SeqLen}
+        parts = []
+        for short, column in sizes.items():
+            value = getattr(row, column)
+            varies = len({getattr(other, column) for other in self.rows}) > 1
+            if varies and f"{short}{value}" not in name.replace("-", "_").split("_") and usual.get(short) != value:
+                parts.append(f"{short}{value}")
+        return f"{name} ({' '.join(parts)})" if parts else name
+
+    @property
+    def reference(self) -> str | None:
+        """What speed-ups are over: the fastest torch backend of the run, else the first kernel that has every shape's time."""
+        if any(row.Speedup for row in self.rows):
+            return "the fastest torch backend"
+        whole = (k for k in self.kernels if sum(bool(row.KernelTime_ms) for row in self.cells(k).values()) == len(self.shapes))
+        return next(whole, None)
+
+    def speedup(self, row: Row) -> float | None:
+        """How many times as fast as the reference a row is."""
+        reference = self.reference
+        if row.KernelTime_ms is None or reference is None or any(other.Speedup for other in self.rows):
+            return row.Speedup
+        base = self.cells(reference, row.timing).get(shape_of(row))
+        return base.KernelTime_ms / row.KernelTime_ms if base and base.KernelTime_ms else None
+
+
+def shape_of(row: Row) -> Key:
+    """What a row's problem is, in a view."""
+    return tuple(getattr(row, name) for name in SHAPE)
+
+
+def views(rows: Iterable[Row]) -> list[View]:
+    """The views of rows, in their order; GPU and CPU apart, the suffix of the CPU's is _cpu."""
+    every = latest(rows)
+    ceilings = [row for row in every if row.Kernel.startswith(CEILING)]
+    groups: dict[Key, list[Row]] = {}
+    for row in every:
+        if row not in ceilings:
+            device = "cpu" if row.device == "cpu" else "cuda"
+            groups.setdefault((device, row.device_name or "unknown device", row.Type, row.dtype, row.causal), []).append(row)
+    varied = [len({key[i] for key in groups}) > 1 for i in range(5)]
+    several_names = any(len({k[1] for k in groups if k[0] == device}) > 1 for device in ("cpu", "cuda"))
+    found = []
+    for (device, name, type_, dtype, causal), members in groups.items():
+        suffix = f"_{'-'.join(name.split())}" * several_names + f"_{dtype}" * varied[3] + ("_causal" if causal else "_full") * varied[4]
+        timing = "warm" if any(row.timing == "warm" for row in members) else next((row.timing for row in members if row.timing), None)
+        ours = {row.Kernel.removeprefix(CEILING): row for row in ceilings if (row.device_name or "unknown device") == name}
+        found.append(View(tuple(members), type_, dtype, causal, device, name, timing, suffix + "_cpu" * (device == "cpu"), ours))
+    return found
+
+
+def families(view: View) -> list[View]:
+    """Parts of a view whose shapes differ in S only (at a fixed batch, or at a fixed number of tokens), for figures over S.
+
+    A family has FAMILY lengths or more; two are enough where they are all the shapes of the view.
+    """
+    alike: tuple[Callable[[Row], Key], ...] = (
+        lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
+        lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
+    )
+    found: list[View] = []
+    for same in alike:
+        groups: dict[Key, list[Row]] = {}
+        for row in view.rows:
+            if not any(row in family.rows for family in found):
+                groups.setdefault(same(row), []).append(row)
+        for members in groups.values():
+            lengths = {row.SeqLen for row in members}
+            one_each = len({shape_of(row) for row in members}) == len(lengths)
+            if one_each and (len(lengths) >= FAMILY or (len(lengths) > 1 and len(lengths) == len(view.shapes))):
+                found.append(replace(view, rows=tuple(members)))
+    return [replace(f, suffix=suffix + view.suffix) for f, suffix in zip(found, _suffixes(found), strict=True)]
+
+
+def by_head_dim(view: View, most: int = 16) -> list[View]:
+    """The view, or where it has more than `most` shapes a view for each head dimension."""
+    dims = list(dict.fromkeys(row.HeadDim for row in view.rows))
+    if len(view.shapes) <= most or len(dims) == 1:
+        return [view]
+    return [view.only(lambda row, dim=dim: row.HeadDim == dim, f"_D{dim}") for dim in dims]  # type: ignore[misc]
+
+
+def _suffixes(found: Sequence[View]) -> list[str]:
+    """The shortest names that tell families apart."""
+    if len(found) == 1:
+        return [""]
+    firsts = [family.rows[0] for family in found]
+    for columns in (("HeadDim",), ("Heads",), ("Batch",), ("Batch", "Heads", "HeadDim"), ("Batch", "Heads", "heads_kv", "HeadDim")):
+        short = {"HeadDim": "D", "Heads": "H", "Batch": "B", "heads_kv": "Hkv"}
+        names = ["_" + "_".join(f"{short[c]}{getattr(row, c)}" for c in columns) for row in firsts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"_{i}" for i in range(1, len(found) + 1)]
+
+
+def steps(view: View) -> list[tuple[int, Row]]:
+    """The ladder's kernels that have a time in a view of one shape, with their numbers, in ladder order."""
+    numbers = {k.name: k.number for k in catalogue() if k.number is not None}
+    return sorted((numbers[row.Kernel], row) for row in view.rows if row.timing == view.timing and row.TFLOPS and row.Kernel in numbers)
+
+
+def climbs(rows: Iterable[Row]) -> list[list[View]]:
+    """The panels of each figure of the climb: a view a dtype, cut to the shape most steps have (then the largest), if CLIMB have it."""
+    found: dict[Key, list[View]] = {}
+    for view in views(rows):
+        shapes = [view.only(lambda row, shape=shape: shape_of(row) == shape) for shape in view.shapes]  # type: ignore[misc]
+        best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
+        if len(steps(best)) >= CLIMB:
+            found.setdefault((view.device_name, view.type, view.causal), []).append(best)
+    return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in found.values()]
+
+
+# -- what limits a kernel ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roof:
+    """One ceiling over a problem: what it is called, the TFLOP/s it allows, and its measured rate in words."""
+
+    name: str
+    tflops: float
+    measured: str
+
+
+def intensity(row: Row) -> float:
+    """FLOPs a byte of a row's problem: every input read once, every output written once."""
+    problem, mode = problem_of(row), MODES[row.Type]
+    return problem.flops(mode) / problem.bytes(mode)
+
+
+def gemm(view: View) -> Row | None:
+    """The measured GEMM ceiling of a view's dtype; the 16-bit types stand for each other, having one rate."""
+    names = {"float16": ("float16", "bfloat16"), "bfloat16": ("bfloat16", "float16")}.get(view.dtype, (view.dtype,))
+    return next((row for name in names if (row := view.ceilings.get(f"gemm-{name}")) and row.TFLOPS), None)
+
+
+def roofs(view: View, row: Row) -> list[Roof]:
+    """The measured ceilings over a row's problem, the lowest first."""
+    found = []
+    copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
+    if copy and copy.Bandwidth_GBps:
+        measured = f"copy {copy.Bandwidth_GBps:,.0f} GB/s"
+        found.append(Roof("memory bandwidth", copy.Bandwidth_GBps * intensity(row) / 1e3, measured))
+    if product and product.TFLOPS:
+        found.append(Roof("arithmetic", product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s"))
+    if exp and exp.TFLOPS:
+        found.append(Roof("exponentials", exp.TFLOPS * flops_an_exp(row), f"exp {exp.TFLOPS:,.3g} T/s"))
+    return sorted(found, key=lambda roof: roof.tflops)
+
+
+def flops_an_exp(row: Row) -> float:
+    """FLOPs of a pass for each exponential it needs: one a visible pair forward, one backward, two for both."""
+    return {"FOR": 4.0, "BAC": 10.0, "BOT": 7.0}[row.Type] * row.HeadDim
+
+
+def limiter(view: View, kernel: str) -> str | None:
+    """A sentence: what limits a kernel at its largest problem, by the ceilings measured beside it; None where there are none."""
+    timed = [row for row in view.cells(kernel).values() if row.TFLOPS]
+    largest = max(timed, key=lambda row: problem_of(row).flops(view.mode), default=None)
+    found = roofs(view, largest) if largest else []
+    if not found or largest is None or largest.TFLOPS is None:
+        return None
+    lowest, others = found[0], ", ".join(f"{roof.name} would allow {roof.tflops:,.3g}" for roof in found[1:])
+    part = largest.TFLOPS / lowest.tflops
+    text = f"{kernel} at {view.label(shape_of(largest))}: {largest.TFLOPS:,.3g} TFLOP/s, {part:.0%} of the lowest ceiling, {lowest.name} "
+    text += f"({lowest.tflops:,.3g} TFLOP/s by {lowest.measured}{'; ' + others if others else ''}): "
+    if part > 1.02:
+        return text + "it does its products on faster units than that ceiling was measured on."
+    if part >= 0.5:
+        return text + f"{lowest.name} limits it."
+    return text + "no ceiling is near; its own instructions, latency or occupancy limit it."

@@ -1,0 +1,16 @@
+"""The terminal: options, printing, progress and watching; all that knows click and rich. Modules load when first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import doors
+
+if TYPE_CHECKING:
+    from . import options as options
+    from . import printing as printing
+    from . import show as show
+    from . import show_report as show_report
+    from . import watch as watch
+
+__getattr__ = doors(__name__)

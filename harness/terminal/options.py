@@ -1,0 +1,242 @@
+"""What the verbs of cli.py share: options, the parsing of their values, and the one place where faults become exit codes."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from ..problem import DiskFault, Fault, Problem, UsageFault
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_CODES = """\
+\b
+Exit codes: 0 ok; 1 a check failed; 2 usage (unknown kernel, unsupported
+shape); 3 bad data; 4 environment (no GPU, package or compiler); 5 a kernel
+did not compile or launch; 6 disk; 130 Ctrl-C."""
+
+VERDICTS = """\
+\b
+How a verdict is reached. The ratio is time of B / time of A, with a 95%
+interval: from samples.jsonl by order statistics of each median (7 samples or
+more; of 3 to 6 the whole range, its width tripled), without samples from p20,
+p80 and their number, twice as wide as normal noise would have it.
+  SAME     the interval lies within 1 +- 3%
+  FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
+  UNSURE   everything else, and fewer than 3 samples"""
+
+CAUSAL = """\
+\b
+The causal mask is bottom-right aligned, as in FlashAttention: the last query
+sees every key. torch's is_causal is top-left; they differ where --seq-kv
+differs from --seq."""
+
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "auto_envvar_prefix": "FA_CLI",
+    "max_content_width": 110,
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --batch_size is --batch-size
+}
+
+
+class FaCli(click.Group):
+    """The group of verbs. A verb returns its exit code; what it raises becomes a message on stderr and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        obj: dict[str, Any] = {"verbosity": 0, "arguments": list(arguments)}
+        try:
+            code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            code = error.exit_code
+        except click.ClickException as error:
+            path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
+            code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
+        except click.Abort:  # click's word for Ctrl-C
+            code = complain("interrupted", code=130)
+        except Exception as error:
+            code = explain(error, obj["verbosity"])
+        sys.exit(code or 0)
+
+
+def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
+    """Print the lines of an error on stderr and return its exit code."""
+    for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
+        if text:
+            click.echo(label + text, err=True)
+    return code
+
+
+def explain(error: Exception, verbosity: int) -> int:
+    """Print what a verb raised as a message, with a traceback only from -vv on. Returns the exit code."""
+    if verbosity >= 2:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, Fault):
+        return complain(error.what, error.why, error.hint, error.exit_code)
+    if isinstance(error, OSError) and error.errno:  # a disk fault that no module foresaw; without a file name, of stdout
+        what = f"{error.filename or 'output'}: {error.strerror}"
+        return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
+    if isinstance(error, MemoryError):
+        return complain("out of memory", str(error), "use a smaller --batch, --heads or --seq", UsageFault.exit_code)
+    return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
+
+
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several click options as one decorator, in the order of --help."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def examples(*lines: str) -> str:
+    """The end of a verb's help: commands that work as they stand."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+# -- what the values mean -------------------------------------------------------------------------------------------------
+
+
+def _verbosity(context: click.Context, parameter: click.Parameter, value: int) -> None:
+    if value:
+        context.obj["verbosity"] = value if parameter.name == "verbose" else -1
+
+
+def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    names = [name for value in values for name in value.split(",") if name]
+    if values and not names:
+        raise click.BadParameter("it names no kernel.")
+    return names
+
+
+def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """The mode by its own name or by a seed's."""
+    known = {"forward": "forward", "backward": "backward", "both": "both", "forward_backward": "both", None: None}
+    if value not in known:
+        raise click.BadParameter(f"{value!r} is not one of forward, backward, both.")
+    return known[value]
+
+
+def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("[1-9][0-9]{0,17}", v)), None):
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
+    return {name: int(value) for name, value in pairs.items()}
+
+
+def _tile_lists(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[int]]:
+    lists = {name: some.split(",") for name, _, some in (text.partition("=") for text in values)}
+    return {name: list(dict.fromkeys(_tiles(_context, _parameter, (f"{name}={v}",))[name] for v in some)) for name, some in lists.items()}
+
+
+def parse_tolerance(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    """An absolute error: NaN would limit nothing and a negative number would fail everything."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise click.BadParameter(f"{value} is not an absolute error, a number of at least 0.")
+    return value
+
+
+def print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    """--version: what is installed, or that nothing is."""
+    if value:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            click.echo(f"fa-cli {version('fa-cli')}")
+        except PackageNotFoundError:
+            click.echo("fa-cli, a checkout that is not installed")
+        context.exit()
+
+
+def names(text: str | None) -> tuple[str, ...] | None:
+    """A comma-separated list; () for "none", None where nothing was said."""
+    return None if text is None else () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def expanded(computes: Sequence[str], passes: Sequence[str], problem: Problem | None = None, deterministic: bool = False) -> list[str]:
+    """Computes with the names of ranges; what a range leaves out, by the passes and the problem, is said on stderr."""
+    from ..choose import expand
+
+    found, left_out = expand(computes, passes, [problem] if problem else (), deterministic)
+    for text in left_out:
+        click.echo(f"note: {text}", err=True)
+    return found
+
+
+def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
+    """The problem that the shape options state."""
+    sizes = {name: shape[name] for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
+    return Problem.of(**sizes, heads_kv=shape["kv_heads"], causal=causal, scale=scale)
+
+
+def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
+    """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
+    for name in shape:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageFault(
+                f"--data and {option} together", "the folder states its own shape, dtype and seed", f"leave out --data or {option}"
+            )
+
+
+# -- options that several verbs have -----------------------------------------------------------------------------------
+
+folder = click.Path(path_type=Path)
+printing = options(
+    click.option("--json", is_flag=True, help="One JSON document on stdout."),
+    click.option("-q", "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=_verbosity, help="Only the verdict."),
+    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_verbosity, help="More; -vv adds tracebacks."),
+)
+shape = options(
+    click.option("--batch", "--batch-size", "batch", type=int, default=2, show_default=True),
+    click.option("--heads", "--num-heads", "heads", type=int, default=8, show_default=True, help="Query heads."),
+    click.option("--seq", "--seq-len", "seq", type=int, default=512, show_default=True, help="Queries a head."),
+    click.option("--dim", "--head-dim", "dim", type=int, default=64, show_default=True, help="Head dimension."),
+    click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
+    click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
+    click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random numbers."),
+)
+data_root = click.option(
+    "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
+)
+device = click.option(
+    "--device", default="auto", show_default=True, envvar="FA_CLI_DEVICE", metavar="auto|cuda|cuda:N|cpu",
+    help="auto takes a GPU if there is one; cpu is the host backend.",
+)  # fmt: skip
+compute = click.option(
+    "--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
+    help="Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file.",
+)  # fmt: skip
+mode = click.option(
+    "--mode", default="forward", show_default=True, callback=parse_mode, metavar="forward|backward|both",
+    help="backward alone reads O and logsumexp from the folder.",
+)  # fmt: skip
+sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
+checks = options(
+    click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
+    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="Host backend: run the threads in another order."),
+)
+deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
+kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+mask = options(
+    click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
+    click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
+)
+tile_lists = click.option(
+    "--tile", multiple=True, callback=_tile_lists, metavar="NAME=VALUE[,VALUE...]",
+    help="Values of a tile of the header; several options: every combination.  [default: each tile's own, half and double]",
+)  # fmt: skip
+tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

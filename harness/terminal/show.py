@@ -1,0 +1,287 @@
+"""What each verb prints of what the harness gave it, and the exit code that follows. Every public function returns the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..check import budget as errors
+from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
+from .show_report import error_pictures, times_as_fast
+
+if TYPE_CHECKING:
+    from ..compile import CompileRow
+    from ..dataset.folder import Dataset
+    from ..doctor import Check
+    from ..experiment import Outcome
+    from ..kernel.kernel import Kernel
+    from ..profile.counters import Counters
+    from ..run import Result
+    from ..verify import CaseResult
+
+HOST_TIME = "CPU time (host backend), not GPU performance"
+
+
+def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:
+    """gen-data: the folder and what is in it."""
+    problem = found.problem
+    if as_json:
+        row = {"folder": found.folder, "problem": problem, "seed": found.seed, "tensors": found.tensors}
+        document({"passed": True, "rows": [row]})
+        return 0
+    if verbosity > QUIET:
+        table(
+            ("tensor", "shape", "dtype", "bytes"),
+            [(n, problem.shape(n), problem.tensor_dtype(n), problem.tensor_bytes(n)) for n in found.tensors],
+        )
+    print(f"data     {near(found.folder)}")
+    return 0
+
+
+def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
+    """run: errors of each tensor, times, files. One kernel is one JSON object, several are rows."""
+    passed = all(result.passed for result in found)
+    if as_json:
+        rows = [result_json(result) for result in found]
+        document(rows[0] if len(rows) == 1 else {"passed": passed, "rows": rows})
+        return 0 if passed else 1
+    if verbosity > QUIET:
+        _result_tables(found, verbosity)
+    for result in found:
+        words = result.problem.describe(), "deterministic" * result.deterministic, f"on {result.device}"
+        line("PASS" if result.passed else "FAIL", result.compute, result.mode, *words)
+        for verdict in result.verdicts.values():
+            if not verdict.passed:
+                line(" ", errors.message(verdict))
+    for path in error_pictures(found):
+        note(f"where it is wrong: {near(path)}")
+    for text in dict.fromkeys(text for result in found for text in result.notes):
+        note(text)
+    return 0 if passed else 1
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """A Result as the JSON object of README, "JSON"."""
+    keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
+    return {
+        "compute": result.compute,
+        "mode": result.mode,
+        "device": result.device,
+        "problem": dataclasses.asdict(result.problem),
+        "passed": result.passed,
+        "time_ms": dict(result.time_ms),
+        "tflops": dict(result.tflops),
+        "gbps": dict(result.gbps),
+        "errors": {name: {key: getattr(v, key) for key in keys} for name, v in result.verdicts.items()},
+        "outputs": str(result.outputs.resolve()) if result.outputs else None,
+    }
+
+
+def _result_tables(found: Sequence[Result], verbosity: int) -> None:
+    first = found[0]
+    print(f"{first.problem.describe()}, {first.mode}, on {first.device_name}")
+    table(
+        ("kernel", "tensor", "max |error|", "mean |error|", "MSE", "max relative", "budget", "verdict"),
+        [
+            (result.compute, v.tensor, v.max_abs, v.mean_abs, v.mse, v.max_rel, v.budget, "PASS" if v.passed else "FAIL")
+            for result in found
+            for v in result.verdicts.values()
+        ],
+    )
+    print()
+    rows = []
+    for result in found:
+        for name, each in result.passes.items():
+            time, base = result.time_ms[name], first.time_ms[name]
+            speed = times_as_fast(each, first.passes[name]) if base and time and result is not first else None
+            rows.append((result.compute, name, time, result.tflops[name], result.gbps[name], speed, len(each.seconds)))
+    cpu = first.device == "cpu"
+    shown = [0, 1, 2, *(() if cpu else (3, 4)), *((5,) if len(found) > 1 else ()), 6]
+    columns = ("kernel", "pass", "ms (median)", "TFLOP/s", "GB/s", f"times as fast as {first.compute}", "samples")
+    table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    print(f"({HOST_TIME})" if cpu else "(kernel time, warm)")
+    if verbosity >= VERBOSE:
+        for result in found:
+            for name, each in result.passes.items():
+                if not each.loaded or not each.kernel:
+                    print(f"{name}: {each.ran}")
+                    continue
+                loaded = each.loaded
+                used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes shared": loaded.shared_bytes}
+                known = [
+                    f"{value} {what}" for what, value in (used | {"bytes on the device": each.device_bytes}).items() if value is not None
+                ]
+                print(f"{name}: {each.kernel.path}, source {each.kernel.source_hash}, {', '.join(known)}")
+    if first.outputs:
+        names = [f"{name}.bin" for name in first.verdicts] + ["outputs.json"]
+        print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))
+
+
+def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
+    """experiment: a line a row, and where the files are."""
+    passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
+    if as_json:
+        document({"passed": passed, "rows": outcome.rows})
+        return 0 if passed else 1
+    if not outcome.files:  # --dry-run: the plan is the result
+        print("\n".join(outcome.notes))
+        return 0
+    for text in outcome.notes:
+        note(text)
+    if verbosity > QUIET:
+        table(
+            ("test", "kernel", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+            [
+                (
+                    r.Test, r.Kernel, r.Type, r.timing, r.MaxError, r.KernelTime_ms, None if r.device == "cpu" else r.TFLOPS, r.Speedup,
+                    r.Status, (r.ErrorMessage or "").partition("\n")[0],
+                )
+                for r in outcome.rows
+            ],
+        )  # fmt: skip
+        if any(row.device == "cpu" for row in outcome.rows):
+            print(f"({HOST_TIME})")
+        for path in outcome.files:
+            print(f"written  {path}")
+    failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
+    line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
+    return 0 if passed else 1
+
+
+def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
+    """verify: a line a kernel and pass, and each case that failed with the command that runs it alone."""
+    wrong = [case for case in found if not case.passed]
+    code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
+    if as_json:
+        document({"passed": not wrong, "rows": found})
+        return code
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in found:
+        groups.setdefault((case.kernel, case.pass_), []).append(case)
+    if verbosity > QUIET:
+        progress(verbosity)("")
+        rows = []
+        for (name, pass_), group in groups.items():
+            failed = sum(not case.passed for case in group)
+            rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
+        table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
+        if verbosity >= VERBOSE:
+            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
+    told: set[str] = set()
+    for case in wrong:
+        log = case.message.partition("\nhint: ")[0]  # a compile error is told once, not once a case
+        first, more, _ = log.partition("\n")
+        again = " (as above)" if more and log in told else ""
+        told.add(log)
+        line(
+            "FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {first if again else case.message}{again}"
+        )
+        print(f"     {case.repro}")
+    line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
+    return code
+
+
+def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
+    """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
+    code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
+    if as_json:
+        document({"passed": code == 0, "rows": rows})
+        return code
+    progress(verbosity)("")
+    if verbosity > QUIET:
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
+        found = [
+            (
+                r.kernel, r.pass_, "yes" if r.deterministic else "no", r.dtype, r.head_dim, r.arch, r.registers, r.spill_bytes,
+                r.shared_bytes, r.seconds, r.status, r.message,
+            )
+            for r in rows
+        ]  # fmt: skip
+        table(columns, found)
+    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
+    return code
+
+
+def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of the kernel table: a row a kernel, its passes together. The documents' tables are made of it too."""
+    groups: dict[tuple[int | None, str], list[Kernel]] = {}
+    for kernel in kernels:
+        groups.setdefault((kernel.number, kernel.name), []).append(kernel)
+    rows: list[tuple[str, ...]] = []
+    for (number, name), group in groups.items():
+        first = group[0]
+        can = [word for word, yes in (("causal", first.causal), ("gqa", first.gqa), ("cross", first.cross)) if yes]
+        arch = first.arch if isinstance(first.arch, str) else ", ".join(dict.fromkeys(first.arch.values()))
+        dtypes = " ".join(dict.fromkeys(dtype for kernel in group for dtype in kernel.dtypes))
+        widest = f"{first.head_dims[-1]}"
+        shown = "" if number is None else f"{number:02}"
+        rows.append((shown, name, " ".join(k.pass_ for k in group), dtypes, widest, " ".join(can), arch, first.title))
+    return ("no", "name", "passes", "dtypes", "D up to", "also", "arch", "idea"), rows
+
+
+def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: bool, verbosity: int) -> int:
+    """list: the kernels in ladder order, and the sweeps."""
+    columns, rows = ladder(kernels)
+    if as_json:
+        names = ("no", "name", "passes", "dtypes", "max_head_dim", "also", "arch", "title")
+        listed: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
+        for row in listed:
+            row.update({key: row[key].split() for key in ("passes", "dtypes", "also")}, max_head_dim=int(row["max_head_dim"]))
+        document({"passed": True, "rows": listed, "sweeps": sweeps})
+        return 0
+    if verbosity <= QUIET:
+        print("\n".join(row[1] for row in rows))
+        return 0
+    table(columns, rows)
+    print()
+    table(("sweep", "question"), sweeps.items())
+    return 0
+
+
+def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: int) -> int:
+    """profile: a line a counter, a column a launch; of the stall reasons only those that matter."""
+    if as_json:
+        document({"passed": True, "rows": rows})
+        return 0
+    if verbosity > QUIET:
+        print(rows[0].problem)
+        names = dict.fromkeys(name for row in rows for name in row.metrics)
+        least = 0.1 if verbosity < VERBOSE else 0.0  # waiting warps an issue
+        table(
+            ("counter", *(f"{row.kernel} {row.pass_}: {row.entry}" for row in rows)),
+            [
+                (name, *(row.metrics.get(name) for row in rows))
+                for name in names
+                if not name.startswith("stall_") or max(row.metrics.get(name) or 0.0 for row in rows) >= least
+            ],
+        )
+    print(f"written  {near(folder)}")
+    return 0
+
+
+def new_kernel(path: Path) -> int:
+    """new: the file that was written and what to do next."""
+    print(f"written  {path}")
+    pass_ = "backward" if path.stem.endswith("_backward") else "forward"
+    spec = path if path.is_absolute() else f"./{path}"
+    print(f"hint: fa-cli run --compute {spec} --mode {'both' if pass_ == 'backward' else pass_}", file=sys.stderr)
+    return 0
+
+
+def doctor(checks: Sequence[Check], as_json: bool, verbosity: int) -> int:
+    """doctor: a line a check, and what to do about those that are not OK. Exit code 4 where one FAILs."""
+    failed = [check for check in checks if check.status == "FAIL"]
+    if as_json:
+        document({"passed": not failed, "rows": checks})
+        return 4 if failed else 0
+    if verbosity > QUIET:
+        table(("", "what", "found"), [(check.status, check.name, check.detail) for check in checks])
+        print()
+    for check in checks:
+        if check.hint and (verbosity > QUIET or check in failed):
+            line(check.status, f"{check.name}: {check.hint}")
+    line("FAIL" if failed else "PASS", f"{len(failed)} of {len(checks)} checks fail" if failed else "kernels run here")
+    return 4 if failed else 0

@@ -1,0 +1,141 @@
+"""What the verbs compare and report print, as show.py does for the rest. They return the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..compare import ratio_interval
+from .printing import QUIET, document, line, near, note, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..check.contender import PassResult
+    from ..compare import Comparison
+    from ..run import Result
+    from ..tune import Tuned, Variant
+
+
+def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
+    """compare: a line a row both runs have, means of each kernel, and what only one of them has. Exit code 1 where --fail-if found something."""
+    code = 0 if found.passed else 1
+    if as_json:
+        rest = {
+            "geomean": found.geomean,
+            "geomeans": found.geomeans,
+            "untimed": found.untimed,
+            "only_a": found.only_a,
+            "only_b": found.only_b,
+        }
+        document(
+            {"passed": found.passed, "rows": found.pairs, "counts": found.counts, "failures": found.failures, **rest, "notes": found.notes}
+        )
+        return code
+    if verbosity > QUIET:
+        table(
+            ("kernel", "pass", "shape", "timing", "A ms", "B ms", "B / A", "95% interval", "verdict", "from"),
+            [
+                (
+                    p.kernel, p.type, p.shape, p.timing, p.a_ms, p.b_ms, f"{p.ratio:.4f}",
+                    f"{p.low:.4f} to {p.high:.4f}" if p.low is not None else "-", p.verdict,
+                    p.basis + ", source changed" * p.source_changed,
+                )
+                for p in found.pairs
+            ],
+        )  # fmt: skip
+        if found.pairs:
+            line("")
+            line("time of B / time of A, geometric means:")
+            table(("kernel", "B / A"), [(name, f"{mean:.4f}") for name, mean in found.geomeans.items()])
+        for each in found.untimed:
+            line(f"no time  {each.kernel} {each.type} {each.shape}: {each.a_status} in A, {each.b_status} in B")
+        for side, labels in (("A", found.only_a), ("B", found.only_b)):
+            for label in labels:
+                line(f"only {side}   {label}")
+        for text in found.notes:
+            note(text)
+    for failure in found.failures:
+        line("FAIL", failure)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    mean = f"; geometric mean of B / A {found.geomean:.4f}" if found.geomean else ""
+    line("PASS" if found.passed else "FAIL", f"{len(found.pairs)} rows: {counts}{mean}")
+    return code
+
+
+def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
+    """tune: a line a variant, the best first, and on a GPU the header lines of the best.
+
+    Exit code 1 where a variant computes wrong, 5 where one does not launch or end, 2 where all are pruned.
+    """
+    statuses = {row.status for row in found.rows}
+    code = 1 if "FAIL" in statuses else 5 if "ERROR" in statuses else 0 if "PASS" in statuses else 2
+    if as_json:
+        document({"passed": code == 0, "rows": found.rows})
+        return code
+    cpu = found.device == "cpu"
+    if verbosity > QUIET:
+        line(f"{found.kernel.label}, {found.problem.describe()}, on {found.device_name}")
+        names = list(found.rows[0].tiles)
+        columns = ["", *names, "registers", "spills", "shared", "status", "CPU ms" if cpu else "ms"]
+        columns += [] if cpu else ["TFLOP/s", "times as fast as the default"]
+        rows = [
+            (
+                "default" if row.default else "", *(row.tiles[name] for name in names), row.registers, row.spill_bytes, row.shared_bytes,
+                row.status, row.ms, *(() if cpu else (row.tflops, _against_default(row))), row.why,
+            )
+            for row in found.rows
+        ]  # fmt: skip
+        table([*columns, "why"], rows)
+    if cpu and "PASS" in statuses:
+        note("these are CPU times of the host backend: they choose nothing for a GPU")
+    if found.best:
+        line("")
+        line(f"the fastest, {found.kernel.path.name}:" if not found.best.default else "the default is the fastest:")
+        for text in found.header_lines:
+            line(text)
+        if found.best.vs_low and found.best.vs_low < 1 and not found.best.default:
+            note("its interval reaches below 1: it may be no faster than the default")
+    right = sum(row.status == "PASS" for row in found.rows)
+    pruned = sum(row.status == "PRUNED" for row in found.rows)
+    line("PASS" if code == 0 else "FAIL", f"{right} of {len(found.rows)} variants are right, {pruned} pruned")
+    return code
+
+
+def _against_default(row: Variant) -> str | None:
+    interval = f" ({row.vs_low:.3g} to {row.vs_high:.3g})" if row.vs_low and row.vs_high else ""
+    return f"{row.vs_default:.3g}{interval}" if row.vs_default else None
+
+
+def redrawn(paths: Sequence[Path], as_json: bool, verbosity: int) -> int:
+    """report: the files that were written."""
+    if as_json:
+        document({"passed": True, "rows": [{"file": path.resolve()} for path in paths]})
+    elif verbosity > QUIET:
+        for path in paths:
+            line(f"written  {near(path)}")
+    return 0
+
+
+def error_pictures(found: Sequence[Result]) -> list[Path]:
+    """Draw where each tensor that failed its check is wrong, beside the outputs: error_<tensor>.png, later kernels' with their name."""
+    made: list[Path] = []
+    for place, result in enumerate(found):
+        if not result.outputs:
+            continue
+        for each in result.passes.values():
+            for tensor, picture in each.maps.items():
+                from .. import report  # matplotlib takes a second to load
+
+                name = f"error_{tensor}.png" if place == 0 else f"error_{result.compute}_{tensor}.png"
+                title = f"|error| of {tensor}, {result.compute}, {result.problem.describe()}"
+                made.append(report.error_picture(picture, title, result.outputs / name))
+    return made
+
+
+def times_as_fast(mine: PassResult, base: PassResult) -> str:
+    """base's time over mine, and its 95 % interval where there are samples enough."""
+    a, b = mine.timings["warm"], base.timings["warm"]
+    ratio = b.median_ms / a.median_ms
+    interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)
+    return f"{ratio:.3g}" + (f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else "")

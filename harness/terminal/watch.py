@@ -1,0 +1,157 @@
+"""`fa-cli run --watch`: the run again at every save of the kernel's file or of a file it includes, and what changed by it.
+
+Each run is a process of its own. A kernel being written may kill the one it runs in (a wild pointer on the CPU, a lost context on
+a GPU), and the next save must find everything as if for the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..choose import expand
+from ..kernel.kernel import find, include_closure
+from ..problem import PASSES, WRITES, UsageFault
+from .printing import line, near, note
+
+if TYPE_CHECKING:
+    from ..run import Result
+
+#: In the environment of a run that is watched: the file in which it tells what it found.
+WATCHED = "FA_CLI_WATCHED"
+POLL_SECONDS = 0.2
+#: Exit codes that a save of the kernel cannot mend: at the first run they end the watch.
+HOPELESS = (2, 3, 4, 6)
+
+
+def watched() -> bool:
+    """Whether this process is a run that a watching process started."""
+    return WATCHED in os.environ
+
+
+def tell(results: Sequence[Result]) -> None:
+    """Tell the watching process, if there is one, the time and the errors of every pass of the kernels that passed."""
+    if not watched():
+        return
+    found = {}
+    for result in results:
+        for name in result.passes if result.passed else ():
+            errors = {tensor: float(v.max_abs) for tensor, v in result.verdicts.items() if tensor in WRITES[name]}
+            found[f"{result.compute} {name}"] = {"ms": result.time_ms[name], "errors": errors}
+    Path(os.environ[WATCHED]).write_text(json.dumps(found))
+
+
+def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json: bool) -> int:
+    """Run a command line (a `run`) now and after every save, and print what each save changed. Ends by Ctrl-C.
+
+    Returns the exit code of the first run where no save could mend it. Raises UsageFault for --json and for an unknown kernel,
+    KeyboardInterrupt at Ctrl-C.
+    """
+    if as_json:
+        raise UsageFault("--watch and --json together", "watching has no end, and so no one document", "leave out --json or --watch")
+    kernels = kernel_files(computes, PASSES if mode == "both" else (mode,))
+    note(f"watching {', '.join(str(near(path)) for path in kernels)} and what they include; Ctrl-C ends")
+    good: dict[str, Any] = {}
+    for number, changed in enumerate(saves(lambda: sources(kernels), lambda: time.sleep(POLL_SECONDS))):
+        if changed:
+            line(f"\nsaved    {', '.join(str(near(path)) for path in changed)}")
+        code, found = _run(arguments)
+        if code in HOPELESS and number == 0:
+            return code
+        if code < 0:
+            line(f"FAIL the run died: {signal.Signals(-code).name}")
+        for name, now in found.items():
+            line(change(name, good.get(name), now))
+        good |= found
+        if code:
+            note("still watching")
+    raise AssertionError("saves() never ends")
+
+
+def kernel_files(computes: Sequence[str], passes: Sequence[str]) -> list[Path]:
+    """The files of those computes that are kernels of ours. Raises UsageFault where none is."""
+    found, faults = dict[Path, None](), []
+    for compute in expand(computes, passes)[0]:
+        for pass_ in passes:
+            try:
+                found[find(compute, pass_).path] = None
+            except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
+                faults.append(fault)
+    if not found:
+        raise faults[0]
+    return list(found)
+
+
+def sources(kernels: Sequence[Path]) -> list[Path]:
+    """The kernels' files and every file they include; of one that is not there (an editor is about to rename), only itself."""
+    found = dict.fromkeys(kernels)
+    for path in kernels:
+        with contextlib.suppress(OSError):
+            found |= dict.fromkeys(include_closure(path))
+    return list(found)
+
+
+def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Iterator[list[Path]]:
+    """Yield an empty list at once, then, without end, the files that were saved since; between two looks it calls pause.
+
+    What is saved while the caller works is yielded next: the files are looked at before each yield. A save in pieces is yielded
+    once, when two looks in a row see the same.
+    """
+    changed: list[Path] = []
+    while True:
+        seen = _stamps(files())
+        yield changed
+        while (now := _stamps(seen)) == seen:
+            pause()
+        before = None
+        while now != before:
+            pause()
+            before, now = now, _stamps(seen)
+        changed = [path for path in seen if now[path] != seen[path]]
+
+
+def change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """A pass of a kernel against its last good run, in a line: times in milliseconds, greatest errors."""
+    texts = [_texts(now)] if before is None else [_texts(before), _texts(now)]
+    parts = [" -> ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True)]
+    if before and before["ms"] and now["ms"]:
+        parts[0] += f", {before['ms'] / now['ms']:.2f}x"
+    return f"{name}: {'; '.join(parts)}"
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _texts(run: Mapping[str, Any]) -> list[str]:
+    return [f"{run['ms']:.4g} ms" if run["ms"] else "not timed", *(f"{name} error {error:.2e}" for name, error in run["errors"].items())]
+
+
+def _stamps(files: Sequence[Path] | Mapping[Path, Any]) -> dict[Path, tuple[int, int, int] | None]:
+    """What changes when a file is saved: time, size, inode. None where there is no file."""
+    found: dict[Path, tuple[int, int, int] | None] = {}
+    for path in files:
+        try:
+            facts = path.stat()
+            found[path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+        except OSError:
+            found[path] = None
+    return found
+
+
+def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
+    with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
+        told = Path(folder) / "results.json"
+        code = subprocess.run([sys.executable, *arguments], env=os.environ | {WATCHED: str(told)}).returncode
+        if code == 130:  # Ctrl-C found it first
+            raise KeyboardInterrupt
+        return code, json.loads(told.read_text()) if told.exists() else {}
