@@ -70,10 +70,25 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @options.printing
 @click.pass_context
 def run(
-    context: Context, /, compute: list[str], mode: str, data: Path | None, output_dir: Path, causal: bool, scale: float | None, device: str,
-    tile: dict[str, int], deterministic: bool, tolerance: float | None, allow_nonfinite: bool, check: str | None, schedule_seed: int | None, watch: bool,
-    json: bool, **shape: Any,
-) -> int:  # fmt: skip
+    context: Context,
+    /,
+    compute: list[str],
+    mode: str,
+    data: Path | None,
+    output_dir: Path,
+    causal: bool,
+    scale: float | None,
+    device: str,
+    tile: dict[str, int],
+    deterministic: bool,
+    tolerance: float | None,
+    allow_nonfinite: bool,
+    check: str | None,
+    schedule_seed: int | None,
+    watch: bool,
+    json: bool,
+    **shape: Any,
+) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     if watch and not harness.terminal.watch.watched():
         return harness.terminal.watch.watch([__file__, *context.obj["arguments"]], compute or ["fa2"], mode, json)
@@ -82,10 +97,22 @@ def run(
     if data:
         options.refuse_shape_beside_data(context, shape)
     results = harness.run.run(
-        compute or ["fa2"], mode, data_folder=data, problem=None if data else options.problem_of(shape, causal, scale), seed=shape["seed"],
-        data_root=output_dir, device=device, tolerance=tolerance, allow_nonfinite=allow_nonfinite, tiles=tile, check=check,
-        schedule_seed=schedule_seed, causal=causal, scale=scale, deterministic=deterministic,
-    )  # fmt: skip
+        compute or ["fa2"],
+        mode,
+        data_folder=data,
+        problem=None if data else options.problem_of(shape, causal, scale),
+        seed=shape["seed"],
+        data_root=output_dir,
+        device=device,
+        tolerance=tolerance,
+        allow_nonfinite=allow_nonfinite,
+        tiles=tile,
+        check=check,
+        schedule_seed=schedule_seed,
+        causal=causal,
+        scale=scale,
+        deterministic=deterministic,
+    )
     harness.terminal.watch.tell(results)
     return harness.terminal.show.results(results, json, context.obj["verbosity"])
 
@@ -117,19 +144,45 @@ def run(
 @options.printing
 @click.pass_context
 def experiment(
-    context: Context, /, name: str | None, seqlen: bool, mode: str | None, compute: list[str], peers: str | None, only: tuple[str, ...],
-    skip: tuple[str, ...], output_dir: Path, record: bool, resume: bool, dry_run: bool, full: bool, no_gpu_reference: bool, device: str,
-    deterministic: bool, json: bool,
-) -> int:  # fmt: skip
+    context: Context,
+    /,
+    name: str | None,
+    seqlen: bool,
+    mode: str | None,
+    compute: list[str],
+    peers: str | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    output_dir: Path,
+    record: bool,
+    resume: bool,
+    dry_run: bool,
+    full: bool,
+    no_gpu_reference: bool,
+    device: str,
+    deterministic: bool,
+    json: bool,
+) -> int:
     """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
     wanted = "none" if no_gpu_reference else peers
     outcome = harness.experiment.run_sweep(
         harness.experiment.Options(
-            "seqlen" if seqlen else name or mode or "forward", mode, tuple(compute), options.names(wanted), device, output_dir, record,
-            full, resume, dry_run, only, skip, deterministic,
+            "seqlen" if seqlen else name or mode or "forward",
+            mode,
+            tuple(compute),
+            options.names(wanted),
+            device,
+            output_dir,
+            record,
+            full,
+            resume,
+            dry_run,
+            only,
+            skip,
+            deterministic,
         ),
         harness.terminal.printing.progress(context.obj["verbosity"]),
-    )  # fmt: skip
+    )
     return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
 
 
@@ -148,18 +201,33 @@ def experiment(
 @options.printing
 @click.pass_context
 def verify(
-    context: Context, kernels: tuple[str, ...], compute: list[str], mode: str, matrix: str, case: int | None, deterministic: bool,
-    device: str, check: str | None, schedule_seed: int | None, json: bool,
-) -> int:  # fmt: skip
+    context: Context,
+    kernels: tuple[str, ...],
+    compute: list[str],
+    mode: str,
+    matrix: str,
+    case: int | None,
+    deterministic: bool,
+    device: str,
+    check: str | None,
+    schedule_seed: int | None,
+    json: bool,
+) -> int:
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(check):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     cases = harness.verify.verify(
-        options.expanded([*kernels, *compute], () if mode == "both" else (mode,), None, deterministic), matrix, mode=mode, device=device, check=check,
-        schedule_seed=schedule_seed, case=case, deterministic=deterministic,
+        options.expanded([*kernels, *compute], () if mode == "both" else (mode,), None, deterministic),
+        matrix,
+        mode=mode,
+        device=device,
+        check=check,
+        schedule_seed=schedule_seed,
+        case=case,
+        deterministic=deterministic,
         progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
-    )  # fmt: skip
+    )
     return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
 
 
@@ -207,14 +275,31 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @options.printing
 @click.pass_context
 def tune(
-    context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], causal: bool, scale: float | None, device: str,
-    deterministic: bool, output_dir: Path | None, json: bool, **shape: Any,
-) -> int:  # fmt: skip
+    context: Context,
+    /,
+    name: str,
+    pass_: str,
+    tile: dict[str, list[int]],
+    causal: bool,
+    scale: float | None,
+    device: str,
+    deterministic: bool,
+    output_dir: Path | None,
+    json: bool,
+    **shape: Any,
+) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
     found = harness.tune.tune(
-        name, pass_, options.problem_of(shape, causal, scale), tiles=tile, device=device, seed=shape["seed"], deterministic=deterministic,
-        output_dir=output_dir, progress=harness.terminal.printing.progress(context.obj["verbosity"]),
-    )  # fmt: skip
+        name,
+        pass_,
+        options.problem_of(shape, causal, scale),
+        tiles=tile,
+        device=device,
+        seed=shape["seed"],
+        deterministic=deterministic,
+        output_dir=output_dir,
+        progress=harness.terminal.printing.progress(context.obj["verbosity"]),
+    )
     return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
 
 
@@ -234,17 +319,36 @@ def tune(
 @options.printing
 @click.pass_context
 def profile(
-    context: Context, /, compute: list[str], mode: str, tool: str, causal: bool, scale: float | None, device: str, tile: dict[str, int],
-    deterministic: bool, output_dir: Path, json: bool, **shape: Any,
-) -> int:  # fmt: skip
+    context: Context,
+    /,
+    compute: list[str],
+    mode: str,
+    tool: str,
+    causal: bool,
+    scale: float | None,
+    device: str,
+    tile: dict[str, int],
+    deterministic: bool,
+    output_dir: Path,
+    json: bool,
+    **shape: Any,
+) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     if harness.profile.is_child():
         return harness.profile.launch()
     problem = options.problem_of(shape, causal, scale)
     rows = harness.profile.profile(
-        options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic), mode, problem, tool=tool, output_dir=output_dir, seed=shape["seed"],
-        device=device, tiles=tile, deterministic=deterministic, progress=harness.terminal.printing.progress(context.obj["verbosity"]),
-    )  # fmt: skip
+        options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic),
+        mode,
+        problem,
+        tool=tool,
+        output_dir=output_dir,
+        seed=shape["seed"],
+        device=device,
+        tiles=tile,
+        deterministic=deterministic,
+        progress=harness.terminal.printing.progress(context.obj["verbosity"]),
+    )
     return harness.terminal.show.counters(rows, output_dir, json, context.obj["verbosity"])
 
 

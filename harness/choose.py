@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from .fault import UsageFault
 from .kernel.kernel import catalogue, find
-from .problem import Problem, UsageFault
+from .problem import Problem
 
 _RANGE = re.compile(r"(\d{1,2})-(\d{1,2})")
 

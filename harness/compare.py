@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import NormalDist, median
 
 from . import environment
-from .problem import DataFault, UsageFault
+from .fault import DataFault, UsageFault
 from .report.views import KEY, Key, geometric_mean, key_of, latest
 from .row import Row, read_rows
 
@@ -129,10 +129,15 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
                 failures.append(f"{' '.join(name)}: PASS became {row_b.Status}")
     kernels = dict.fromkeys(pair.kernel for pair in pairs)
     return Comparison(
-        tuple(pairs), tuple(untimed), _labels(only_a), _labels(only_b), geometric_mean(p.ratio for p in pairs),
+        tuple(pairs),
+        tuple(untimed),
+        _labels(only_a),
+        _labels(only_b),
+        geometric_mean(p.ratio for p in pairs),
         {k: m for k in kernels if (m := geometric_mean(p.ratio for p in pairs if p.kernel == k)) is not None},
-        _differences(tables[0].parent / "env.json", tables[1].parent / "env.json"), tuple(failures),
-    )  # fmt: skip
+        _differences(tables[0].parent / "env.json", tables[1].parent / "env.json"),
+        tuple(failures),
+    )
 
 
 def parse_fail_if(text: str) -> float:
@@ -206,9 +211,19 @@ def _pair(row_a: Row, row_b: Row, a: Sample, b: Sample) -> Pair:
         interval, basis = (of_b[0] / of_a[1], of_b[1] / of_a[0]), "p20 to p80"
     low, high = interval or (None, None)
     return Pair(
-        row_a.Kernel, row_a.Type, _shape(row_b), row_a.timing, a_ms, b_ms, b_ms / a_ms, low, high,
-        verdict(*interval) if interval else "UNSURE", basis, row_a.source_hash != row_b.source_hash,
-    )  # fmt: skip
+        row_a.Kernel,
+        row_a.Type,
+        _shape(row_b),
+        row_a.timing,
+        a_ms,
+        b_ms,
+        b_ms / a_ms,
+        low,
+        high,
+        verdict(*interval) if interval else "UNSURE",
+        basis,
+        row_a.source_hash != row_b.source_hash,
+    )
 
 
 def _from_row(row: Row) -> tuple[float, float] | None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .backends import CompileError, nvrtc
+from .fault import UsageFault
 from .kernel.expression import ExpressionError, evaluate
 from .kernel.kernel import Device, Kernel, catalogue, find
-from .problem import PASSES, Problem, UsageFault
+from .problem import PASSES, Problem
 
 #: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"

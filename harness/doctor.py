@@ -20,7 +20,7 @@ from typing import Any
 from .backends import cache_dir, nvidia_driver, nvrtc
 from .backends.cuda import Cuda, driver_cuda, pip_line
 from .backends.host.backend import compiler
-from .problem import Fault
+from .fault import Fault
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 

@@ -29,9 +29,14 @@ def environment(**facts: Any) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "packages": versions,
-        "git_commit": _git_commit(), "command": sys.argv, **facts,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "git_commit": _git_commit(),
+        "command": sys.argv,
+        **facts,
+    }
 
 
 def _git_commit() -> str | None:

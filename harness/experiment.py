@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import backends, environment, files, peers, results, run
-from . import choose as ladder
+from . import backends, choose, environment, files, peers, results, run
 from .backends import Backend, ContextLost
-from .check.contender import Yardstick, yardstick_for
+from .check.oracle import Oracle, oracle_for
+from .fault import DiskFault, EnvironmentFault, UsageFault
 from .kernel.kernel import catalogue, find
 from .measure import ceilings
-from .problem import DiskFault, EnvironmentFault, Problem, UsageFault
+from .problem import Problem
 from .row import TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
@@ -122,13 +122,13 @@ def _shape(
     deterministic: bool,
 ) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
-    yardstick: Yardstick | None = None
+    oracle: Oracle | None = None
     good: list[run.Result] = []
     for compute in computes:
         progress(f"checks {compute}")
         try:
-            yardstick = yardstick or yardstick_for(problem, backend, mode, SEED)
-            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, yardstick, deterministic))
+            oracle = oracle or oracle_for(problem, backend, mode, SEED)
+            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, oracle, deterministic))
         except DiskFault:
             raise  # every other row would meet it too
         except Exception as error:
@@ -203,7 +203,7 @@ def _contenders(
     asked = [options.computes or sweep.names("kernels", test) or usual for test, _ in shapes]
     several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), device) for test, _ in shapes]
     specs = list(dict.fromkeys(spec for some in asked for spec in some))
-    computes, left_out = ladder.expand(specs, passes, problems, options.deterministic)
+    computes, left_out = choose.expand(specs, passes, problems, options.deterministic)
     for spec in computes:
         for pass_ in passes:
             if not peers.find(spec):
@@ -216,7 +216,7 @@ def _contenders(
         able: list[str] = []
         for spec in some:
             with suppress(UsageFault):  # a range none of which takes this shape
-                able += ladder.expand([spec], passes, [problem], options.deterministic)[0]
+                able += choose.expand([spec], passes, [problem], options.deterministic)[0]
         found.append(list(dict.fromkeys([*able, *others])))
     return found, left_out
 

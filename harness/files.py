@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .problem import DataFault, DiskFault
+from .fault import DataFault, DiskFault
 
 #: No record of ours is larger; a larger file is not one.
 JSON_LIMIT = 1 << 20

@@ -1,7 +1,6 @@
 """The attention problem: shapes, dtype, mask and scale, and what follows from them.
 
-This is the lowest module of the house: everything may import it and it imports nothing of ours. So the faults that end a
-command live here too, each with the exit code of README "Exit codes".
+Everything may import it, and it imports nothing of ours but the faults it raises.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+
+from .fault import UsageFault
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -18,55 +19,6 @@ PASSES = ("forward", "backward")
 #: The tensors each pass reads and writes, in the order they are passed to plain kernels and shown in tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
-
-
-class Fault(Exception):
-    """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
-
-    exit_code = 1
-
-    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
-        super().__init__(what)
-        self.what, self.why, self.hint = what, why, hint
-
-    def __str__(self) -> str:
-        lines = [self.what]
-        if self.why:
-            lines.append(self.why)
-        if self.hint:
-            lines.append(f"hint: {self.hint}")
-        return "\n".join(lines)
-
-
-class UsageFault(Fault):
-    """Asked for what does not exist or is not supported: unknown kernel, head dim, dtype, empty sequence, too large."""
-
-    exit_code = 2
-
-
-class DataFault(Fault):
-    """The data is not what it says it is: missing, short, long, not a file, another dtype, another hash, NaN."""
-
-    exit_code = 3
-
-
-class EnvironmentFault(Fault):
-    """Something this machine lacks: a GPU, an optional package, a compiler."""
-
-    exit_code = 4
-
-
-class KernelFault(Fault):
-    """A kernel did not compile, did not launch, deadlocked or raced."""
-
-    exit_code = 5
-
-
-class DiskFault(Fault):
-    """The disk is full, the folder is read-only, or another run holds it."""
-
-    exit_code = 6
-
 
 _FOLDER = re.compile(r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$")
 

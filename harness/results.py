@@ -35,10 +35,19 @@ def samples_of(result: Result, row: Row) -> dict[str, Any]:
     timing = _timing(result, row.Type, row.timing)
     shape = {name: getattr(row, name) for name in SHAPE}
     return {
-        "run_id": row.run_id, "Test": row.Test, "Kernel": row.Kernel, "Type": row.Type, "timing": row.timing, **shape,
-        "launch": timing.launch, "samples_ms": [s * 1e3 for s in timing.seconds], "call_ms": [s * 1e3 for s in timing.call_seconds],
-        "turns": list(timing.turns), "before": dict(timing.before), "after": dict(timing.after),
-    }  # fmt: skip
+        "run_id": row.run_id,
+        "Test": row.Test,
+        "Kernel": row.Kernel,
+        "Type": row.Type,
+        "timing": row.timing,
+        **shape,
+        "launch": timing.launch,
+        "samples_ms": [s * 1e3 for s in timing.seconds],
+        "call_ms": [s * 1e3 for s in timing.call_seconds],
+        "turns": list(timing.turns),
+        "before": dict(timing.before),
+        "after": dict(timing.after),
+    }
 
 
 def with_torch(rows: Sequence[Row]) -> list[Row]:
@@ -63,9 +72,17 @@ def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
 
 
 def rows_without(
-    test: str, kernel: str, mode: str, problem: Problem, backend: Backend, run_id: str, seed: int, status: str, why: str,
+    test: str,
+    kernel: str,
+    mode: str,
+    problem: Problem,
+    backend: Backend,
+    run_id: str,
+    seed: int,
+    status: str,
+    why: str,
     deterministic: bool = False,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """The rows of a kernel that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     message = " ".join(why.split())
@@ -76,10 +93,20 @@ def rows_without(
 def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:
     p = problem
     return {
-        "Test": test, "Kernel": kernel, "Type": TYPES[mode], "Batch": p.batch, "Heads": p.heads_q, "SeqLen": p.seq_q,
-        "HeadDim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv, "dtype": p.dtype, "causal": p.causal, "scale": p.scale,
+        "Test": test,
+        "Kernel": kernel,
+        "Type": TYPES[mode],
+        "Batch": p.batch,
+        "Heads": p.heads_q,
+        "SeqLen": p.seq_q,
+        "HeadDim": p.head_dim,
+        "heads_kv": p.heads_kv,
+        "seq_kv": p.seq_kv,
+        "dtype": p.dtype,
+        "causal": p.causal,
+        "scale": p.scale,
         "repro": _repro(kernel, mode, p, deterministic),
-    }  # fmt: skip
+    }
 
 
 def _passes(result: Result, mode: str) -> list[PassResult]:
@@ -106,14 +133,24 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     row = Row(
         **_of_problem(test, result.compute, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
-        MaxError=worst.max_abs, MeanError=worst.mean_abs, MSE=worst.mse, MaxRelError=worst.max_rel, ErrorMessage=over or None,
-        seed=result.seed, device=result.device, device_name=result.device_name,
-        peak_bytes=max(filter(None, (p.device_bytes for p in passes)), default=None), registers=most("registers"), spill_bytes=most("spill_bytes"),
-        shared_bytes=most("shared_bytes"), deterministic=all(k.deterministic for k in kernels) if kernels else None,
+        MaxError=worst.max_abs,
+        MeanError=worst.mean_abs,
+        MSE=worst.mse,
+        MaxRelError=worst.max_rel,
+        ErrorMessage=over or None,
+        seed=result.seed,
+        device=result.device,
+        device_name=result.device_name,
+        peak_bytes=max(filter(None, (p.device_bytes for p in passes)), default=None),
+        registers=most("registers"),
+        spill_bytes=most("spill_bytes"),
+        shared_bytes=most("shared_bytes"),
+        deterministic=all(k.deterministic for k in kernels) if kernels else None,
         torch_backend="+".join(dict.fromkeys(p.ran for p in passes if p.ran)) or None,
-        source_hash="+".join(dict.fromkeys(k.source_hash for k in kernels)) or None, run_id=run_id,
+        source_hash="+".join(dict.fromkeys(k.source_hash for k in kernels)) or None,
+        run_id=run_id,
         **of_tensors,
-    )  # fmt: skip
+    )
     row = replace(row, dtype="tf32") if any(k.arithmetic_for(problem.dtype) == "tf32" for k in kernels) else row  # on float32 files
     # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
     timings = [t for t in TIMINGS if all(t in p.timings for p in passes)] if result.passed else []
@@ -123,10 +160,17 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
 def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     slow = f"THROTTLED ({timing.throttled})" if timing.throttled else None
     return replace(
-        row, timing=timing.timing, KernelTime_ms=timing.median_ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms, call_ms=timing.call_ms,
-        n_samples=len(timing.seconds), TFLOPS=problem.flops(mode) / (timing.median_ms * 1e9),
-        Bandwidth_GBps=problem.bytes(mode) / (timing.median_ms * 1e6), ErrorMessage="; ".join(filter(None, (slow, row.ErrorMessage))) or None,
-    )  # fmt: skip
+        row,
+        timing=timing.timing,
+        KernelTime_ms=timing.median_ms,
+        p20_ms=timing.p20_ms,
+        p80_ms=timing.p80_ms,
+        call_ms=timing.call_ms,
+        n_samples=len(timing.seconds),
+        TFLOPS=problem.flops(mode) / (timing.median_ms * 1e9),
+        Bandwidth_GBps=problem.bytes(mode) / (timing.median_ms * 1e6),
+        ErrorMessage="; ".join(filter(None, (slow, row.ErrorMessage))) or None,
+    )
 
 
 def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .fault import DataFault
 from .files import disk_fault
-from .problem import DataFault
 
 
 @dataclass(frozen=True, kw_only=True)

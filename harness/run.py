@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import choose as ladder
-from . import peers
+from . import choose, dataset, kernel, peers
 from .backends import Backend, pick
-from .check import budget as errors
-from .check.contender import PassResult, Yardstick, run_kernel, run_peer, yardstick_for
-from .dataset import folder as data
-from .kernel import kernel
+from .check import budget
+from .check.contender import PassResult, run_kernel, run_peer
+from .check.oracle import Oracle, oracle_for
+from .dataset.generate import INPUTS
+from .fault import EnvironmentFault, UsageFault
+from .files import disk_fault, locked
 from .measure import sampling as measure
-from .problem import DTYPE_BYTES, PASSES, READS, EnvironmentFault, Problem, UsageFault
+from .problem import DTYPE_BYTES, PASSES, READS, Problem
 
 #: Modes of a run and the passes each consists of.
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
@@ -44,7 +45,7 @@ class Result:
         return all(p.passed for p in self.passes.values())
 
     @property
-    def verdicts(self) -> dict[str, errors.Verdict]:
+    def verdicts(self) -> dict[str, budget.Verdict]:
         """Every tensor's verdict, forward tensors first."""
         return {name: v for p in self.passes.values() for name, v in p.verdicts.items()}
 
@@ -72,7 +73,7 @@ def contend(
     backend: Backend,
     compute: str,
     mode: str,
-    yardstick: Yardstick,
+    oracle: Oracle,
     forward: Mapping[str, Any] | None,
     tiles: Mapping[str, int] | None = None,
     deterministic: bool = False,
@@ -83,13 +84,13 @@ def contend(
     """
     passes: dict[str, PassResult] = {}
     if peer := find_peer(compute, backend.name):
-        return {pass_: run_peer(peer, yardstick, pass_) for pass_ in MODES[mode]}
+        return {pass_: run_peer(peer, oracle, pass_) for pass_ in MODES[mode]}
     chosen = {pass_: kernel.find(compute, pass_, deterministic) for pass_ in MODES[mode]}  # a missing pass is told before anything runs
     for pass_, each in chosen.items():
-        inputs = dict(yardstick.inputs)
+        inputs = dict(oracle.inputs)
         if pass_ == "backward":
             inputs |= forward if forward is not None else passes["forward"].outputs
-        passes[pass_] = run_kernel(backend, each, yardstick, {name: inputs[name] for name in READS[pass_]}, tiles)
+        passes[pass_] = run_kernel(backend, each, oracle, {name: inputs[name] for name in READS[pass_]}, tiles)
     return passes
 
 
@@ -119,9 +120,10 @@ def open_backend(device: str, check: str | None = None, schedule_seed: int | Non
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
-                "--check and --schedule-seed are the CPU backend's", f"--device is {device}",
+                "--check and --schedule-seed are the CPU backend's",
+                f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
-            )  # fmt: skip
+            )
         return pick("cpu", check=check, seed=schedule_seed)
     return pick(device)
 
@@ -150,30 +152,39 @@ def run(
     or disk; a failed check is no exception, it is Result.passed.
     """
     backend = open_backend(device, check, schedule_seed)
-    found = data.open_(data_folder) if data_folder else None
+    found = dataset.open_(data_folder) if data_folder else None
     shape = found.problem if found else problem
     assert shape is not None, "either a folder or a problem"
     problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
-    data.check_size(problem)
-    computes, left_out = ladder.expand(computes, MODES[mode], (problem,), deterministic)
+    dataset.check_size(problem)
+    computes, left_out = choose.expand(computes, MODES[mode], (problem,), deterministic)
     names = [_refuse(compute, mode, problem, backend, tiles, deterministic) for compute in computes]  # before a byte is written
-    found = found or data.write(problem, seed, data_root)
+    found = found or dataset.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
-        raise data.disk_fault(found.folder, PermissionError(13, "permission denied"))
-    with data.locked(found.folder):
-        inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else data.INPUTS, allow_nonfinite)
-        forward = dict(zip(("O", "logsumexp"), data.read_forward(found, problem), strict=True)) if mode == "backward" else None
-        yardstick = Yardstick(problem, inputs, tolerance, backend.xp)
+        raise disk_fault(found.folder, PermissionError(13, "permission denied"))
+    with locked(found.folder):
+        inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
+        forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
+        oracle = Oracle(problem, inputs, tolerance, backend.xp)
         results: list[Result] = []
         for name, compute in zip(names, computes, strict=True):
-            passes = contend(backend, compute, mode, yardstick, forward, tiles, deterministic)
+            passes = contend(backend, compute, mode, oracle, forward, tiles, deterministic)
             result = Result(
-                name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, found.folder,
-                (*found.warnings, *left_out), found.seed, deterministic,
-            )  # fmt: skip
+                name,
+                mode,
+                backend.name,
+                backend.device().name,
+                problem,
+                passes,
+                oracle.reference.share,
+                found.folder,
+                (*found.warnings, *left_out),
+                found.seed,
+                deterministic,
+            )
             if not results:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
-                data.write_outputs(found, outputs, _record(result))
+                dataset.write_outputs(found, outputs, _record(result))
             results.append(result)
     return results if check else time_together(results, backend, "warm")  # instrumented code has no speed worth printing
 
@@ -190,7 +201,7 @@ def _refuse(
     for each in chosen:
         spaces = each.plan(problem, backend.device(), tiles).workspaces
         if backend.name == "cpu":  # a GPU says itself what does not fit
-            data.check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
+            dataset.check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
     return chosen[0].name
 
 
@@ -200,30 +211,35 @@ def check_in_memory(
     problem: Problem,
     backend: Backend,
     seed: int = 42,
-    yardstick: Yardstick | None = None,
+    oracle: Oracle | None = None,
     deterministic: bool = False,
 ) -> Result:
     """Check a compute on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
     written, and it is not timed (:func:`time_together`).
 
-    yardstick: one made by :func:`yardstick_for` may be given to save computing it again for another kernel.
+    oracle: one made by :func:`oracle_for` may be given to save computing it again for another kernel.
     """
-    yardstick = yardstick or yardstick_for(problem, backend, mode, seed)
+    oracle = oracle or oracle_for(problem, backend, mode, seed)
     name = _refuse(compute, mode, problem, backend, None, deterministic)
-    forward = yardstick.forward_outputs() if mode != "forward" else None
-    passes = contend(backend, compute, mode, yardstick, forward, None, deterministic)
+    forward = oracle.forward_outputs() if mode != "forward" else None
+    passes = contend(backend, compute, mode, oracle, forward, None, deterministic)
     return Result(
-        name, mode, backend.name, backend.device().name, problem, passes, yardstick.reference.share, seed=seed, deterministic=deterministic
+        name, mode, backend.name, backend.device().name, problem, passes, oracle.reference.share, seed=seed, deterministic=deterministic
     )
 
 
 def _record(result: Result) -> dict[str, Any]:
     problem = result.problem
     return {
-        "kernel": result.compute, "mode": result.mode, "causal": problem.causal, "scale": problem.scale, "dtype": problem.dtype,
-        "device": result.device, "verdict": "PASS" if result.passed else "FAIL",
+        "kernel": result.compute,
+        "mode": result.mode,
+        "causal": problem.causal,
+        "scale": problem.scale,
+        "dtype": problem.dtype,
+        "device": result.device,
+        "verdict": "PASS" if result.passed else "FAIL",
         "source_hash": {name: p.kernel.source_hash if p.kernel else p.ran for name, p in result.passes.items()},
-    }  # fmt: skip
+    }
 
 
 def asan_child_needed(check: str | None) -> bool:

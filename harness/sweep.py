@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .fault import DataFault, Fault, UsageFault
 from .kernel.kernel import KERNELS
-from .problem import PASSES, DataFault, Fault, Problem, UsageFault
+from .problem import PASSES, Problem
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"

@@ -19,13 +19,15 @@ from pathlib import Path
 
 from . import environment
 from .backends import Backend, CompileError, ContextLost, nvrtc, pick
-from .check import budget as errors
-from .check.contender import PassResult, run_kernel, yardstick_for
+from .check import budget
+from .check.contender import PassResult, run_kernel
+from .check.oracle import oracle_for
 from .compare import ratio_interval
+from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from .files import disk_fault, json_bytes, write_files
 from .kernel.kernel import Kernel, Plan, find
 from .measure.sampling import POLICY, Timing, measure
-from .problem import READS, EnvironmentFault, Fault, KernelFault, Problem, UsageFault
+from .problem import READS, Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
@@ -105,8 +107,8 @@ def tune(
     backend = pick(device)
     default, swept = _swept(kernel, problem, backend, tiles or {})
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
-    yardstick = yardstick_for(problem, backend, pass_, seed)
-    inputs = dict(yardstick.inputs) | (yardstick.forward_outputs() if pass_ == "backward" else {})
+    oracle = oracle_for(problem, backend, pass_, seed)
+    inputs = dict(oracle.inputs) | (oracle.forward_outputs() if pass_ == "backward" else {})
     inputs = {name: inputs[name] for name in READS[pass_]}
     done = 0
 
@@ -123,7 +125,7 @@ def tune(
     for i, row in enumerate(found):
         if row.status == PASS:
             progress(f"checks {i + 1}/{len(found)}")
-            found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, yardstick, inputs, tiles))
+            found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, oracle, inputs, tiles))
             if checked:
                 right[i] = checked
     progress(f"measures {len(right)}")
@@ -218,7 +220,7 @@ def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tupl
     if result.loaded and row.registers is None:
         row = replace(row, registers=result.loaded.registers)
     if not result.passed:
-        wrong = "; ".join(errors.message(v) for v in result.verdicts.values() if not v.passed)
+        wrong = "; ".join(budget.message(v) for v in result.verdicts.values() if not v.passed)
         return replace(row, status=FAIL, why=wrong), None
     return row, result
 

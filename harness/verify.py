@@ -17,23 +17,44 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from . import kernel
 from .backends import Backend
-from .check import budget as errors
-from .check.contender import run_kernel, yardstick_for
-from .kernel import kernel
-from .problem import PASSES, READS, Fault, Problem, UsageFault
+from .check import budget
+from .check.contender import run_kernel
+from .check.oracle import oracle_for
+from .fault import Fault, UsageFault
+from .problem import PASSES, READS, Problem
 from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
 EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 1023, 1025)
 #: (queries, keys): longer and shorter, so that under the causal mask whole rows see no key.
 CROSS = (
-    (1, 239), (239, 1), (3, 799), (799, 3), (113, 203), (128, 217), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023),
-)  # fmt: skip
+    (1, 239),
+    (239, 1),
+    (3, 799),
+    (799, 3),
+    (113, 203),
+    (128, 217),
+    (108, 256),
+    (256, 512),
+    (512, 256),
+    (1023, 1024),
+    (1024, 1023),
+)
 #: The shapes of seed 002: batch, heads, length; head dim 64.
 SEED_SHAPES = (
-    (1, 1, 128), (2, 4, 256), (2, 8, 256), (8, 16, 32), (2, 8, 512), (8, 16, 100), (4, 8, 512), (2, 8, 1024), (4, 12, 1024), (8, 16, 2048),
-)  # fmt: skip
+    (1, 1, 128),
+    (2, 4, 256),
+    (2, 8, 256),
+    (8, 16, 32),
+    (2, 8, 512),
+    (8, 16, 100),
+    (4, 8, 512),
+    (2, 8, 1024),
+    (4, 12, 1024),
+    (8, 16, 2048),
+)
 #: The quick matrix: a tile less one, whole tiles, a tile and one, and both ways across.
 QUICK = ((1, 1), (63, 63), (128, 128), (129, 129), (113, 203), (239, 1), (3, 799))
 HEAD_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128, 160, 256)
@@ -249,13 +270,13 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, de
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
-        yardstick = yardstick_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
-        inputs = dict(yardstick.inputs)
+        oracle = oracle_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
+        inputs = dict(oracle.inputs)
         if chosen.pass_ == "backward":
-            inputs |= yardstick.forward_outputs()
-        done = run_kernel(backend, in_form(chosen, case), yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
+            inputs |= oracle.forward_outputs()
+        done = run_kernel(backend, in_form(chosen, case), oracle, {name: inputs[name] for name in READS[chosen.pass_]})
         largest = {name: v.max_abs for name, v in done.verdicts.items()}
-        message = "; ".join(errors.message(v) for v in done.verdicts.values() if not v.passed)
+        message = "; ".join(budget.message(v) for v in done.verdicts.values() if not v.passed)
         code = 1 if message else 0
     except Fault as fault:
         message, code = str(fault), fault.exit_code

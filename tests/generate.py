@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import main  # noqa: E402
-from harness import choose as ranges  # noqa: E402
-from harness import sweep  # noqa: E402
+from harness import choose, sweep  # noqa: E402
 from harness.kernel.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 from harness.report import summary  # noqa: E402
@@ -54,13 +53,23 @@ def climb(test: str) -> str:
     """The climb on one shape of the sweep `ladder`: what was measured of each step, from the runs of record; unknown cells are empty."""
     asked = sweep.load("ladder")
     problem = next(problem for name, problem in asked.shapes if name == test)
-    names, _ = ranges.expand(asked.names("kernels", test) or ("00-99",), ["forward"], [problem])
+    names, _ = choose.expand(asked.names("kernels", test) or ("00-99",), ["forward"], [problem])
     timed = {row.Kernel: row for row in _recorded() if row.Test == test and row.timing == "warm" and row.KernelTime_ms}
     where = f"{next(iter(timed.values())).device_name}, {summary.dates_of(list(timed.values()))}" if timed else "not measured yet"
     said = f"B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}, {problem.dtype}, forward, not causal ({where}):"
     columns = (
-        "no", "name", "idea", "ms", "TFLOP/s", "% of GEMM", "× step before", "registers", "shared bytes", "bank conflicts", "wavefronts / ideal",
-    )  # fmt: skip
+        "no",
+        "name",
+        "idea",
+        "ms",
+        "TFLOP/s",
+        "% of GEMM",
+        "× step before",
+        "registers",
+        "shared bytes",
+        "bank conflicts",
+        "wavefronts / ideal",
+    )
     lines = [said, "", "| " + " | ".join(columns) + " |", "|---|---|---" + "|---:" * 8 + "|"]
     before: float | None = None
     for kernel in (next(k for k in catalogue() if k.name == name and k.pass_ == "forward") for name in names):
@@ -126,9 +135,18 @@ def kernel_macros(kernel: Kernel) -> list[str]:
 
 # clangd takes the flags relative to the project or to the file's folder, depending on its version: both find the headers.
 EDITOR_FLAGS = (
-    "-xc++", "-std=c++20", "-Ikernels_cu/host", "-Ikernels_cu/include", "-Ihost", "-Iinclude", "-I../../host", "-I../../include",
-    "-include", "cuda.hpp", "-Wno-psabi",
-)  # fmt: skip
+    "-xc++",
+    "-std=c++20",
+    "-Ikernels_cu/host",
+    "-Ikernels_cu/include",
+    "-Ihost",
+    "-Iinclude",
+    "-I../../host",
+    "-I../../include",
+    "-include",
+    "cuda.hpp",
+    "-Wno-psabi",
+)
 WORD_MACROS = ("-DHEAD_DIM=64", "-DCAUSAL=1", "-DDTYPE=float32", "-DDETERMINISTIC=1")
 
 

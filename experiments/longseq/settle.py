@@ -28,7 +28,7 @@ def main() -> None:
     """One line a contender: TFLOP/s and the clock behind each settling time."""
     backend = backends.pick("cuda")
     problem = Problem.of(4, 16, 4096, 128, dtype="bfloat16")
-    yardstick = contender.yardstick_for(problem, backend, "forward")
+    oracle = contender.oracle_for(problem, backend, "forward")
     click.echo(f"{problem.folder} forward on {backend.device().name}: TFLOP/s (MHz at the end) after settling for … seconds")
     click.echo(f"{'':16}" + "".join(f"{seconds:>14}" for seconds in SETTLE))
     for name in NAMES:
@@ -37,9 +37,9 @@ def main() -> None:
             click.echo(f"{name:16}absent")
             continue
         if peer:
-            timed = contender.run_peer(peer, yardstick, "forward").timed
+            timed = contender.run_peer(peer, oracle, "forward").timed
         else:
-            timed = contender.run_kernel(backend, kernel.find(name, "forward"), yardstick, yardstick.inputs).timed
+            timed = contender.run_kernel(backend, kernel.find(name, "forward"), oracle, oracle.inputs).timed
         cells = []
         for settle in SETTLE:
             time.sleep(1.0)

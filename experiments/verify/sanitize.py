@@ -41,9 +41,9 @@ def main() -> int:
         forms = [chosen.made_deterministic() if deterministic else chosen for deterministic in chosen.forms]
         for form, dtype in ((form, d) for form in forms for d in dtypes if d in ("float32", "bfloat16")):
             problem = Problem.of(1, 3, 65, 64, heads_kv=1, dtype=dtype, causal=True)
-            yardstick = contender.Yardstick(problem, contender.data.generate(problem, 42), None, np)
-            inputs = dict(yardstick.inputs) | (yardstick.forward_outputs() if chosen.pass_ == "backward" else {})
-            done = contender.run_kernel(backend, form, yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
+            oracle = contender.Oracle(problem, contender.data.generate(problem, 42), None, np)
+            inputs = dict(oracle.inputs) | (oracle.forward_outputs() if chosen.pass_ == "backward" else {})
+            done = contender.run_kernel(backend, form, oracle, {name: inputs[name] for name in READS[chosen.pass_]})
             sys.stdout.write(f"{'PASS' if done.passed else 'FAIL'} {form.label} deterministic={form.deterministic} {problem.describe()}\n")
             wrong += not done.passed
     return int(wrong > 0)

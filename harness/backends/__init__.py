@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem import UsageFault
+from ..fault import UsageFault
 from .protocol import Backend as Backend
 from .protocol import Call as Call
 from .protocol import CompileError as CompileError

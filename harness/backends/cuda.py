@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..kernel.kernel import Device, Kernel, Plan
-from ..problem import EnvironmentFault, KernelFault, Problem, UsageFault
+from ..problem import Problem
 from . import nvml, nvrtc
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver
 
@@ -83,11 +84,17 @@ class Cuda(Backend):
         """GPU, driver, CUDA, NVRTC and CuPy versions; clocks, power, temperature and throttle reasons as NVML gives them now."""
         runtime = self.xp.cuda.runtime
         facts: dict[str, Any] = {
-            "device": self.name, "device_name": self._device.name, "arch": self._device.arch, "multiprocessors": self._device.sms,
-            "l2_bytes": self._device.l2_bytes, "shared_optin": self._device.shared_optin, "cuda_driver": runtime.driverGetVersion(),
-            "cuda_runtime": runtime.runtimeGetVersion(), "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
+            "device": self.name,
+            "device_name": self._device.name,
+            "arch": self._device.arch,
+            "multiprocessors": self._device.sms,
+            "l2_bytes": self._device.l2_bytes,
+            "shared_optin": self._device.shared_optin,
+            "cuda_driver": runtime.driverGetVersion(),
+            "cuda_runtime": runtime.runtimeGetVersion(),
+            "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
             "cupy": self.xp.__version__,
-        }  # fmt: skip
+        }
         return facts | nvml.state(self.xp.cuda.Device().pci_bus_id)
 
     # -- compiling ----------------------------------------------------------------------------------------------------

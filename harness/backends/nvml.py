@@ -25,8 +25,12 @@ def state(bus: str) -> dict[str, Any]:
 
     milliwatts, limit = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")
     return {
-        "driver": pynvml.nvmlSystemGetDriverVersion(), "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
-        "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM), "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM), "power_w": milliwatts and milliwatts / 1000,
-        "power_limit_w": limit and limit / 1000, "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+        "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+        "power_w": milliwatts and milliwatts / 1000,
+        "power_limit_w": limit and limit / 1000,
+        "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
-    }  # fmt: skip
+    }

@@ -18,16 +18,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..fault import EnvironmentFault
 from ..kernel.kernel import INCLUDE, Kernel, Plan
-from ..problem import EnvironmentFault
 from .protocol import CompileError, cache_dir
 
 #: Architectures the project compiles for, with the most shared memory (bytes) one block may have on each.
 #: Source: the CUDA C++ Programming Guide's table of technical specifications per compute capability.
 SHARED_LIMIT = {
-    "sm_70": 96 << 10, "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_89": 99 << 10,
-    "sm_90": 227 << 10, "sm_90a": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
-}  # fmt: skip
+    "sm_70": 96 << 10,
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
 
 #: What CuPy adds to every compile (with -arch, where the caller gives none). compile_ adds the same, so that both make
 #: the same code. They are not in `options`: some NVRTC versions refuse an option given twice.

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..fault import KernelFault
 from ..kernel.kernel import Device, Kernel, Plan
-from ..problem import KernelFault, Problem
+from ..problem import Problem
 
 
 class CompileError(KernelFault):

@@ -139,9 +139,19 @@ def _judge(xp: Any, problem: Problem, tensor: str, array: Any, reference: Refere
             over = int(xp.count_nonzero(error > limit))
             reason = f"error {worst:.3g} exceeds the budget {limit:.3g} ({over} of {error.size} values do)"
     return Verdict(
-        tensor, worst, float(error.mean()), float((error * error).mean()), float(relative.max()), limit, passed, index, value, wanted,
-        _place(problem, tensor, index, tile), reason,
-    )  # fmt: skip
+        tensor,
+        worst,
+        float(error.mean()),
+        float((error * error).mean()),
+        float(relative.max()),
+        limit,
+        passed,
+        index,
+        value,
+        wanted,
+        _place(problem, tensor, index, tile),
+        reason,
+    )
 
 
 def message(verdict: Verdict) -> str:

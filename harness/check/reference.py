@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, and the same computed as a kernel of each class may round: the error budget's yardstick.
+"""Attention and its gradients in float64, and the same computed as a kernel of each class may round: the error budget's oracle.
 
 Every function takes `xp`, numpy or cupy, and arrays of it, and holds one tile of scores at a time (never S x S beyond a
 tile). Heads are grouped by the key head they read: arrays are (batch * heads_kv, group, rows, head_dim) inside.

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, Call, Fill, Loaded, Step
-from ..dataset.folder import STORAGE
+from ..dataset.storage import STORAGE
+from ..fault import KernelFault
 from ..kernel.expression import round_up
 from ..kernel.header import PLAIN_SIZES
-from ..problem import DTYPE_BYTES, READS, WRITES, KernelFault, Problem
+from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
 #: The order of the tensors in fa::Args.

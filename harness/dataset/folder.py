@@ -17,43 +17,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..fault import DataFault, UsageFault
 from ..files import disk_fault, json_bytes, locked, read_exact, read_json, sha256, write_files
-from ..problem import READS, WRITES, DataFault, Problem, UsageFault
+from ..problem import READS, WRITES, Problem
+from .generate import INPUTS, RECIPE, generate
+from .storage import STORAGE, Array
 
-__all__ = ["STORAGE", "Dataset", "check_size", "disk_fault", "generate", "locked", "open_", "read_forward", "write", "write_outputs"]
-
-Array = np.ndarray[Any, Any]
-
-#: The numpy dtype of each storage type.
-STORAGE: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "float64": np.dtype("<f8"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}  # fmt: skip
-INPUTS = ("Q", "K", "V", "dO")
 META, OUTPUTS = "meta.json", "outputs.json"
-RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"
 #: What stands for the hash of a dO.bin that is not there: seed 002's rule, all ones.
 ONES = "ones"
-
-
-def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
-    """The tensors asked for, by :data:`RECIPE`. input_scale multiplies Q and K before the cast (the scores by its square).
-
-    Q, K and V are byte for byte what numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order, give.
-    """
-    if not 0 <= seed < 2**32:
-        raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
-    wanted, random = set(tensors), np.random.RandomState(seed)
-    found: dict[str, Array] = {}
-    for name in INPUTS:
-        if not wanted - set(found):
-            break
-        drawn = random.randn(*problem.shape(name))  # drawn even when not wanted: the next tensor depends on it
-        if name in wanted:
-            if name in ("Q", "K") and input_scale != 1.0:
-                drawn *= input_scale
-            with np.errstate(over="ignore"):
-                found[name] = drawn.astype(STORAGE[problem.dtype])
-    return found
 
 
 @dataclass(frozen=True)
@@ -132,10 +104,15 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
             data = generate(problem, seed)
             hashes = {f"{name}.bin": sha256(array.view(np.uint8)) for name, array in data.items()}
             meta = {
-                "format": 1, "shape": _shape(problem), "dtype": problem.dtype, "seed": seed, "recipe": RECIPE,
-                "layout": "little-endian, C order, (batch, heads, rows, head_dim)", "sha256": hashes,
+                "format": 1,
+                "shape": _shape(problem),
+                "dtype": problem.dtype,
+                "seed": seed,
+                "recipe": RECIPE,
+                "layout": "little-endian, C order, (batch, heads, rows, head_dim)",
+                "sha256": hashes,
                 "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
-            }  # fmt: skip
+            }
             files: dict[str, Any] = {META: json_bytes(meta)}
             write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1) for name, array in data.items()})
     finally:

@@ -11,26 +11,50 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..fault import UsageFault
 from ..problem import Problem
-from . import folder as dataset
+from .storage import STORAGE, Array
 
+INPUTS = ("Q", "K", "V", "dO")
+RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"
 #: Elements of Q, K, V and dO together beyond which Philox is used, whichever of them are asked for.
 ABOVE = 1 << 26
 #: Elements drawn by one generator: part of the recipe, so the values do not depend on the number of threads.
 CHUNK = 1 << 22
 
 
-def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: float = 1.0) -> dict[str, dataset.Array]:
+def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
+    """The tensors asked for, by :data:`RECIPE`. input_scale multiplies Q and K before the cast (the scores by its square).
+
+    Q, K and V are byte for byte what numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order, give.
+    """
+    if not 0 <= seed < 2**32:
+        raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
+    wanted, random = set(tensors), np.random.RandomState(seed)
+    found: dict[str, Array] = {}
+    for name in INPUTS:
+        if not wanted - set(found):
+            break
+        drawn = random.randn(*problem.shape(name))  # drawn even when not wanted: the next tensor depends on it
+        if name in wanted:
+            if name in ("Q", "K") and input_scale != 1.0:
+                drawn *= input_scale
+            with np.errstate(over="ignore"):
+                found[name] = drawn.astype(STORAGE[problem.dtype])
+    return found
+
+
+def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: float = 1.0) -> dict[str, Array]:
     """The tensors asked for, standard normal numbers of the problem's dtype; input_scale multiplies Q and K before the cast."""
-    if sum(int(np.prod(problem.shape(name))) for name in dataset.INPUTS) <= ABOVE:
-        return dataset.generate(problem, seed, tensors, input_scale)
-    found = {name: np.empty(problem.shape(name), dataset.STORAGE[problem.dtype]) for name in tensors}
+    if sum(int(np.prod(problem.shape(name))) for name in INPUTS) <= ABOVE:
+        return generate(problem, seed, tensors, input_scale)
+    found = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}
     pieces = [(name, start) for name, array in found.items() for start in range(0, array.size, CHUNK)]
 
     def draw(piece: tuple[str, int]) -> None:
         name, start = piece
         target = found[name].reshape(-1)[start : start + CHUNK]
-        key = np.array([seed, dataset.INPUTS.index(name) << 32 | start // CHUNK], np.uint64)
+        key = np.array([seed, INPUTS.index(name) << 32 | start // CHUNK], np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(target.size, np.float32)
         if name in ("Q", "K") and input_scale != 1.0:
             drawn *= np.float32(input_scale)

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: The numpy dtype of each storage type.
+STORAGE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "float64": np.dtype("<f8"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
@@ -30,8 +41,6 @@ def round_to(xp: Any, array: Any, dtype: str) -> Any:
     half = xp.where(xp.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
     if xp is not np:
         return half
-    import ml_dtypes
-
     return half.view(ml_dtypes.bfloat16)
 
 

@@ -32,16 +32,27 @@ def floor_pow2(a: int) -> int:
 
 
 FUNCTIONS: dict[str, Callable[..., int]] = {
-    "ceil_div": ceil_div, "round_up": round_up, "floor_pow2": floor_pow2, "min": min, "max": max,
-}  # fmt: skip
+    "ceil_div": ceil_div,
+    "round_up": round_up,
+    "floor_pow2": floor_pow2,
+    "min": min,
+    "max": max,
+}
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-}  # fmt: skip
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 def evaluate(expression: int | str, names: Mapping[str, int]) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..problem import DTYPE_BYTES, READS, WRITES, UsageFault
+from ..fault import UsageFault
+from ..problem import DTYPE_BYTES, READS, WRITES
 
 #: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
 ARITHMETIC = ("f32", "p16", "tf32")
@@ -119,9 +120,10 @@ def read_header(path: Path) -> dict[str, Any]:
     block = _BLOCK.search(text)
     if not block:
         raise UsageFault(
-            f"{path}:1: no kernel header", "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
+            f"{path}:1: no kernel header",
+            "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
             "fa-cli new NAME writes a file to start from",
-        )  # fmt: skip
+        )
     first = text.count("\n", 0, block.start("toml")) + 1
     body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
     try:

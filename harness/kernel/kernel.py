@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..problem import DTYPE_BYTES, PASSES, Problem, UsageFault
+from ..fault import UsageFault
+from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
 from .header import Launch, bad, read_header
 from .plan import Device as Device
@@ -66,14 +67,27 @@ class Kernel:
         if not match:
             raise bad(path, 1, "the file name may hold letters, digits and _ (NN_name_pass.cu)")
         return cls(
-            path=path, number=int(match["number"]) if match["number"] else None, name=match["name"], pass_=match["pass"] or "forward",
-            title=head["title"], dtypes=tuple(head["dtypes"]), head_dims=tuple(head["head_dims"]), arch=head["arch"], causal=head["causal"],
-            gqa=head["gqa"], cross=head["cross"], logits=float("inf") if head["logits"] == "any" else float(head["logits"]),
-            deterministic=head["deterministic"] is True, arithmetic=head.get("arithmetic", "f32"), aliases=tuple(head.get("aliases", ())),
-            spill_bytes_allowed=head.get("spill_bytes_allowed", 0), tile=head.get("tile", {}), workspace=head.get("workspace", {}),
+            path=path,
+            number=int(match["number"]) if match["number"] else None,
+            name=match["name"],
+            pass_=match["pass"] or "forward",
+            title=head["title"],
+            dtypes=tuple(head["dtypes"]),
+            head_dims=tuple(head["head_dims"]),
+            arch=head["arch"],
+            causal=head["causal"],
+            gqa=head["gqa"],
+            cross=head["cross"],
+            logits=float("inf") if head["logits"] == "any" else float(head["logits"]),
+            deterministic=head["deterministic"] is True,
+            arithmetic=head.get("arithmetic", "f32"),
+            aliases=tuple(head.get("aliases", ())),
+            spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
+            tile=head.get("tile", {}),
+            workspace=head.get("workspace", {}),
             launches=tuple(Launch.of(item) for item in head["launch"]),
             forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
-        )  # fmt: skip
+        )
 
     @property
     def label(self) -> str:
@@ -117,9 +131,10 @@ class Kernel:
         """The form that gives the same bits on every run (--deterministic). Raises UsageFault where there is none."""
         if True not in self.forms:
             raise UsageFault(
-                f"{self.label} has no deterministic form", "its header says deterministic = false",
+                f"{self.label} has no deterministic form",
+                "its header says deterministic = false",
                 "leave out --deterministic, or use another kernel: fa-cli list",
-            )  # fmt: skip
+            )
         return self if self.forms == (True,) else replace(self, deterministic=True, forms=(True,))
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -128,14 +143,16 @@ class Kernel:
         """Raise UsageFault where the header does not promise this problem: it is refused before launch, never computed wrongly."""
         if problem.dtype not in self.dtypes and not (problem.dtype == "float32" and "tf32" in self.dtypes):
             raise UsageFault(
-                f"{self.label} does not take {problem.dtype}", f"its header promises {', '.join(self.dtypes)}",
+                f"{self.label} does not take {problem.dtype}",
+                f"its header promises {', '.join(self.dtypes)}",
                 f"use --dtype {self.dtypes[0]}, or another kernel: fa-cli list",
-            )  # fmt: skip
+            )
         if problem.head_dim > self.head_dims[-1]:
             raise UsageFault(
-                f"{self.label} does not take head dim {problem.head_dim}", f"its widest compiled head dim is {self.head_dims[-1]}",
+                f"{self.label} does not take head dim {problem.head_dim}",
+                f"its widest compiled head dim is {self.head_dims[-1]}",
                 "use a smaller --dim, or another kernel: fa-cli list",
-            )  # fmt: skip
+            )
         for wanted, promised, what in (
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
@@ -149,18 +166,28 @@ class Kernel:
         """Every name an expression of this kernel may use, with its value for a problem."""
         width = next(w for w in self.head_dims if w >= problem.head_dim)
         names = {
-            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv, "seq_q": problem.seq_q,
-            "seq_kv": problem.seq_kv, "head_dim": problem.head_dim, "HEAD_DIM": width, "causal": int(problem.causal),
-            "deterministic": int(self.deterministic), "sizeof_dtype": DTYPE_BYTES[problem.dtype], "sms": device.sms, "l2_bytes": device.l2_bytes,
+            "batch": problem.batch,
+            "heads_q": problem.heads_q,
+            "heads_kv": problem.heads_kv,
+            "seq_q": problem.seq_q,
+            "seq_kv": problem.seq_kv,
+            "head_dim": problem.head_dim,
+            "HEAD_DIM": width,
+            "causal": int(problem.causal),
+            "deterministic": int(self.deterministic),
+            "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+            "sms": device.sms,
+            "l2_bytes": device.l2_bytes,
             "shared_optin": device.shared_optin,
-        }  # fmt: skip
+        }
         overrides = dict(overrides or {})
         unknown = set(overrides) - set(self.tile)
         if unknown:
             raise UsageFault(
-                f"{self.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(self.tile) or 'nothing'}",
+                f"{self.label} has no tile value {', '.join(sorted(unknown))}",
+                f"its [tile] has {', '.join(self.tile) or 'nothing'}",
                 "--tile takes NAME=VALUE for a name of the header's [tile]",
-            )  # fmt: skip
+            )
         for name, value in self.tile.items():
             if name in names:
                 raise UsageFault(
@@ -190,14 +217,16 @@ class Kernel:
             for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
                 if not 1 <= size <= most:
                     raise UsageFault(
-                        f"{self.label} cannot be launched on {problem.folder}", f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
+                        f"{self.label} cannot be launched on {problem.folder}",
+                        f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
                         "use fewer heads or a smaller batch",
-                    )  # fmt: skip
+                    )
             if shared > device.shared_optin:
                 raise UsageFault(
-                    f"{self.label} does not fit {device.name}", f"it wants {shared} bytes of shared memory a block, the device has {device.shared_optin}",
+                    f"{self.label} does not fit {device.name}",
+                    f"it wants {shared} bytes of shared memory a block, the device has {device.shared_optin}",
                     "use smaller tiles (--tile) or another kernel",
-                )  # fmt: skip
+                )
             if not 1 <= block <= 1024:
                 raise UsageFault(f"{self.label} wants {block} threads a block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
             launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
@@ -241,9 +270,10 @@ def _find(spec: str, pass_: str) -> Kernel:
         return _from_path(Path(spec), pass_)
     wanted = spec.lower().replace("-", "_")
     same = [
-        k for k in catalogue()
+        k
+        for k in catalogue()
         if wanted in (k.name, *(a.lower().replace("-", "_") for a in k.aliases)) or (spec.isdigit() and k.number == int(spec))
-    ]  # fmt: skip
+    ]
     if not same:
         names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
         raise UsageFault(f"unknown kernel {spec!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")

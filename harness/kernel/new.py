@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..fault import UsageFault
 from ..files import disk_fault, write_files
-from ..problem import PASSES, UsageFault
+from ..problem import PASSES
 from .kernel import Kernel, catalogue, find
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -40,9 +41,10 @@ def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         wish = re.sub(r"\W+", "_", re.sub(r"\.cu$", "", Path(name).name)).strip("_0123456789")
         raise UsageFault(
-            f"{name!r} cannot name a kernel", "a name has letters, digits and _, and starts with a letter",
+            f"{name!r} cannot name a kernel",
+            "a name has letters, digits and _, and starts with a letter",
             f"fa-cli new {wish if _NAME.fullmatch(wish) else 'mine'}",
-        )  # fmt: skip
+        )
     for pass_ in PASSES:
         if name == pass_ or name.endswith(f"_{pass_}"):
             short = name.removesuffix(pass_).rstrip("_") or "mine"

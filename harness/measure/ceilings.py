@@ -109,11 +109,29 @@ def rows(backend: Backend, run_id: str) -> list[Row]:
     timings = measure({name: _Work(xp, w) for name, (w, _, _) in work.items()}, backend, "warm", POLICY["cuda"])
     return [
         Row(
-            Test="ceiling", Kernel=name, Type="FOR", Batch=1, Heads=1, SeqLen=SIZE, HeadDim=SIZE, Status="PASS", heads_kv=1, seq_kv=SIZE,
-            dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32", causal=False, scale=1.0, device=backend.name,
-            device_name=backend.device().name, timing="warm", KernelTime_ms=t.median_ms, p20_ms=t.p20_ms, p80_ms=t.p80_ms,
-            n_samples=len(t.seconds), TFLOPS=work[name][1] / (t.median_ms * 1e9) or None,
-            Bandwidth_GBps=work[name][2] / (t.median_ms * 1e6) or None, run_id=run_id,
+            Test="ceiling",
+            Kernel=name,
+            Type="FOR",
+            Batch=1,
+            Heads=1,
+            SeqLen=SIZE,
+            HeadDim=SIZE,
+            Status="PASS",
+            heads_kv=1,
+            seq_kv=SIZE,
+            dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32",
+            causal=False,
+            scale=1.0,
+            device=backend.name,
+            device_name=backend.device().name,
+            timing="warm",
+            KernelTime_ms=t.median_ms,
+            p20_ms=t.p20_ms,
+            p80_ms=t.p80_ms,
+            n_samples=len(t.seconds),
+            TFLOPS=work[name][1] / (t.median_ms * 1e9) or None,
+            Bandwidth_GBps=work[name][2] / (t.median_ms * 1e6) or None,
+            run_id=run_id,
         )
         for name, t in timings.items()
-    ]  # fmt: skip
+    ]

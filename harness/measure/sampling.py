@@ -158,11 +158,17 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
     throttled = throttling(before, after)
     return {
         name: Timing(
-            timing, tuple(s for turn in turns[name] for s in turn), tuple(r.calls), r.launch, throttled, before, after,
+            timing,
+            tuple(s for turn in turns[name] for s in turn),
+            tuple(r.calls),
+            r.launch,
+            throttled,
+            before,
+            after,
             tuple(len(turn) for turn in turns[name]),
         )
         for name, r in runs.items()
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)

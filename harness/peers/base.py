@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..problem import DTYPE_BYTES, PASSES, Problem, UsageFault
+from ..fault import UsageFault
+from ..problem import DTYPE_BYTES, PASSES, Problem
 
 
 class Prepared(Protocol):

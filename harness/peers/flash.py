@@ -44,21 +44,41 @@ def _fa3() -> Flash:
     whole = installed("flash_attn_interface")
     name = "flash_attn_interface" if whole else "fa3_fwd_interface"
     return Flash(
-        name="fa3", device="cuda", dtypes=("bfloat16", "float16") if whole else ("bfloat16",),
-        passes=PASSES if whole else ("forward",), modules=("torch", name), install="pip install fa3-fwd==0.0.3",
-        package=name, distribution="flash_attn_3" if whole else "fa3-fwd", row_bytes=16, arch=(80, 90),
-    )  # fmt: skip
+        name="fa3",
+        device="cuda",
+        dtypes=("bfloat16", "float16") if whole else ("bfloat16",),
+        passes=PASSES if whole else ("forward",),
+        modules=("torch", name),
+        install="pip install fa3-fwd==0.0.3",
+        package=name,
+        distribution="flash_attn_3" if whole else "fa3-fwd",
+        row_bytes=16,
+        arch=(80, 90),
+    )
 
 
 PEERS = (
     Flash(
-        name="flash-attn2", device="cuda", dtypes=("float16", "bfloat16"), modules=("torch", "flash_attn_2_cuda", "flash_attn"),
-        install="pip install flash-attn --no-build-isolation", package="flash_attn", distribution="flash-attn", arch=(80, 999),
+        name="flash-attn2",
+        device="cuda",
+        dtypes=("float16", "bfloat16"),
+        modules=("torch", "flash_attn_2_cuda", "flash_attn"),
+        install="pip install flash-attn --no-build-isolation",
+        package="flash_attn",
+        distribution="flash-attn",
+        arch=(80, 999),
     ),
     _fa3(),
     Flash(
-        name="fa4", device="cuda", dtypes=("float16", "bfloat16"), modules=("torch", "cutlass", "flash_attn.cute"),
-        install="pip install flash-attn-4==4.0.0b36", package="flash_attn.cute", distribution="flash-attn-4", lse="return_lse",
-        row_bytes=16, arch=(90, 129),
+        name="fa4",
+        device="cuda",
+        dtypes=("float16", "bfloat16"),
+        modules=("torch", "cutlass", "flash_attn.cute"),
+        install="pip install flash-attn-4==4.0.0b36",
+        package="flash_attn.cute",
+        distribution="flash-attn-4",
+        lse="return_lse",
+        row_bytes=16,
+        arch=(90, 129),
     ),
-)  # fmt: skip
+)

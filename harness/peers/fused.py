@@ -26,7 +26,12 @@ class Triton(TorchPeer):
 
 PEERS = (
     Triton(
-        name="triton", device="cuda", dtypes=("float32", "float16", "bfloat16"), modules=("torch", "triton"),
-        install="pip install triton", widest=128, arch=(80, 999),
+        name="triton",
+        device="cuda",
+        dtypes=("float32", "float16", "bfloat16"),
+        modules=("torch", "triton"),
+        install="pip install triton",
+        widest=128,
+        arch=(80, 999),
     ),
-)  # fmt: skip
+)

@@ -43,9 +43,22 @@ def store(base, rows, count, tile, D: tl.constexpr, WIDTH: tl.constexpr, EVEN: t
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, Out, Lse, scale, seq_q, seq_kv, group,
-    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    scale,
+    seq_q,
+    seq_kv,
+    group,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of BLOCK_Q query rows walks over the keys it sees."""
     tiles = tl.cdiv(seq_q, BLOCK_Q)
     tile = tl.program_id(0) % tiles
@@ -96,9 +109,25 @@ def delta_kernel(Out, dO, Delta, rows_in_all, D: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def dk_dv_kernel(
-    Q, K, V, dO, Lse, Delta, dK, dV, scale, seq_q, seq_kv, group,
-    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    dO,
+    Lse,
+    Delta,
+    dK,
+    dV,
+    scale,
+    seq_q,
+    seq_kv,
+    group,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of BLOCK_K keys walks over the query rows that see it, of every query head of its group. Scores are transposed."""
     tiles = tl.cdiv(seq_kv, BLOCK_K)
     tile = tl.program_id(0) % tiles
@@ -140,9 +169,24 @@ def dk_dv_kernel(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, dO, Lse, Delta, dQ, scale, seq_q, seq_kv, group,
-    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    dO,
+    Lse,
+    Delta,
+    dQ,
+    scale,
+    seq_q,
+    seq_kv,
+    group,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of BLOCK_Q query rows walks over the keys it sees."""
     tiles = tl.cdiv(seq_q, BLOCK_Q)
     tile = tl.program_id(0) % tiles
@@ -188,9 +232,17 @@ def step(problem, x, pass_):
         even = problem.seq_q % block_q == 0 and problem.seq_kv % block_k == 0 and width == problem.head_dim
         heads, rows, block = (problem.heads_kv, problem.seq_kv, block_k) if over_keys else (problem.heads_q, problem.seq_q, block_q)
         kernel[(problem.batch * heads * triton.cdiv(rows, block),)](
-            *tensors, *shape, D=problem.head_dim, WIDTH=width, CAUSAL=problem.causal, EVEN=even, BLOCK_Q=block_q, BLOCK_K=block_k,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            *tensors,
+            *shape,
+            D=problem.head_dim,
+            WIDTH=width,
+            CAUSAL=problem.causal,
+            EVEN=even,
+            BLOCK_Q=block_q,
+            BLOCK_K=block_k,
+            num_warps=warps,
+            num_stages=stages,
+        )
 
     out, lse = torch.empty_like(q), torch.empty(problem.shape("logsumexp"), dtype=torch.float32, device=q.device)
 

@@ -19,7 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..problem import EnvironmentFault, Fault, KernelFault, Problem, UsageFault
+from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
+from ..problem import Problem
 from .base import Library
 
 #: One run: enqueues the pass and returns its outputs, (O[, logsumexp]) or (dQ, dK, dV), in the library's layout.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem import Problem, UsageFault
+from ..fault import UsageFault
+from ..problem import Problem
 from .on_torch import Step, TorchPeer, operators
 
 HALF = ("float16", "bfloat16")
@@ -60,9 +61,10 @@ class Sdpa(TorchPeer):
         right = not self.backend or (fused == [wanted] if wanted else not fused)
         if not right or not found:
             raise UsageFault(
-                f"{self.name} did not run", f"torch ran {', '.join(found) or 'no attention'}, not {wanted or 'its math backend'}",
+                f"{self.name} did not run",
+                f"torch ran {', '.join(found) or 'no attention'}, not {wanted or 'its math backend'}",
                 "leave it out: --peers",
-            )  # fmt: skip
+            )
         text = f"{found[0]}{' (math)' if not fused else ''}, torch {torch.__version__}"
         return text if self.device == "cuda" else f"{text}, {torch.get_num_threads()} threads"
 
@@ -71,15 +73,33 @@ PEERS = (
     Sdpa(name="torch-cpu", device="cpu", dtypes=("float32", "float16", "bfloat16", "float64"), backend="", widest=None),
     Sdpa(name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None),
     Sdpa(
-        name="torch-efficient", device="cuda", dtypes=("float32", *HALF), backend="EFFICIENT_ATTENTION",
-        operator="aten::_scaled_dot_product_efficient_attention", widest=None, row_bytes=16, gqa=False, causal="seen",
+        name="torch-efficient",
+        device="cuda",
+        dtypes=("float32", *HALF),
+        backend="EFFICIENT_ATTENTION",
+        operator="aten::_scaled_dot_product_efficient_attention",
+        widest=None,
+        row_bytes=16,
+        gqa=False,
+        causal="seen",
     ),
     Sdpa(
-        name="torch-flash", device="cuda", dtypes=HALF, backend="FLASH_ATTENTION",
-        operator="aten::_scaled_dot_product_flash_attention", causal="square", arch=(80, 999),
+        name="torch-flash",
+        device="cuda",
+        dtypes=HALF,
+        backend="FLASH_ATTENTION",
+        operator="aten::_scaled_dot_product_flash_attention",
+        causal="square",
+        arch=(80, 999),
     ),
     Sdpa(
-        name="torch-cudnn", device="cuda", dtypes=HALF, backend="CUDNN_ATTENTION",
-        operator="aten::_scaled_dot_product_cudnn_attention", row_bytes=16, causal="seen", arch=(80, 999),
+        name="torch-cudnn",
+        device="cuda",
+        dtypes=HALF,
+        backend="CUDNN_ATTENTION",
+        operator="aten::_scaled_dot_product_cudnn_attention",
+        row_bytes=16,
+        causal="seen",
+        arch=(80, 999),
     ),
-)  # fmt: skip
+)

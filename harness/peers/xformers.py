@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem import Problem, UsageFault
+from ..fault import UsageFault
+from ..problem import Problem
 from .on_torch import Step, TorchPeer, module, operators, version
 
 
@@ -33,7 +34,13 @@ class Xformers(TorchPeer):
 
 PEERS = (
     Xformers(
-        name="xformers", device="cuda", dtypes=("float32", "float16", "bfloat16"), modules=("torch", "xformers"),
-        install="pip install xformers", gqa=False, causal="seen", arch=(70, 999),
+        name="xformers",
+        device="cuda",
+        dtypes=("float32", "float16", "bfloat16"),
+        modules=("torch", "xformers"),
+        install="pip install xformers",
+        gqa=False,
+        causal="seen",
+        arch=(70, 999),
     ),
-)  # fmt: skip
+)

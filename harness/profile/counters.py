@@ -39,9 +39,25 @@ COUNTERS: dict[str, tuple[str, ...]] = {
 }
 #: Warps that waited for each reason, on average, whenever one was issued: column stall_NAME.
 STALLS = (
-    "long_scoreboard", "short_scoreboard", "barrier", "membar", "math_pipe_throttle", "mio_throttle", "lg_throttle", "tex_throttle",
-    "wait", "not_selected", "selected", "no_instruction", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "sleeping", "gmma",
-)  # fmt: skip
+    "long_scoreboard",
+    "short_scoreboard",
+    "barrier",
+    "membar",
+    "math_pipe_throttle",
+    "mio_throttle",
+    "lg_throttle",
+    "tex_throttle",
+    "wait",
+    "not_selected",
+    "selected",
+    "no_instruction",
+    "branch_resolving",
+    "dispatch_stall",
+    "drain",
+    "imc_miss",
+    "sleeping",
+    "gmma",
+)
 METRICS = COUNTERS | {f"stall_{name}": (f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio",) for name in STALLS}
 
 #: Units as ncu has spelled them -> what one of them is in bytes or microseconds.
@@ -49,9 +65,13 @@ _UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "ns": 1e-3, "
 _UNITS |= {"s": 1e6, "second": 1e6}
 #: nsys's columns -> ours, and what one of theirs is in ours.
 _NSYS = {
-    "Instances": ("launches", 1.0), "Avg (ns)": ("mean_us", 1e-3), "Med (ns)": ("median_us", 1e-3), "Min (ns)": ("min_us", 1e-3),
-    "Max (ns)": ("max_us", 1e-3), "Time (%)": ("share_pct", 1.0),
-}  # fmt: skip
+    "Instances": ("launches", 1.0),
+    "Avg (ns)": ("mean_us", 1e-3),
+    "Med (ns)": ("median_us", 1e-3),
+    "Min (ns)": ("min_us", 1e-3),
+    "Max (ns)": ("max_us", 1e-3),
+    "Time (%)": ("share_pct", 1.0),
+}
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends import nvidia_driver, pick
-from ..check import budget as errors
-from ..check.contender import run_kernel, yardstick_for
+from ..check import budget
+from ..check.contender import run_kernel
+from ..check.oracle import oracle_for
+from ..fault import EnvironmentFault, Fault, KernelFault
 from ..files import disk_fault, write_files
 from ..kernel.kernel import KERNELS, find
-from ..problem import PASSES, READS, EnvironmentFault, Fault, KernelFault, Problem
+from ..problem import PASSES, READS, Problem
 from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
 
 #: In the environment of the profiled process: the folder with its job.json, where it leaves a fault.
@@ -42,14 +44,30 @@ _REFUSALS = {
 #: The options that make the report, before the program to profile, and those that print it.
 _COLLECT = {
     "ncu": (
-        "--clock-control", "none", "--profile-from-start", "no", "--force-overwrite",
-        "--metrics", ",".join(name for names in METRICS.values() for name in names),
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "no",
+        "--force-overwrite",
+        "--metrics",
+        ",".join(name for names in METRICS.values() for name in names),
     ),
     "nsys": (
-        "profile", "--trace", "cuda,nvtx", "--sample", "none", "--cpuctxsw", "none", "--force-overwrite", "true",
-        "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
+        "profile",
+        "--trace",
+        "cuda,nvtx",
+        "--sample",
+        "none",
+        "--cpuctxsw",
+        "none",
+        "--force-overwrite",
+        "true",
+        "--capture-range",
+        "cudaProfilerApi",
+        "--capture-range-end",
+        "stop",
     ),
-}  # fmt: skip
+}
 _READ = {
     "ncu": ("--csv", "--page", "raw", "--print-units", "base", "--import"),
     "nsys": ("stats", "--report", "cuda_gpu_kern_sum", "--format", "csv", "--force-export", "true"),
@@ -169,11 +187,11 @@ def launch() -> int:
 def _run(job: Job) -> None:
     backend = pick(job.device)
     kernel = find(job.compute, job.pass_, job.deterministic)
-    yardstick = yardstick_for(job.problem, backend, job.pass_, job.seed)
-    given = {**yardstick.inputs, **(yardstick.forward_outputs() if job.pass_ == "backward" else {})}
-    found = run_kernel(backend, kernel, yardstick, {name: given[name] for name in READS[job.pass_]}, job.tiles)
+    oracle = oracle_for(job.problem, backend, job.pass_, job.seed)
+    given = {**oracle.inputs, **(oracle.forward_outputs() if job.pass_ == "backward" else {})}
+    found = run_kernel(backend, kernel, oracle, {name: given[name] for name in READS[job.pass_]}, job.tiles)
     if not found.passed:
-        why = "; ".join(errors.message(v) for v in found.verdicts.values() if not v.passed)
+        why = "; ".join(budget.message(v) for v in found.verdicts.values() if not v.passed)
         raise Fault(f"{kernel.label} is wrong, and is not profiled", why, f"fa-cli run --compute {job.compute} shows where")
     profiler = backend.xp.cuda.profiler
     found.timed.call()  # warm

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .. import environment
+from ..fault import DataFault
 from ..files import disk_fault, write_files
-from ..problem import DataFault
 from ..row import read_rows
-from . import figures
-from . import ladder as climb
+from . import figures, ladder
 from .figures import error_picture as error_picture
 from .style import save
 from .summary import commit_of, dates_of, heading, summary
-from .views import PASS_WORDS, PREFIX, View, by_head_dim, climbs, families, views
+from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, views
 
 if TYPE_CHECKING:
     from matplotlib import figure as plot
@@ -75,9 +74,9 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         for kind, part, function, heading_ in drawn:
             if figure := function(part, heading_, footer):
                 made.append(_save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
-    for panels in climbs(rows):
+    for panels in ladders(rows):
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
-        figure = climb.climb(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
+        figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
         apart = "_causal" * first.causal + "_cpu" * first.cpu
         made.append(_save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
     return made

@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter
 
 from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
-from . import style as drawing
-from .style import GREY, HOLLOW, MARK, NOTE, RED, ceiling, style
+from . import style
+from .style import GREY, HOLLOW, MARK, NOTE, RED, ceiling, look_of
 from .views import View, flops_an_exp, gemm, intensity, problem_of, roofs, shape_of
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
     """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: nothing lies between two shapes."""
-    kernels = drawing.drawn(view)
+    kernels = style.drawn(view)
     if not kernels:
         return None
     shapes = view.shapes
-    figure, axes = drawing.sheet(view, title, footer, (max(10.0, 0.5 * len(shapes) + 3), 7.6), 2, 2, sharex=True)
+    figure, axes = style.sheet(view, title, footer, (max(10.0, 0.5 * len(shapes) + 3), 7.6), 2, 2, sharex=True)
     labels = [view.label(shape) for shape in shapes]
 
     def place(row: Row) -> float:  # kernels side by side within a shape, in the order of the legend
@@ -48,29 +48,29 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
         axis.set_xlim(-0.5, len(shapes) - 0.5)
         axis.grid(visible=False, axis="x")
     _four(axes, view, place, joined=False)
-    drawing.legend(figure, view, lines=False)
+    style.legend(figure, view, lines=False)
     return figure
 
 
 def seqlen_analysis(view: View, title: str, footer: str) -> Figure | None:
     """2x2 over the sequence length, a line a kernel: time, speed-up, TFLOP/s, GB/s."""
-    if not drawing.drawn(view):
+    if not style.drawn(view):
         return None
-    figure, axes = drawing.sheet(view, f"{title}, {drawing.family_words(view)}", footer, (10, 7.4), 2, 2, sharex=True)
+    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (10, 7.4), 2, 2, sharex=True)
     for axis in axes.flat:
-        drawing.lengths(axis, view)
+        style.lengths(axis, view)
     for axis in axes[0]:
         axis.set_xlabel("")
     _four(axes, view, lambda row: float(row.SeqLen), joined=True)
-    drawing.legend(figure, view)
+    style.legend(figure, view)
     return figure
 
 
 def _four(axes: Any, view: View, place: Callable[[Row], float], joined: bool) -> None:
     time, speed, flops, bandwidth = axes.flat
-    drawing.series(time, view, lambda row: row.KernelTime_ms, 1, place, joined)
+    style.series(time, view, lambda row: row.KernelTime_ms, 1, place, joined)
     time.set_ylabel("time, ms (median; bars p20 to p80)")
-    drawing.series(speed, view, view.speedup, -1, place, joined)
+    style.series(speed, view, view.speedup, -1, place, joined)
     if speed.lines:
         speed.axhline(1, color="0.2", linestyle="--", linewidth=1, zorder=1.5)
         speed.set_ylabel(f"speed-up over {view.reference}")
@@ -79,17 +79,17 @@ def _four(axes: Any, view: View, place: Callable[[Row], float], joined: bool) ->
             0.5, 0.5, "nothing to compare with:\nno kernel has a time in every shape", ha="center", transform=speed.transAxes, color=GREY
         )
     small = view.cpu and max((row.TFLOPS or 0) for row in view.rows) < 0.1
-    drawing.series(flops, view, lambda row: row.TFLOPS and row.TFLOPS * (1e3 if small else 1), -1, place, joined)
+    style.series(flops, view, lambda row: row.TFLOPS and row.TFLOPS * (1e3 if small else 1), -1, place, joined)
     flops.set_ylabel("GFLOP/s" if small else "TFLOP/s")
     if (product := gemm(view)) and product.TFLOPS:
         ceiling(flops, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s, measured in this run")
-    drawing.series(bandwidth, view, lambda row: row.Bandwidth_GBps, -1, place, joined)
+    style.series(bandwidth, view, lambda row: row.Bandwidth_GBps, -1, place, joined)
     bandwidth.set_ylabel("GB/s (inputs and outputs once)")
     if (copy := view.ceilings.get("copy")) and copy.Bandwidth_GBps:
         ceiling(bandwidth, copy.Bandwidth_GBps, f"copy {copy.Bandwidth_GBps:,.0f} GB/s, measured in this run")
     for axis in (time, speed, flops, bandwidth):
-        drawing.scale(axis)
-    drawing.words(time, view, place, dodged=not joined)
+        style.scale(axis)
+    style.words(time, view, place, dodged=not joined)
 
 
 def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
@@ -97,13 +97,13 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     timed = [row for kernel in view.kernels for row in view.cells(kernel).values() if row.KernelTime_ms]
     if not timed:
         return None
-    figure, axes = drawing.sheet(view, f"{title}, {drawing.family_words(view)}", footer, (7.6, 4.6))
+    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
     axis = axes[0, 0]
-    drawing.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen), joined=True)
+    style.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen), joined=True)
     cold = view.timing == "warm" and any(row.timing == "cold" and row.KernelTime_ms for row in view.rows)
     for kernel in view.kernels if cold else ():
         points = [(row.SeqLen, row.KernelTime_ms) for row in view.cells(kernel, "cold").values() if row.KernelTime_ms]
-        look = style(kernel)
+        look = look_of(kernel)
         axis.plot(
             [s for s, _ in points], [ms for _, ms in points], linestyle="", marker=look["marker"], markeredgecolor=look["color"], **HOLLOW
         )
@@ -117,13 +117,13 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     seen = next(i for i, y in enumerate(growth) if y >= low * (high / low) ** 0.1 or i == len(growth) - 1)
     axis.annotate("as the work grows", (list(fastest)[seen], growth[seen]), **NOTE, va="top", color=GREY)
     axis.set_ylim(bottom=low)
-    drawing.plain_log(axis)
+    style.plain_log(axis)
     axis.set_ylabel("time, ms (median; bars p20 to p80)")
-    drawing.lengths(axis, view)
-    drawing.words(axis, view, lambda row: float(row.SeqLen))
+    style.lengths(axis, view)
+    style.words(axis, view, lambda row: float(row.SeqLen))
     dot: dict[str, Any] = {"color": GREY, "linestyle": "", "marker": "o"}
     hollow = Line2D([], [], **dot, **HOLLOW, label="hollow: cold, L2 flushed")
-    drawing.legend(
+    style.legend(
         figure, view, [Line2D([], [], **dot, **MARK, label="filled: warm"), hollow] if cold else [], order=lambda row: row.KernelTime_ms
     )
     return figure
@@ -134,7 +134,7 @@ def memory(view: View, title: str, footer: str) -> Figure | None:
     rows = [row for row in view.rows if row.peak_bytes]
     if not rows:
         return None
-    figure, axes = drawing.sheet(view, f"{title}, {drawing.family_words(view)}", footer, (7.6, 4.6))
+    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
     axis = axes[0, 0]
     problems = {row.SeqLen: problem_of(row) for row in sorted(rows, key=lambda row: row.SeqLen)}
     dtype = next(iter(problems.values())).dtype
@@ -144,13 +144,13 @@ def memory(view: View, title: str, footer: str) -> Figure | None:
         axis.plot(list(problems), values, color=GREY, linestyle=dash, linewidth=1.2, label=text, zorder=1)
     for kernel in view.kernels:
         points = sorted((row.SeqLen, row.peak_bytes) for row in view.cells(kernel).values() if row.peak_bytes)
-        axis.plot([s for s, _ in points], [size for _, size in points], **style(kernel), **MARK, label=kernel)
+        axis.plot([s for s, _ in points], [size for _, size in points], **look_of(kernel), **MARK, label=kernel)
     axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: drawing.bytes_words(value)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.bytes_words(value)))
     axis.set_ylabel("peak device memory of one run")
-    drawing.lengths(axis, view)
+    style.lengths(axis, view)
     grey = [Line2D([], [], color=GREY, linestyle=line.get_linestyle(), label=line.get_label()) for line in axis.lines[:2]]
-    drawing.legend(figure, view, grey, order=lambda row: row.peak_bytes)
+    style.legend(figure, view, grey, order=lambda row: row.peak_bytes)
     return figure
 
 
@@ -159,11 +159,11 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     rows = [row for row in view.rows if row.TFLOPS and row.timing == view.timing]
     if not rows or not roofs(view, rows[0]):
         return None
-    figure, axes = drawing.sheet(view, title, footer, (7.6, 4.8))
+    figure, axes = style.sheet(view, title, footer, (7.6, 4.8))
     axis = axes[0, 0]
     for kernel in dict.fromkeys(row.Kernel for row in rows):
         points = [(intensity(row), float(row.TFLOPS or 0)) for row in rows if row.Kernel == kernel]
-        look = dict(style(kernel)) | {"linestyle": ""}
+        look = dict(look_of(kernel)) | {"linestyle": ""}
         axis.plot([x for x, _ in points], [y for _, y in points], **look, **MARK, label=kernel)
     at = [intensity(row) for row in rows]
     copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
@@ -186,10 +186,10 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     axis.set_yscale("log")
     axis.set_xlim(xs[0], xs[-1])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    drawing.plain_log(axis)
+    style.plain_log(axis)
     axis.set_xlabel("FLOPs a byte (every input read once, every output written once)")
     axis.set_ylabel("TFLOP/s")
-    drawing.legend(figure, view, lines=False, order=lambda row: row.TFLOPS)
+    style.legend(figure, view, lines=False, order=lambda row: row.TFLOPS)
     return figure
 
 
@@ -200,15 +200,13 @@ def error_vs_s(view: View, title: str, footer: str) -> Figure | None:
         return None
     columns = min(3, len(tensors))
     rows = -(-len(tensors) // columns)
-    figure, axes = drawing.sheet(
-        view, f"{title}, {drawing.family_words(view)}", footer, (3.7 * columns + 0.6, 3.3 * rows + 1.4), rows, columns
-    )
+    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (3.7 * columns + 0.6, 3.3 * rows + 1.4), rows, columns)
     for axis, tensor in zip(axes.flat, tensors, strict=False):
         _errors(axis, view, tensor)
     for axis in list(axes.flat)[len(tensors) :]:
         axis.set_axis_off()
     classes = {k.name: f" [{k.arithmetic}]" for k in catalogue() if k.pass_ == view.mode or view.mode == "both"}
-    drawing.legend(figure, view, suffix=classes)
+    style.legend(figure, view, suffix=classes)
     return figure
 
 
@@ -216,7 +214,7 @@ def _errors(axis: Axes, view: View, tensor: str) -> None:
     for kernel in view.kernels:
         cells = sorted((row for row in view.cells(kernel).values() if _error(row, tensor)), key=lambda row: row.SeqLen)
         points = [(row.SeqLen, _error(row, tensor)) for row in cells if math.isfinite(_error(row, tensor))]
-        axis.plot([s for s, _ in points], [error for _, error in points], **style(kernel), **MARK, label=kernel)
+        axis.plot([s for s, _ in points], [error for _, error in points], **look_of(kernel), **MARK, label=kernel)
         for row in cells:
             if row.Status == "FAIL":
                 y = _error(row, tensor) if math.isfinite(_error(row, tensor)) else 1.0
@@ -229,7 +227,7 @@ def _errors(axis: Axes, view: View, tensor: str) -> None:
     ceiling(axis, unit, f"half an ulp of 1 in {dtype}")
     axis.set_ylabel(f"max |error| of {tensor}")
     axis.margins(y=0.1)
-    drawing.lengths(axis, view)
+    style.lengths(axis, view)
 
 
 def _error(row: Row, tensor: str) -> float:
@@ -237,7 +235,7 @@ def _error(row: Row, tensor: str) -> float:
 
 
 def error_picture(errors: np.ndarray[Any, Any], title: str, path: Path) -> Path:
-    """Draw an |error| map (rows x blocks of columns, as errors.error_map gives it) with its worst cell marked. Returns the path.
+    """Draw an |error| map (rows x blocks of columns, as budget.error_map gives it) with its worst cell marked. Returns the path.
 
     Colours are logarithmic; cells that are not finite are red. Raises OSError where the file cannot be written.
     """
@@ -246,7 +244,7 @@ def error_picture(errors: np.ndarray[Any, Any], title: str, path: Path) -> Path:
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (1e-12, 1.0)
     row, column = np.unravel_index(int(np.where(np.isnan(values), np.inf, values).argmax()), values.shape)
     worst = float(values[row, column])
-    sns.set_theme(style="ticks", rc=drawing.RC)
+    sns.set_theme(style="ticks", rc=style.RC)
     figure, axis = plt.subplots(figsize=(6, 4.8), layout="constrained")
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#d62728")
     norm = matplotlib.colors.LogNorm(max(low, high * 1e-6), max(high, low * 1.001), clip=True)
@@ -258,4 +256,4 @@ def error_picture(errors: np.ndarray[Any, Any], title: str, path: Path) -> Path:
     axis.set_title(f"{title}\nworst: row {row}, block {column}: {what}")
     axis.set_xlabel("block of columns")
     axis.set_ylabel("row")
-    return drawing.save(figure, path, 150)
+    return style.save(figure, path, 150)

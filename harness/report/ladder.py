@@ -1,4 +1,4 @@
-"""The figure of the climb: the ladder's steps in order, each a bar of TFLOP/s, a panel a dtype, other people's attention as lines."""
+"""The figure of the ladder: its steps in order, each a bar of TFLOP/s, a panel a dtype, other people's attention as lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from .. import peers
 from ..kernel.kernel import catalogue
-from . import style as drawing
+from . import style
 from .style import GREY
 from .views import HOST_TIME, View, problem_of, steps
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _WHITE = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 #: What does a kernel's products, by the arithmetic of its header: colour and words.
 UNITS = {
-    "f32": (drawing.COLOURS[3], "CUDA cores"),
-    "p16": (drawing.COLOURS[8], "tensor cores"),
-    "tf32": (drawing.COLOURS[8], "tensor cores"),
+    "f32": (style.COLOURS[3], "CUDA cores"),
+    "p16": (style.COLOURS[8], "tensor cores"),
+    "tf32": (style.COLOURS[8], "tensor cores"),
 }
 
 
-def climb(panels: Sequence[View], title: str, footer: str) -> Figure:
-    """A panel for each view (of one shape, as views.climbs gives them), its bars in ladder order with their values."""
+def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
+    """A panel for each view (of one shape, as views.ladders gives them), its bars in ladder order with their values."""
     counts = [len(steps(panel)) for panel in panels]
     size = (max(7.2, 0.62 * sum(counts) + 1.6), 4.5)
-    figure, axes = drawing.sheet(panels[0], title, footer, size, 1, len(panels), width_ratios=counts)
+    figure, axes = style.sheet(panels[0], title, footer, size, 1, len(panels), width_ratios=counts)
     where = f"{HOST_TIME}\n{panels[0].device_name}" if panels[0].cpu else panels[0].device_name
     figure.suptitle(f"{title}\n{where}, {'causal' if panels[0].causal else 'not causal'}", fontsize=10)
     units: dict[str, Patch] = {}
@@ -44,7 +44,7 @@ def climb(panels: Sequence[View], title: str, footer: str) -> Figure:
         axis.set_title(f"{panel.dtype}, B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}")
     axes.flat[0].set_ylabel(f"{_rate(panels[0])[0]} (bars p20 to p80)")
     handles = [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=drawing.FOOT * 9 + 0.3)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=style.FOOT * 9 + 0.3)
     return figure
 
 
@@ -102,9 +102,16 @@ def _lines(axis: Axes, view: View) -> None:
     axis.set_ylim(0, top * 1.14)
     found = sorted(rates.items(), key=lambda item: item[1])
     for place, (name, rate) in enumerate(found):
-        axis.axhline(rate, color="0.25", linestyle=drawing.DASHES[place % 3], linewidth=1.1, zorder=1.5)
+        axis.axhline(rate, color="0.25", linestyle=style.DASHES[place % 3], linewidth=1.1, zorder=1.5)
         crowded = place + 1 < len(found) and found[place + 1][1] - rate < 0.06 * top  # the next name would be written over this one
         axis.annotate(
-            f"{name} {rate:.3g}", (-0.55, rate), xytext=(0, -2 if crowded else 2), textcoords="offset points",
-            va="top" if crowded else "bottom", fontsize=7.5, color="0.15", zorder=4, bbox=_WHITE,
-        )  # fmt: skip
+            f"{name} {rate:.3g}",
+            (-0.55, rate),
+            xytext=(0, -2 if crowded else 2),
+            textcoords="offset points",
+            va="top" if crowded else "bottom",
+            fontsize=7.5,
+            color="0.15",
+            zorder=4,
+            bbox=_WHITE,
+        )

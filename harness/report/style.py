@@ -47,11 +47,21 @@ DASHES: tuple[Any, ...] = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 MARK: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
 HOLLOW: dict[str, Any] = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
 NOTE: dict[str, Any] = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
-RC: dict[str, Any] = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 7.5, "grid.linewidth": 0.5, "axes.linewidth": 0.7, "font.family": "DejaVu Sans"}  # fmt: skip
+RC: dict[str, Any] = {
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.5,
+    "grid.linewidth": 0.5,
+    "axes.linewidth": 0.7,
+    "font.family": "DejaVu Sans",
+}
 
 
 @cache
-def style(kernel: str) -> Mapping[str, Any]:
+def look_of(kernel: str) -> Mapping[str, Any]:
     """Colour, marker and line of a kernel: by its number in the ladder, by a peer's place, by checksum for any other name."""
     number = {k.name: k.number for k in catalogue()}.get(kernel)
     if number is not None:
@@ -89,7 +99,7 @@ def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: 
         if not rows:
             continue
         xs, ys = [place(row) for row in rows], [float(value(row) or 0) for row in rows]
-        look = dict(style(kernel)) | ({} if joined else {"linestyle": ""})
+        look = dict(look_of(kernel)) | ({} if joined else {"linestyle": ""})
         ends = [
             sorted(y * (t / float(r.KernelTime_ms or 1)) ** power for t in (r.p20_ms, r.p80_ms) if t) for r, y in zip(rows, ys, strict=True)
         ]
@@ -160,9 +170,17 @@ def words(axis: Axes, view: View, place: Callable[[Row], float], dodged: bool = 
         beside = seen.setdefault(x, 0)
         seen[x] += 1
         axis.annotate(
-            f"{row.Kernel} {row.Status}", (x, 0.02), xycoords=("data", "axes fraction"), xytext=(0 if dodged else 7 * beside, 0),
-            textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=6, color=RED,
-        )  # fmt: skip
+            f"{row.Kernel} {row.Status}",
+            (x, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(0 if dodged else 7 * beside, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=6,
+            color=RED,
+        )
 
 
 def legend(
@@ -185,7 +203,7 @@ def legend(
         why.setdefault(row.Kernel, {})[row.Status] = None
     handles = []
     for kernel in found:
-        look = dict(style(kernel)) | ({} if lines else {"linestyle": ""})
+        look = dict(look_of(kernel)) | ({} if lines else {"linestyle": ""})
         text = kernel + (suffix or {}).get(kernel, "") + (f" ({', '.join(why[kernel])} in part)" if kernel in why else "")
         handles.append(Line2D([], [], **look, **MARK, label=text))
     handles += extra

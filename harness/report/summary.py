@@ -125,11 +125,16 @@ def _ceiling(row: Row) -> str:
 def _environment(rows: Sequence[Row], env: Mapping[str, Any]) -> str:
     versions = env.get("packages") or {}
     facts = {
-        "device": env.get("device_name"), "driver": env.get("driver") or env.get("cuda_driver"), "CUDA": env.get("cuda_runtime"),
-        "NVRTC": env.get("nvrtc"), "compiler": env.get("compiler"), "Python": env.get("python"),
+        "device": env.get("device_name"),
+        "driver": env.get("driver") or env.get("cuda_driver"),
+        "CUDA": env.get("cuda_runtime"),
+        "NVRTC": env.get("nvrtc"),
+        "compiler": env.get("compiler"),
+        "Python": env.get("python"),
         **{name: versions[name] for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy") if versions.get(name)},
-        "commit": commit_of(rows, env), "date": dates_of(rows),
-    }  # fmt: skip
+        "commit": commit_of(rows, env),
+        "date": dates_of(rows),
+    }
     text = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
     command = env.get("command")
     return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{' '.join(map(str, command))}`" if command else "")

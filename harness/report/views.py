@@ -23,8 +23,8 @@ HOST_TIME = "CPU time (host backend), not GPU performance"
 CEILING = "ceiling-"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
-#: Timed steps of the ladder that make a shape worth the figure of the climb.
-CLIMB = 6
+#: Timed steps of the ladder that make a shape worth the figure of the ladder.
+LADDER = 6
 
 Key = tuple[Any, ...]
 
@@ -207,13 +207,13 @@ def steps(view: View) -> list[tuple[int, Row]]:
     return sorted((numbers[row.Kernel], row) for row in view.rows if row.timing == view.timing and row.TFLOPS and row.Kernel in numbers)
 
 
-def climbs(rows: Iterable[Row]) -> list[list[View]]:
-    """The panels of each figure of the climb: a view a dtype, cut to the shape most steps have (then the largest), if CLIMB have it."""
+def ladders(rows: Iterable[Row]) -> list[list[View]]:
+    """The panels of each figure of the ladder: a view a dtype, cut to the shape most steps have (then the largest), if LADDER have it."""
     found: dict[Key, list[View]] = {}
     for view in views(rows):
         shapes = [view.only(lambda row, shape=shape: shape_of(row) == shape) for shape in view.shapes]  # type: ignore[misc]
         best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
-        if len(steps(best)) >= CLIMB:
+        if len(steps(best)) >= LADDER:
             found.setdefault((view.device_name, view.type, view.causal), []).append(best)
     return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in found.values()]
 

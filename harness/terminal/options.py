@@ -11,7 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ..problem import DiskFault, Fault, Problem, UsageFault
+from ..fault import DiskFault, Fault, UsageFault
+from ..problem import Problem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -213,17 +214,30 @@ data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
 )
 device = click.option(
-    "--device", default="auto", show_default=True, envvar="FA_CLI_DEVICE", metavar="auto|cuda|cuda:N|cpu",
+    "--device",
+    default="auto",
+    show_default=True,
+    envvar="FA_CLI_DEVICE",
+    metavar="auto|cuda|cuda:N|cpu",
     help="auto takes a GPU if there is one; cpu is the host backend.",
-)  # fmt: skip
+)
 compute = click.option(
-    "--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]",
+    "--compute",
+    "--kernel",
+    "compute",
+    multiple=True,
+    callback=_names,
+    metavar="KERNEL[,KERNEL...]",
     help="Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file.",
-)  # fmt: skip
+)
 mode = click.option(
-    "--mode", default="forward", show_default=True, callback=parse_mode, metavar="forward|backward|both",
+    "--mode",
+    default="forward",
+    show_default=True,
+    callback=parse_mode,
+    metavar="forward|backward|both",
     help="backward alone reads O and logsumexp from the folder.",
-)  # fmt: skip
+)
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
@@ -236,7 +250,10 @@ mask = options(
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
 )
 tile_lists = click.option(
-    "--tile", multiple=True, callback=_tile_lists, metavar="NAME=VALUE[,VALUE...]",
+    "--tile",
+    multiple=True,
+    callback=_tile_lists,
+    metavar="NAME=VALUE[,VALUE...]",
     help="Values of a tile of the header; several options: every combination.  [default: each tile's own, half and double]",
-)  # fmt: skip
+)
 tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

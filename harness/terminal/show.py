@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..check import budget as errors
+from ..check import budget
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
 from .show_report import error_pictures, times_as_fast
 
@@ -55,7 +55,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
         line("PASS" if result.passed else "FAIL", result.compute, result.mode, *words)
         for verdict in result.verdicts.values():
             if not verdict.passed:
-                line(" ", errors.message(verdict))
+                line(" ", budget.message(verdict))
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
@@ -136,12 +136,20 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             ("test", "kernel", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
             [
                 (
-                    r.Test, r.Kernel, r.Type, r.timing, r.MaxError, r.KernelTime_ms, None if r.device == "cpu" else r.TFLOPS, r.Speedup,
-                    r.Status, (r.ErrorMessage or "").partition("\n")[0],
+                    r.Test,
+                    r.Kernel,
+                    r.Type,
+                    r.timing,
+                    r.MaxError,
+                    r.KernelTime_ms,
+                    None if r.device == "cpu" else r.TFLOPS,
+                    r.Speedup,
+                    r.Status,
+                    (r.ErrorMessage or "").partition("\n")[0],
                 )
                 for r in outcome.rows
             ],
-        )  # fmt: skip
+        )
         if any(row.device == "cpu" for row in outcome.rows):
             print(f"({HOST_TIME})")
         for path in outcome.files:
@@ -195,11 +203,21 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
         found = [
             (
-                r.kernel, r.pass_, "yes" if r.deterministic else "no", r.dtype, r.head_dim, r.arch, r.registers, r.spill_bytes,
-                r.shared_bytes, r.seconds, r.status, r.message,
+                r.kernel,
+                r.pass_,
+                "yes" if r.deterministic else "no",
+                r.dtype,
+                r.head_dim,
+                r.arch,
+                r.registers,
+                r.spill_bytes,
+                r.shared_bytes,
+                r.seconds,
+                r.status,
+                r.message,
             )
             for r in rows
-        ]  # fmt: skip
+        ]
         table(columns, found)
     line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
     return code

@@ -37,13 +37,20 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
             ("kernel", "pass", "shape", "timing", "A ms", "B ms", "B / A", "95% interval", "verdict", "from"),
             [
                 (
-                    p.kernel, p.type, p.shape, p.timing, p.a_ms, p.b_ms, f"{p.ratio:.4f}",
-                    f"{p.low:.4f} to {p.high:.4f}" if p.low is not None else "-", p.verdict,
+                    p.kernel,
+                    p.type,
+                    p.shape,
+                    p.timing,
+                    p.a_ms,
+                    p.b_ms,
+                    f"{p.ratio:.4f}",
+                    f"{p.low:.4f} to {p.high:.4f}" if p.low is not None else "-",
+                    p.verdict,
                     p.basis + ", source changed" * p.source_changed,
                 )
                 for p in found.pairs
             ],
-        )  # fmt: skip
+        )
         if found.pairs:
             line("")
             line("time of B / time of A, geometric means:")
@@ -81,11 +88,18 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
         columns += [] if cpu else ["TFLOP/s", "times as fast as the default"]
         rows = [
             (
-                "default" if row.default else "", *(row.tiles[name] for name in names), row.registers, row.spill_bytes, row.shared_bytes,
-                row.status, row.ms, *(() if cpu else (row.tflops, _against_default(row))), row.why,
+                "default" if row.default else "",
+                *(row.tiles[name] for name in names),
+                row.registers,
+                row.spill_bytes,
+                row.shared_bytes,
+                row.status,
+                row.ms,
+                *(() if cpu else (row.tflops, _against_default(row))),
+                row.why,
             )
             for row in found.rows
-        ]  # fmt: skip
+        ]
         table([*columns, "why"], rows)
     if cpu and "PASS" in statuses:
         note("these are CPU times of the host backend: they choose nothing for a GPU")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choose import expand
+from ..fault import UsageFault
 from ..kernel.kernel import find, include_closure
-from ..problem import PASSES, WRITES, UsageFault
+from ..problem import PASSES, WRITES
 from .printing import line, near, note
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from click.testing import Result
 from harness import compile as compiler
 from harness import verify
 from harness.backends import nvrtc
+from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
-from harness.problem import EnvironmentFault, Problem
+from harness.problem import Problem
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 33, "--dim", 16)
@@ -86,8 +87,11 @@ def test_rows_say_which_form_ran(how: str, fa_cli: Run, tmp_path: Path) -> None:
     with open(tmp_path / "experiment_results" / "results.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(r["Kernel"], r["deterministic"], r["repro"].endswith(" --deterministic")) for r in rows] == [
-        ("mine", "false", False), ("naive", "true", False), ("mine", "true", True), ("naive", "true", True),
-    ]  # fmt: skip
+        ("mine", "false", False),
+        ("naive", "true", False),
+        ("mine", "true", True),
+        ("naive", "true", True),
+    ]
 
 
 @pytest.mark.parametrize("words", [("run", "--compute"), ("verify",), ("experiment", "--compute")])

@@ -93,8 +93,9 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
     sweep.write_text('kernels = ["fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 8, dim = [16, 200] }]')
     assert fa_cli("experiment", sweep).exit_code == 0
     assert [(r["HeadDim"], r["Status"], bool(r["KernelTime_ms"])) for r in rows_of(tmp_path / "experiment_results")] == [
-        ("16", "PASS", True), ("200", "REFUSED", False),
-    ]  # fmt: skip
+        ("16", "PASS", True),
+        ("200", "REFUSED", False),
+    ]
     text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
     (tmp_path / "wrong_forward.cu").write_text(text.replace("* inverse;", "* inverse * 1.001f;"))
     result = fa_cli("experiment", sweep, "--compute", "./wrong_forward.cu", "--only", "D16", "--json")
@@ -146,9 +147,13 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
     sweep.write_text('kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]')
     rows = experiment.run_sweep(experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out")).rows
     assert {(r.Test, r.Kernel): r.Status for r in rows} == {
-        ("S16", "fa1"): "ERROR", ("S16", "naive"): "PASS", ("S16", "fa2"): "PASS",
-        ("S32", "naive"): "PASS", ("S32", "fa1"): "PASS", ("S32", "fa2"): "PASS",
-    }  # fmt: skip
+        ("S16", "fa1"): "ERROR",
+        ("S16", "naive"): "PASS",
+        ("S16", "fa2"): "PASS",
+        ("S32", "naive"): "PASS",
+        ("S32", "fa1"): "PASS",
+        ("S32", "fa2"): "PASS",
+    }
     assert len(rows) == 6 and all(r.KernelTime_ms for r in rows if r.Status == "PASS")
 
 
@@ -172,9 +177,11 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
     folder = tmp_path / "experiment_results"
     rows = rows_of(folder)
     assert [(r["Test"], r["Kernel"], r["Type"], r["Status"], bool(r["KernelTime_ms"])) for r in rows] == [
-        ("S16", "naive", "FOR", "PASS", True), ("S16", "wrong", "FOR", "FAIL", False),
-        ("S33", "naive", "FOR", "PASS", True), ("S33", "wrong", "FOR", "FAIL", False),
-    ]  # fmt: skip
+        ("S16", "naive", "FOR", "PASS", True),
+        ("S16", "wrong", "FOR", "FAIL", False),
+        ("S33", "naive", "FOR", "PASS", True),
+        ("S33", "wrong", "FOR", "FAIL", False),
+    ]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
     assert fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none").exit_code == 0
     rows = rows_of(folder)

@@ -127,11 +127,19 @@ def test_nsys(tool: Callable[[str, str], None], fa_cli: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("said", "code", "words"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", 4, ("ERR_NVGPUCTRPERM", "NVreg_RestrictProfilingToAdminUsers=0")),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
+            4,
+            ("ERR_NVGPUCTRPERM", "NVreg_RestrictProfilingToAdminUsers=0"),
+        ),
         ("==ERROR== Profiling failed because a driver resource was unavailable.", 4, ("DCGM", "hint: dcgmi profile --pause")),
-        ("==ERROR== something new\n==WARNING== No kernels were profiled.", 5, ("ncu profiled nothing", "something new", "hint: fa-cli run")),
+        (
+            "==ERROR== something new\n==WARNING== No kernels were profiled.",
+            5,
+            ("ncu profiled nothing", "something new", "hint: fa-cli run"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_tool_that_gives_nothing(said: str, code: int, words: tuple[str, ...], tool: Callable[[str, str], None], fa_cli: Run) -> None:
     """What it said, in our words where we know them; no table is written, and an old report is not read."""
     tool("ncu", NCU.partition("else:")[0] + f"else:\n    print({said!r})\n")
@@ -151,7 +159,7 @@ def test_a_tool_that_gives_nothing(said: str, code: int, words: tuple[str, ...],
         (("= scale * fa::log2e", "= scale * nonesuch"), 5, ("does not compile", "mine_forward.cu")),
         (('dtypes = ["float32", ', "dtypes = ["), 2, ("does not take float32",)),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_in_the_profiled_process(
     edit: tuple[str, str], code: int, words: tuple[str, ...], tool: Callable[[str, str], None], fa_cli: Run
 ) -> None:

@@ -13,9 +13,10 @@ from click.testing import Result
 
 from harness import choose as ladder
 from harness import sweep
+from harness.fault import UsageFault
 from harness.kernel import kernel
 from harness.kernel.kernel import catalogue
-from harness.problem import Problem, UsageFault
+from harness.problem import Problem
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 17, "--dim", 16)
@@ -27,7 +28,7 @@ def names(dtype: str, pass_: str, first: int = 0, last: int = 99) -> list[str]:
     stored = {dtype, "tf32"} if dtype == "float32" else {dtype}  # tf32 is arithmetic on float32 files
     return [
         k.name for k in catalogue() if k.pass_ == pass_ and stored & set(k.dtypes) and k.number is not None and first <= k.number <= last
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "pass_"), [("float32", "forward"), ("float64", "forward"), ("bfloat16", "backward")])
@@ -39,8 +40,10 @@ def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
     assert [text.partition(":")[0] for text in left_out] == [f"00-99 without {name}" for name in others]
     assert all(dtype in text or f"no {pass_} pass" in text for text in left_out)
     assert ladder.expand(["5-7", "naive", "./a.cu", "torch-flash"], [pass_], [Problem.of(dtype="float32")])[0][-3:] == [
-        "naive", "./a.cu", "torch-flash",
-    ]  # fmt: skip
+        "naive",
+        "./a.cu",
+        "torch-flash",
+    ]
 
 
 def test_a_range_without_a_kernel_is_refused() -> None:

@@ -30,10 +30,25 @@ def run(folder: Path, factor: float = 1.0, device_name: str = "NVIDIA H200") -> 
                 "timing": "warm",
             }
             each = Row(
-                Test=f"S{length}", Kernel=kernel, Type="FOR", Batch=4, Heads=8, SeqLen=length, HeadDim=64, heads_kv=8, seq_kv=length,
-                dtype="float32", causal=False, scale=p.scale, Status="PASS", device="cuda", device_name=device_name,
-                TFLOPS=p.flops("forward") / (time * 1e9), Bandwidth_GBps=p.bytes("forward") / (time * 1e6), **facts,
-            )  # fmt: skip
+                Test=f"S{length}",
+                Kernel=kernel,
+                Type="FOR",
+                Batch=4,
+                Heads=8,
+                SeqLen=length,
+                HeadDim=64,
+                heads_kv=8,
+                seq_kv=length,
+                dtype="float32",
+                causal=False,
+                scale=p.scale,
+                Status="PASS",
+                device="cuda",
+                device_name=device_name,
+                TFLOPS=p.flops("forward") / (time * 1e9),
+                Bandwidth_GBps=p.bytes("forward") / (time * 1e6),
+                **facts,
+            )
             append_row(folder / "results.csv", each)
     return folder
 

@@ -16,10 +16,11 @@ from click.testing import Result
 
 from harness import tune
 from harness.backends import nvrtc
+from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
 from harness.measure.sampling import Timing
-from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
+from harness.problem import Problem
 from harness.terminal.show_report import tuned
 
 Run = Callable[..., Result]
@@ -149,10 +150,12 @@ def on_a_gpu(found: Kernel, times: Sequence[float]) -> tune.Tuned:
     rows = [
         tune._timed(
             tune.Variant("mine", "forward", problem.folder, "cuda", {"HOW": 2 + i, "MORE": 7}, i == 0),
-            Timing("warm", (ms * 1e-3,) * 20, (1e-5,)), base, problem,
+            Timing("warm", (ms * 1e-3,) * 20, (1e-5,)),
+            base,
+            problem,
         )
         for i, ms in enumerate(times)
-    ]  # fmt: skip
+    ]
     rows.append(replace(rows[0], status="PRUNED", ms=None, default=False))
     return tune.Tuned(found, problem, "cuda", "NVIDIA H200", sorted(rows, key=tune._order))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness.problem import UsageFault
+from harness.fault import UsageFault
 from harness.terminal import watch
 
 Run = Callable[..., Result]

@@ -6,7 +6,7 @@ import pytest
 
 from harness.backends import Backend, nvidia_driver, pick
 from harness.backends.host.backend import compiler
-from harness.problem import EnvironmentFault
+from harness.fault import EnvironmentFault
 
 
 def found() -> list[str]:

@@ -19,7 +19,7 @@ from word_kernel import f32, run
 from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
-from harness.problem import KernelFault
+from harness.fault import KernelFault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -99,16 +99,32 @@ BAD_ADDRESSES = {
     "source not aligned": ("+ 4 * t);", "+ 4 * t + 1);", "cp_async from an address that is not 16-byte aligned"),
     "source outside": ("a + 256 * n", "a + 256 * n + (t == 5 ? 1 << 20 : 0)", "illegal memory access in block (0, 0, 0): thread 5"),
     "ldmatrix not aligned": ("sum = 0;", "sum = 0; uint32_t d[4]; fa::ldmatrix_x4(d, to + 8 * t);", "thread 1 in ldmatrix_x4 at"),
-    "ldmatrix outside": ("sum = 0;", "sum = 0; uint32_t d[4]; fa::ldmatrix_x4_trans(d, to + 1792 + 16 * t);", "16 bytes from byte 2048 of 2048"),
+    "ldmatrix outside": (
+        "sum = 0;",
+        "sum = 0; uint32_t d[4]; fa::ldmatrix_x4_trans(d, to + 1792 + 16 * t);",
+        "16 bytes from byte 2048 of 2048",
+    ),
     "ldmatrix by a pointer's bits": ("sum = 0;", "sum = 0; uint32_t d[4]; fa::ldmatrix_x4(d, 16 * t);", "outside shared memory"),
-    "a static array": ("sum = 0;", "sum = 0; __shared__ float fixed[4]; sum = fa::smem_u32(fixed);", "not in the block's dynamic shared memory"),
+    "a static array": (
+        "sum = 0;",
+        "sum = 0; __shared__ float fixed[4]; sum = fa::smem_u32(fixed);",
+        "not in the block's dynamic shared memory",
+    ),
     "wmma not aligned": ("sum = 0;", "sum = 0; fa::WmmaAccumulator c; fa::wmma_load_c_row(c, tile + 4, 16);", "a multiple of 32"),
-    "wmma beyond the end": ("sum = 0;", "sum = 0; fa::WmmaAccumulator c{}; fa::wmma_store_d_row(tile + 256, c, 20);", "outside shared memory"),
+    "wmma beyond the end": (
+        "sum = 0;",
+        "sum = 0; fa::WmmaAccumulator c{}; fa::wmma_store_d_row(tile + 256, c, 20);",
+        "outside shared memory",
+    ),
     "wmma's stride": ("sum = 0;", "sum = 0; fa::WmmaAccumulator c; fa::wmma_load_c_row(c, tile, 18);", "stride"),
-    "wmma of two tiles": ("sum = 0;", "sum = 0; fa::WmmaAccumulator c; fa::wmma_load_c_row(c, tile + t % 2 * 8, 16);", "different addresses"),
+    "wmma of two tiles": (
+        "sum = 0;",
+        "sum = 0; fa::WmmaAccumulator c; fa::wmma_load_c_row(c, tile + t % 2 * 8, 16);",
+        "different addresses",
+    ),
     "red_add not aligned": ("sum = 0;", "sum = 0; fa::red_add_v4_f32(reinterpret_cast<float*>(out) + 1, 1, 1, 1, 1);", "16-byte aligned"),
     "red_add to shared memory": ("sum = 0;", "sum = 0; fa::red_add_v4_f32(tile, 1, 1, 1, 1);", "global memory only"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_ADDRESSES)

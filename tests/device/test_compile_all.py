@@ -9,8 +9,8 @@ import pytest
 
 from harness.backends import nvrtc
 from harness.compile import CompileRow, compile_all, compile_kernels
+from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel.kernel import Kernel, catalogue
-from harness.problem import EnvironmentFault, UsageFault
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from word_kernel import answer, bound, f32, run
 
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
-from harness.problem import KernelFault
+from harness.fault import KernelFault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])

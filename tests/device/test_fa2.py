@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from harness.backends import Backend
-from harness.check.contender import PassResult, Yardstick, run_kernel
+from harness.check.contender import PassResult, run_kernel
+from harness.check.oracle import Oracle
 from harness.check.reference import round_to
 from harness.dataset import folder as dataset
 from harness.kernel.kernel import Device, find
@@ -19,9 +20,9 @@ def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, 
     for name in ("Q", "K", "V", "dO"):
         values = random.randn(*problem.shape(name)) * (magnitude if name != "dO" else 1.0)
         inputs[name] = round_to(np, values, problem.dtype).view(dataset.STORAGE[problem.dtype])
-    yardstick = Yardstick(problem, inputs)
-    given = inputs | yardstick.forward_outputs()
-    return run_kernel(backend, find("fa2", pass_), yardstick, {name: given[name] for name in READS[pass_]}, tiles)
+    oracle = Oracle(problem, inputs)
+    given = inputs | oracle.forward_outputs()
+    return run_kernel(backend, find("fa2", pass_), oracle, {name: given[name] for name in READS[pass_]}, tiles)
 
 
 def assert_right(result: PassResult) -> None:

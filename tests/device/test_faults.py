@@ -14,10 +14,12 @@ import pytest
 from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
-from harness.check.contender import PassResult, run_kernel, yardstick_for
+from harness.check.contender import PassResult, run_kernel
+from harness.check.oracle import oracle_for
+from harness.fault import KernelFault
 from harness.kernel import kernel
 from harness.kernel.kernel import KERNELS, Kernel
-from harness.problem import READS, KernelFault, Problem
+from harness.problem import READS, Problem
 
 NAIVE_BACKWARD, FORWARD = "00_naive_backward.cu", "05_fa2_naive_forward.cu"
 
@@ -35,11 +37,11 @@ def mutant(folder: Path, source: str, *edits: tuple[str, str]) -> Kernel:
 
 def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
     """Run a kernel on a problem made in memory, checks and all."""
-    yardstick = yardstick_for(problem, backend, chosen.pass_)
-    inputs = dict(yardstick.inputs)
+    oracle = oracle_for(problem, backend, chosen.pass_)
+    inputs = dict(oracle.inputs)
     if chosen.pass_ == "backward":
-        inputs |= yardstick.forward_outputs()
-    return run_kernel(backend, chosen, yardstick, {name: inputs[name] for name in READS[chosen.pass_]})
+        inputs |= oracle.forward_outputs()
+    return run_kernel(backend, chosen, oracle, {name: inputs[name] for name in READS[chosen.pass_]})
 
 
 PLAIN = Problem.of(1, 2, 129, 64)
@@ -57,9 +59,19 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]], Problem, set[str]]] = {
     "causal off by one": (FORWARD, [("- first_key;  // of this tile", "- first_key + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),
     "a NaN": (FORWARD, [("* inverse;", "* (query == 77 ? __uint_as_float(0x7fc00000u) : inverse);")], PLAIN, {"O"}),
     "unwritten rows": (FORWARD, [("query >= args.seq_q) break;", "query >= args.seq_q - 1) break;")], PLAIN, {"O", "logsumexp"}),
-    "dK and dV swapped": (NAIVE_BACKWARD, [("(args.dK, batch", "(args.XX, batch"), ("(args.dV, batch", "(args.dK, batch"), ("args.XX", "args.dV")], PLAIN, {"dK", "dV"}),
-    "dQ without scale": (NAIVE_BACKWARD, [("fa::narrow<scalar>(real(args.scale) * dq_reg[i])", "fa::narrow<scalar>(dq_reg[i])")], PLAIN, {"dQ"}),
-}  # fmt: skip
+    "dK and dV swapped": (
+        NAIVE_BACKWARD,
+        [("(args.dK, batch", "(args.XX, batch"), ("(args.dV, batch", "(args.dK, batch"), ("args.XX", "args.dV")],
+        PLAIN,
+        {"dK", "dV"},
+    ),
+    "dQ without scale": (
+        NAIVE_BACKWARD,
+        [("fa::narrow<scalar>(real(args.scale) * dq_reg[i])", "fa::narrow<scalar>(dq_reg[i])")],
+        PLAIN,
+        {"dQ"},
+    ),
+}
 
 
 def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
@@ -79,12 +91,12 @@ def test_wrong_numbers_are_caught_by_the_error_budget(name: str, backend: Backen
 
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:
     """16-bit outputs hide one zero key among many; the float32 logsumexp does not."""
-    yardstick = yardstick_for(Problem.of(1, 1, 513, 64, dtype="bfloat16"), backend, "forward")
-    right = yardstick.forward_outputs()
-    assert all(v.passed for v in yardstick.judge(right, "p16", 64).values())
+    oracle = oracle_for(Problem.of(1, 1, 513, 64, dtype="bfloat16"), backend, "forward")
+    right = oracle.forward_outputs()
+    assert all(v.passed for v in oracle.judge(right, "p16", 64).values())
     logsumexp = np.logaddexp(right["logsumexp"].astype(np.float64), 0.0)  # a key of zeros scores 0
     less = right["O"].astype(np.float64) * np.exp(right["logsumexp"] - logsumexp)[..., None]
-    verdicts = yardstick.judge({"O": less.astype(right["O"].dtype), "logsumexp": logsumexp.astype(np.float32)}, "p16", 64)
+    verdicts = oracle.judge({"O": less.astype(right["O"].dtype), "logsumexp": logsumexp.astype(np.float32)}, "p16", 64)
     assert not verdicts["logsumexp"].passed
 
 

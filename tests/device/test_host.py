@@ -16,11 +16,13 @@ from harness import backends
 from harness.backends import CompileError
 from harness.backends.host import backend as host
 from harness.backends.host.backend import Host
-from harness.check.contender import run_kernel, yardstick_for
+from harness.check.contender import run_kernel
+from harness.check.oracle import oracle_for
 from harness.check.tensors import Bound
+from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
-from harness.problem import EnvironmentFault, Problem
+from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEADER = """\
@@ -83,8 +85,8 @@ def own(folder: Path, body: str = PLAIN, name: str = "own_forward.cu", header: s
 def test_a_plain_parameter_kernel_runs_as_it_is(backend: backends.Backend, tmp_path: Path) -> None:
     """No header of ours, parameters in the order asked for, tensors without pitch (D = 59), on every backend."""
     for problem in (Problem.of(2, 3, 67, 59), Problem.of(1, 1, 1, 64)):
-        yardstick = yardstick_for(problem, backend, "forward")
-        assert run_kernel(backend, own(tmp_path), yardstick, yardstick.inputs).passed
+        oracle = oracle_for(problem, backend, "forward")
+        assert run_kernel(backend, own(tmp_path), oracle, oracle.inputs).passed
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,8 @@ def test_raw_ptx_and_cuda_headers_run_on_a_gpu(backend: backends.Backend, tmp_pa
         "    float mine = 0;\n", f"    unsigned lane;\n{PTX}    float mine = __half2float(__float2half(0.0f)) * lane;\n"
     )
     problem = Problem.of(2, 3, 67, 64)
-    yardstick = yardstick_for(problem, backend, "forward")
-    assert run_kernel(backend, own(tmp_path, body), yardstick, yardstick.inputs).passed
+    oracle = oracle_for(problem, backend, "forward")
+    assert run_kernel(backend, own(tmp_path, body), oracle, oracle.inputs).passed
 
 
 def test_a_compile_error_has_file_and_line(tmp_path: Path) -> None:

@@ -98,9 +98,7 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "ldmatrix_x4_trans": (
         ROWS + "fa::ldmatrix_x4_trans(d, address); y = d[(lane + lane / 4) % 4];",
-        lambda: np.choose(
-            (LANE + LANE // 4) % 4, [rows_of(m, (LANE % 4 * 2, LANE // 4), (LANE % 4 * 2 + 1, LANE // 4)) for m in range(4)]
-        ),
+        lambda: np.choose((LANE + LANE // 4) % 4, [rows_of(m, (LANE % 4 * 2, LANE // 4), (LANE % 4 * 2 + 1, LANE // 4)) for m in range(4)]),
     ),
     "mma_m16n8k16": (  # by storage type; the layouts have tests of their own below
         "float d[4] = {1, 2, 3, 4}; uint32_t a[4], one = lane / 4 + 1;"
@@ -116,13 +114,15 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
         "if (i % 64 / 4 == 2) y = __float_as_uint(to[i % 4]); __syncthreads();",
         lambda: np.where(
             THREAD % 64 // 4 == 2,
-            np.stack(
-                [each.reshape(-1, 64).sum(1).repeat(64) for each in (np.ones(COUNT), THREAD % 7, BITS & 3, np.full(COUNT, -2.5))]
-            )[THREAD % 4, THREAD].astype(np.float32).view(np.uint32),
+            np.stack([each.reshape(-1, 64).sum(1).repeat(64) for each in (np.ones(COUNT), THREAD % 7, BITS & 3, np.full(COUNT, -2.5))])[
+                THREAD % 4, THREAD
+            ]
+            .astype(np.float32)
+            .view(np.uint32),
             0,
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXACT)

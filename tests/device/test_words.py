@@ -131,11 +131,17 @@ TAME = "const float t = (x - x == 0 && fabsf(x) < 1e3f && fabsf(x) > 1e-3f) ? x 
 EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
     "cvt_rn_f16_f32": ("y = fa::cvt_rn_f16_f32(x).bits;", lambda: to16(np.float16)),
     "cvt_rn_bf16_f32": ("y = fa::cvt_rn_bf16_f32(x).bits;", lambda: to16(ml_dtypes.bfloat16)),
-    "narrow": ("y = fa::narrow<fa::float16>(x).bits | fa::narrow<fa::bfloat16>(x).bits << 16;", lambda: to16(np.float16) | to16(ml_dtypes.bfloat16) << 16),
+    "narrow": (
+        "y = fa::narrow<fa::float16>(x).bits | fa::narrow<fa::bfloat16>(x).bits << 16;",
+        lambda: to16(np.float16) | to16(ml_dtypes.bfloat16) << 16,
+    ),
     "cvt_f32_f16": ("y = __float_as_uint(fa::cvt_f32_f16({uint16_t(bits)}));", lambda: from16(np.float16)),
     "cvt_f32_bf16": ("y = __float_as_uint(fa::cvt_f32_bf16({uint16_t(bits)}));", lambda: from16(ml_dtypes.bfloat16)),
     "load_128": ("y = fa::load_128(in + i / 4 * 4)[i % 4];", lambda: BITS),
-    "load_128_upto": ("y = fa::load_128_upto(in + i / 4 * 4, i / 4 % 6 - 1)[i % 4];", lambda: np.where(np.arange(COUNT) % 4 < np.arange(COUNT) // 4 % 6 - 1, BITS, 0)),
+    "load_128_upto": (
+        "y = fa::load_128_upto(in + i / 4 * 4, i / 4 % 6 - 1)[i % 4];",
+        lambda: np.where(np.arange(COUNT) % 4 < np.arange(COUNT) // 4 % 6 - 1, BITS, 0),
+    ),
     "load_vec": ("y = fa::load_vec<2>(in + i / 2 * 2)[i % 2];", lambda: BITS),
     "store_128_upto": (
         "uint32_t* shared = fa::dynamic_shared<uint32_t>(); shared[threadIdx.x] = 5; __syncthreads();"
@@ -197,7 +203,7 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "fmaxf of NaN": ("y = __float_as_uint(fmaxf(x, 1.0f));", lambda: f32(np.fmax(FLUSHED, np.float32(1)))),
     "infinity": ("y = __float_as_uint(-fa::infinity());", lambda: np.full(COUNT, 0xFF800000)),
-}  # fmt: skip
+}
 
 with np.errstate(all="ignore"):
     EXP2 = np.where(X < -126, 0.0, np.exp2(X.astype(np.float64)))

@@ -13,7 +13,7 @@ import pytest
 
 from harness import compare
 from harness.compare import median_interval, ratio_interval, verdict
-from harness.problem import DataFault, UsageFault
+from harness.fault import DataFault, UsageFault
 from harness.row import SHAPE, Row, append_row
 
 Samples = Sequence[float]
@@ -28,10 +28,24 @@ def noisy(median: float, spread: float = 0.004, n: int = 200, seed: int = 0) -> 
 def row(kernel: str, samples: Samples | None, **other: Any) -> Row:
     """A row of samples in milliseconds; without them a failure."""
     facts: dict[str, Any] = {
-        "Test": "S512", "Kernel": kernel, "Type": "FOR", "Batch": 2, "Heads": 8, "SeqLen": 512, "HeadDim": 64, "heads_kv": 8,
-        "seq_kv": 512, "dtype": "float32", "causal": False, "scale": 0.125, "device": "cuda", "device_name": "NVIDIA H200",
-        "run_id": "20261120T184550Z-ab12", "source_hash": "a", "Status": "PASS" if samples else "FAIL",
-    }  # fmt: skip
+        "Test": "S512",
+        "Kernel": kernel,
+        "Type": "FOR",
+        "Batch": 2,
+        "Heads": 8,
+        "SeqLen": 512,
+        "HeadDim": 64,
+        "heads_kv": 8,
+        "seq_kv": 512,
+        "dtype": "float32",
+        "causal": False,
+        "scale": 0.125,
+        "device": "cuda",
+        "device_name": "NVIDIA H200",
+        "run_id": "20261120T184550Z-ab12",
+        "source_hash": "a",
+        "Status": "PASS" if samples else "FAIL",
+    }
     if samples:
         low, middle, high = np.percentile(samples, (20, 50, 80)).tolist()
         facts |= {"KernelTime_ms": middle, "p20_ms": low, "p80_ms": high, "n_samples": len(samples), "timing": "warm"}

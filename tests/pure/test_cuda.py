@@ -14,7 +14,8 @@ import pytest
 
 from harness import backends
 from harness.backends import Call, CompileError, Loaded, cuda, nvrtc
-from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
+from harness.fault import EnvironmentFault, KernelFault, UsageFault
+from harness.problem import Problem
 
 PROBLEM = Problem.of(1, 1, 64, 64)
 
@@ -50,9 +51,13 @@ class Fake:
         self.get_function: Callable[[str], Any] = lambda name: self.function
         self.synchronize: Callable[[], None] = lambda: None
         self.facts = {
-            "name": b"NVIDIA H200", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 50 << 20,
+            "name": b"NVIDIA H200",
+            "major": 9,
+            "minor": 0,
+            "multiProcessorCount": 132,
+            "l2CacheSize": 50 << 20,
             "sharedMemPerBlockOptin": 232448,
-        }  # fmt: skip
+        }
         module: Any = ModuleType("cupy")
         module.RawModule = self._module
         module.asarray, module.asnumpy, module.empty = np.array, np.array, np.empty
@@ -176,8 +181,12 @@ def test_every_parameter_is_an_array_of_one_element_with_its_own_bytes(fake: Fak
     assert (grid, block, shared) == ((64, 1, 1), (128, 1, 1), 256)
     assert all(type(p) is np.ndarray and p.size == 1 for p in given)
     assert [p.tobytes() for p in given] == [
-        args.tobytes(), np.float32(0.5).tobytes(), np.int64(-3).tobytes(), (0x7F0000001000).to_bytes(8, "little"), b"\1\2\3",
-    ]  # fmt: skip
+        args.tobytes(),
+        np.float32(0.5).tobytes(),
+        np.int64(-3).tobytes(),
+        (0x7F0000001000).to_bytes(8, "little"),
+        b"\1\2\3",
+    ]
 
 
 def test_time_is_in_seconds(fake: Fake, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from datasets import SMALL, fails, outputs, record
 from harness import files
 from harness.dataset import folder as data
 from harness.dataset.folder import STORAGE, generate
-from harness.problem import DataFault, Problem, UsageFault
+from harness.fault import DataFault, UsageFault
+from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -20,7 +20,8 @@ from datasets import SMALL, fails, outputs, record
 from harness import files
 from harness.dataset import folder as data
 from harness.dataset.folder import generate
-from harness.problem import DataFault, DiskFault, Fault, Problem
+from harness.fault import DataFault, DiskFault, Fault
+from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

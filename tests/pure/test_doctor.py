@@ -15,8 +15,8 @@ import pytest
 
 from harness import doctor
 from harness.doctor import Check
+from harness.fault import EnvironmentFault
 from harness.kernel.kernel import KERNELS, Device
-from harness.problem import EnvironmentFault
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from harness.check.tensors import row_pitch
+from harness.fault import UsageFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
-from harness.problem import Problem, UsageFault
+from harness.problem import Problem
 
 HEADER = """\
 // /// kernel

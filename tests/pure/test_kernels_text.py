@@ -174,7 +174,7 @@ def planted(change: Callable[[str], str]) -> set[str]:
         ("#if CAUSAL && defined(FA_HOST)\n#endif", "condition"),
         ("int a;\n" * 400, "length"),
     ],
-)  # fmt: skip
+)
 def test_each_rule_is_seen_when_broken(line: str, fault: str) -> None:
     """The rules above can fail: one bad line, its fault and no other."""
     assert planted(lambda text: f"{text}\n{line}\n") == {fault}

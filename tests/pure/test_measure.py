@@ -126,20 +126,26 @@ def test_a_launch_bound_run_is_replayed_from_a_graph() -> None:
     }
     found = measure.measure(runs, stage, "warm", QUICK)
     assert {name: (t.launch, t.median_ms) for name, t in found.items()} == {
-        "bound": ("graph", pytest.approx(8e-3)), "not captured": ("direct", pytest.approx(1e-2)), "long": ("direct", pytest.approx(1.0)),
-    }  # fmt: skip
+        "bound": ("graph", pytest.approx(8e-3)),
+        "not captured": ("direct", pytest.approx(1e-2)),
+        "long": ("direct", pytest.approx(1.0)),
+    }
 
 
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
         ({}, {}, ""),
-        ({"throttle_reasons": 0x4, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, {"throttle_reasons": 0x4, "sm_clock_mhz": 1500, "sm_clock_max_mhz": 1980}, ""),
+        (
+            {"throttle_reasons": 0x4, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980},
+            {"throttle_reasons": 0x4, "sm_clock_mhz": 1500, "sm_clock_max_mhz": 1980},
+            "",
+        ),
         ({}, {"throttle_reasons": 0x4, "sm_clock_mhz": 1400, "sm_clock_max_mhz": 1980}, "1400 of 1980 MHz"),
         ({"throttle_reasons": 0x40}, {"throttle_reasons": 0x40}, "hardware thermal slowdown"),
         ({"throttle_reasons": None}, {"throttle_reasons": 0x88}, "hardware slowdown, power brake"),
     ],
-)  # fmt: skip
+)
 def test_throttling_is_told_from_full_power(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
     """Running into the power limit at high clocks is what a GPU does; heat and low clocks are not."""
     stage = Stage(before, after)

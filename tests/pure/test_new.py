@@ -8,9 +8,10 @@ from pathlib import Path
 import planted
 import pytest
 
+from harness.fault import DiskFault, UsageFault
 from harness.kernel.kernel import Kernel, catalogue, find
 from harness.kernel.new import new
-from harness.problem import DiskFault, Problem, UsageFault
+from harness.problem import Problem
 
 
 @pytest.mark.parametrize("kernel", catalogue(), ids=lambda kernel: kernel.label)
@@ -103,7 +104,7 @@ def test_it_never_writes_over_a_file(tmp_path: Path) -> None:
         ("naive", "is a kernel of the tree", "fa-cli new my_naive --from naive"),
         ("NAIVE_ATTN", "is a kernel of the tree", "fa-cli new my_NAIVE_ATTN --from naive"),
     ],
-)  # fmt: skip
+)
 def test_bad_and_taken_names_are_refused(name: str, what: str, hint: str, tmp_path: Path) -> None:
     """Each with a name that would do, and nothing written."""
     with pytest.raises(UsageFault, match=what) as caught:

@@ -13,8 +13,9 @@ import pytest
 
 import harness.kernel
 from harness.backends import CompileError, nvrtc
+from harness.fault import EnvironmentFault
 from harness.kernel.kernel import Device, Kernel, Plan
-from harness.problem import EnvironmentFault, Problem
+from harness.problem import Problem
 
 LOG_12 = """\
 ptxas info    : 0 bytes gmem
@@ -218,9 +219,15 @@ def test_cupys_binding_serves_where_cuda_bindings_are_missing(monkeypatch: pytes
             raise NVRTCError
 
     api = SimpleNamespace(
-        NVRTCError=NVRTCError, getVersion=lambda: (12, 9), getSupportedArchs=lambda: [80, 90], createProgram=lambda *a: 7,
-        compileProgram=compile_program, getProgramLog=lambda p: "log\n", getCUBIN=lambda p: b"ELF", destroyProgram=freed.append,
-    )  # fmt: skip
+        NVRTCError=NVRTCError,
+        getVersion=lambda: (12, 9),
+        getSupportedArchs=lambda: [80, 90],
+        createProgram=lambda *a: 7,
+        compileProgram=compile_program,
+        getProgramLog=lambda p: "log\n",
+        getCUBIN=lambda p: b"ELF",
+        destroyProgram=freed.append,
+    )
     libs = ModuleType("cupy_backends.cuda.libs")
     libs.nvrtc = api  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libs)

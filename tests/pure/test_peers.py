@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from harness import peers
-from harness.check import budget as errors
-from harness.check import reference
+from harness.check import budget, reference
 from harness.dataset import folder as dataset
+from harness.fault import UsageFault
 from harness.peers import base, flash
-from harness.problem import PASSES, Problem, UsageFault
+from harness.problem import PASSES, Problem
 
 NAMES = (
     "torch-cpu",
@@ -230,8 +230,8 @@ def test_numpy_is_right(shape: dict[str, Any]) -> None:
         assert list(outputs) == names
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (problem.shape(name), dataset.STORAGE[problem.tensor_dtype(name)])
-        verdicts = errors.compare(problem, outputs, expected, baselines, inputs=inputs)
-        assert all(v.passed for v in verdicts.values()), [errors.message(v) for v in verdicts.values()]
+        verdicts = budget.compare(problem, outputs, expected, baselines, inputs=inputs)
+        assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert prepared.graph() is None and prepared.enqueue()() > 0 and prepared.call() > 0
         scores = 4 * problem.seq_q * problem.seq_kv
         assert prepared.peak_bytes is not None and prepared.peak_bytes > scores + 4 * 3 * int(np.prod(problem.shape("K")))

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from harness import problem
-from harness.problem import Fault, Problem, UsageFault
+from harness.fault import DataFault, DiskFault, EnvironmentFault, Fault, KernelFault, UsageFault
+from harness.problem import Problem
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_faults_say_what_why_and_hint() -> None:
     """A fault prints its three parts; each kind has its own exit code."""
     assert str(Fault("what", "why", "do this")) == "what\nwhy\nhint: do this"
     assert str(Fault("what")) == "what"
-    kinds = [problem.UsageFault, problem.DataFault, problem.EnvironmentFault, problem.KernelFault, problem.DiskFault]
+    kinds = [UsageFault, DataFault, EnvironmentFault, KernelFault, DiskFault]
     assert [kind.exit_code for kind in kinds] == [2, 3, 4, 5, 6]

@@ -61,9 +61,17 @@ def test_ncu_in_base_units() -> None:
     assert entry == "forward"
     known = {name: value for name, value in found.items() if value is not None}
     assert known == {
-        "time_us": pytest.approx(145.024), "registers": 168, "dram_bytes": 25427968, "l2_hit_pct": 87.25, "bank_conflicts_load": 1048576,
-        "bank_conflicts_store": 0, "shared_wavefronts": 300, "shared_wavefronts_ideal": 200, "shared_over_ideal": 1.5, "stall_barrier": 0.73,
-    }  # fmt: skip
+        "time_us": pytest.approx(145.024),
+        "registers": 168,
+        "dram_bytes": 25427968,
+        "l2_hit_pct": 87.25,
+        "bank_conflicts_load": 1048576,
+        "bank_conflicts_store": 0,
+        "shared_wavefronts": 300,
+        "shared_wavefronts_ideal": 200,
+        "shared_over_ideal": 1.5,
+        "stall_barrier": 0.73,
+    }
     assert set(found) == {*counters.METRICS, "shared_over_ideal"}, "what ncu did not give is there, unknown"
 
 
@@ -167,13 +175,13 @@ def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, tm
     backend = SimpleNamespace(xp=SimpleNamespace(cuda=SimpleNamespace(profiler=switch)))
     problem = Problem.of(1, 2, 7, 8, causal=True, scale=0.3)
 
-    def run_kernel(on: Any, kernel: Kernel, yardstick: Any, inputs: dict[str, Any], tiles: dict[str, int]) -> Any:
-        assert on is backend and kernel.label == f"fa2_{pass_}" and yardstick.problem == problem and tiles == {"BLOCK_K": 32}
+    def run_kernel(on: Any, kernel: Kernel, oracle: Any, inputs: dict[str, Any], tiles: dict[str, int]) -> Any:
+        assert on is backend and kernel.label == f"fa2_{pass_}" and oracle.problem == problem and tiles == {"BLOCK_K": 32}
         assert {name: array.shape for name, array in inputs.items()} == {name: problem.shape(name) for name in READS[pass_]}
         events.append("check")
         return SimpleNamespace(passed=True, timed=Timed(events))
 
-    def yardstick_for(problem: Problem, on: Any, mode: str, seed: int) -> Any:
+    def oracle_for(problem: Problem, on: Any, mode: str, seed: int) -> Any:
         assert (mode, seed) == (pass_, 7)
         made = {name: np.zeros(problem.shape(name)) for name in ("Q", "K", "V", "dO")}
         return SimpleNamespace(
@@ -182,7 +190,7 @@ def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, tm
 
     monkeypatch.setattr(profile, "pick", lambda device: backend if device == "cuda:1" else None)
     monkeypatch.setattr(profile, "run_kernel", run_kernel)
-    monkeypatch.setattr(profile, "yardstick_for", yardstick_for)
+    monkeypatch.setattr(profile, "oracle_for", oracle_for)
     monkeypatch.setenv(profile.CHILD, str(tmp_path))
     job = profile.Job("fa2", pass_, problem, 7, "cuda:1", {"BLOCK_K": 32}, runs, False)
     (tmp_path / "job.json").write_text(json.dumps(asdict(job)))

@@ -16,10 +16,10 @@ import pytest
 from rows import CPU, RUN, row
 
 from harness import results
-from harness.problem import DataFault, DiskFault, Problem
+from harness.fault import DataFault, DiskFault
+from harness.problem import Problem
 from harness.report import compose as report
-from harness.report import figures
-from harness.report import style as drawing
+from harness.report import figures, style
 from harness.report.summary import summary
 from harness.report.views import by_head_dim, families, latest, limiter, roofs, views
 from harness.row import TYPES, Row, append_row
@@ -229,8 +229,8 @@ def test_a_kernel_looks_the_same_in_every_figure(drawn: dict[str, plt.Figure], t
             if line.get_label() in looks:
                 looks[line.get_label()].add((line.get_color(), line.get_marker()))
     assert all(len(found) == 1 for found in looks.values())
-    names = [*dict.fromkeys(k.name for k in drawing.catalogue()), *drawing.peers.names()]
-    assert len({(s["color"], s["marker"], str(s["linestyle"])) for s in map(drawing.style, names)}) == len(names)
+    names = [*dict.fromkeys(k.name for k in style.catalogue()), *style.peers.names()]
+    assert len({(s["color"], s["marker"], str(s["linestyle"])) for s in map(style.look_of, names)}) == len(names)
 
 
 def test_footer_says_what_when_and_where(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
@@ -351,8 +351,13 @@ def test_every_figure_has_a_function() -> None:
     """Each returns None for a view that has nothing for it."""
     (view,) = views([row("fa2", "S128", None, MaxError_O=None)])
     functions = (
-        figures.kernel_comparison, figures.seqlen_analysis, figures.latency_scaling, figures.memory, figures.roofline, figures.error_vs_s,
-    )  # fmt: skip
+        figures.kernel_comparison,
+        figures.seqlen_analysis,
+        figures.latency_scaling,
+        figures.memory,
+        figures.roofline,
+        figures.error_vs_s,
+    )
     assert all(function(view, "t", "f") is None for function in functions)
 
 

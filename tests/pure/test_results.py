@@ -16,8 +16,9 @@ import pytest
 
 from harness import environment, files, results
 from harness.check.budget import Verdict
+from harness.fault import DataFault, DiskFault
 from harness.measure.sampling import Timing
-from harness.problem import DataFault, DiskFault, Problem
+from harness.problem import Problem
 from harness.row import Row, append_row, columns, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,9 +34,19 @@ CONTRACT = (
 
 def row(**changes: Any) -> Row:
     base = {
-        "Kernel": "fa2", "Type": "FOR", "Batch": 2, "Heads": 8, "SeqLen": 512, "HeadDim": 64, "Status": "PASS",
-        "heads_kv": 8, "seq_kv": 512, "dtype": "float32", "causal": False, "scale": 0.125,
-    }  # fmt: skip
+        "Kernel": "fa2",
+        "Type": "FOR",
+        "Batch": 2,
+        "Heads": 8,
+        "SeqLen": 512,
+        "HeadDim": 64,
+        "Status": "PASS",
+        "heads_kv": 8,
+        "seq_kv": 512,
+        "dtype": "float32",
+        "causal": False,
+        "scale": 0.125,
+    }
     return Row(**(base | changes))
 
 
@@ -150,19 +161,30 @@ def result(passed: bool = True, mode: str = "both") -> Any:
     def one(names: tuple[str, ...], error: float, seconds: tuple[float, ...], registers: int | None) -> Any:
         timings = {"warm": Timing("warm", seconds, (1e-5,) * len(seconds)), "cold": Timing("cold", tuple(2 * s for s in seconds), (1e-5,))}
         return SimpleNamespace(
-            verdicts=verdicts(names, error), timings=timings, device_bytes=int(error * 100), passed=passed, ran=None,
+            verdicts=verdicts(names, error),
+            timings=timings,
+            device_bytes=int(error * 100),
+            passed=passed,
+            ran=None,
             kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), arithmetic_for=lambda dtype: "f32"),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
-        )  # fmt: skip
+        )
 
     passes = {
         "forward": one(("O", "logsumexp"), 0.25, (0.004, 0.001, 0.002), 40),
         "backward": one(("dQ", "dK", "dV"), 0.5, (0.01,) * 3, 80),
     }
     return SimpleNamespace(
-        compute="fa2", mode=mode, device="cpu", device_name="a processor", problem=Problem.of(2, 4, 100, 32, heads_kv=2, causal=True),
-        passes={name: p for name, p in passes.items() if mode in (name, "both")}, passed=passed, seed=42, deterministic=False,
-    )  # fmt: skip
+        compute="fa2",
+        mode=mode,
+        device="cpu",
+        device_name="a processor",
+        problem=Problem.of(2, 4, 100, 32, heads_kv=2, causal=True),
+        passes={name: p for name, p in passes.items() if mode in (name, "both")},
+        passed=passed,
+        seed=42,
+        deterministic=False,
+    )
 
 
 def test_rows_of_a_result() -> None:

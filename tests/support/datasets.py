@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from harness.dataset.folder import STORAGE
-from harness.problem import Fault, Problem
+from harness.fault import Fault
+from harness.problem import Problem
 
 SMALL = Problem.of(1, 2, 6, 4)
 

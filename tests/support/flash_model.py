@@ -17,13 +17,27 @@ F32 = np.float32
 
 #: The faults of forward and of backward passes, by name.
 FORWARD_MUTANTS = (
-    "last key dropped", "key counted twice", "unmasked padding key", "missing O rescale", "scale 1/D", "base-2 logsumexp",
-    "causal off by one", "NaN", "unwritten rows",
-)  # fmt: skip
+    "last key dropped",
+    "key counted twice",
+    "unmasked padding key",
+    "missing O rescale",
+    "scale 1/D",
+    "base-2 logsumexp",
+    "causal off by one",
+    "NaN",
+    "unwritten rows",
+)
 BACKWARD_MUTANTS = (
-    "last key dropped", "unmasked padding key", "scale 1/D", "dK and dV swapped", "causal off by one", "NaN", "unwritten rows",
-    "missing delta", "dQ not scaled",
-)  # fmt: skip
+    "last key dropped",
+    "unmasked padding key",
+    "scale 1/D",
+    "dK and dV swapped",
+    "causal off by one",
+    "NaN",
+    "unwritten rows",
+    "missing delta",
+    "dQ not scaled",
+)
 
 
 def run(

@@ -15,10 +15,24 @@ def row(kernel: str, test: str, ms: float | None, problem: Problem | None = None
     """A row as experiment writes it, with rates by Problem; without a time it failed."""
     p = problem or Problem.of(4, 8, int(test.strip("S")), 64)
     facts: dict[str, Any] = {
-        "Test": test, "Kernel": kernel, "Type": TYPES[mode], "Batch": p.batch, "Heads": p.heads_q, "SeqLen": p.seq_q,
-        "HeadDim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv, "dtype": p.dtype, "causal": p.causal, "scale": p.scale,
-        "Status": "PASS" if ms else "FAIL", "run_id": RUN, "ErrorMessage": None if ms else f"{kernel} is wrong", "MaxError_O": 1e-6, **GPU,
-    }  # fmt: skip
+        "Test": test,
+        "Kernel": kernel,
+        "Type": TYPES[mode],
+        "Batch": p.batch,
+        "Heads": p.heads_q,
+        "SeqLen": p.seq_q,
+        "HeadDim": p.head_dim,
+        "heads_kv": p.heads_kv,
+        "seq_kv": p.seq_kv,
+        "dtype": p.dtype,
+        "causal": p.causal,
+        "scale": p.scale,
+        "Status": "PASS" if ms else "FAIL",
+        "run_id": RUN,
+        "ErrorMessage": None if ms else f"{kernel} is wrong",
+        "MaxError_O": 1e-6,
+        **GPU,
+    }
     if ms:
         rates = {"TFLOPS": p.flops(mode) / (ms * 1e9), "Bandwidth_GBps": p.bytes(mode) / (ms * 1e6)}
         facts |= {

@@ -74,9 +74,19 @@ class Given(Bound):
 
 
 def bound(
-    backend: Backend, folder: Path, body: str, a: Any = 0, b: Any = 0, *, dtype: str = "float32", block: int = 32, shared: int = 0,
-    causal: bool = False, fields: dict[str, Any] | None = None, before: str = "",
-) -> Bound:  # fmt: skip
+    backend: Backend,
+    folder: Path,
+    body: str,
+    a: Any = 0,
+    b: Any = 0,
+    *,
+    dtype: str = "float32",
+    block: int = 32,
+    shared: int = 0,
+    causal: bool = False,
+    fields: dict[str, Any] | None = None,
+    before: str = "",
+) -> Bound:
     """A kernel of one block with its arrays a and b, given as they are; fields replaces parts of fa::Args."""
     path = folder / "word_forward.cu"
     path.write_text(SOURCE.format(block=block, shared=shared, dtype=dtype, body=body, before=before))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from harness import peers
-from harness.check import budget as errors
-from harness.check import reference
+from harness.check import budget, reference
 from harness.dataset import folder as dataset
+from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.peers import on_torch, sdpa
-from harness.problem import EnvironmentFault, KernelFault, Problem, UsageFault
+from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
 
@@ -53,8 +53,8 @@ def check(peer: Any, shape: Problem, arithmetic: str = "f32") -> None:
         assert names <= set(outputs)
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (shape.shape(name), dataset.STORAGE[shape.tensor_dtype(name)])
-        verdicts = errors.compare(shape, outputs, expected, baselines, inputs=inputs)
-        assert all(v.passed for v in verdicts.values()), [errors.message(v) for v in verdicts.values()]
+        verdicts = budget.compare(shape, outputs, expected, baselines, inputs=inputs)
+        assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert 0 < prepared.enqueue()() < 10 and 0 < prepared.call() < 10
         assert prepared.graph() is None
 
@@ -175,6 +175,6 @@ def test_rows_first_layout_and_logsumexp() -> None:
     inputs = dataset.generate(shape, 3)
     outputs = peer.prepare(shape, inputs, "forward").outputs()
     expected = reference.reference(np, shape, inputs)
-    verdicts = errors.compare(shape, outputs, expected, reference.baselines(np, shape, inputs, "f32"), inputs=inputs)
+    verdicts = budget.compare(shape, outputs, expected, reference.baselines(np, shape, inputs, "f32"), inputs=inputs)
     assert set(verdicts) == {"O", "logsumexp"} and all(v.passed for v in verdicts.values())
     assert (outputs["logsumexp"][:, :, :30] == -np.inf).all()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from harness import peers
-from harness.check import budget as errors
-from harness.check import reference
+from harness.check import budget, reference
 from harness.check.contender import PEER_BUDGETS
 from harness.dataset import folder as dataset
-from harness.problem import Problem, UsageFault
+from harness.fault import UsageFault
+from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -53,8 +53,8 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
             pytest.xfail("flash-attn-4 4.0.0b36 gives a wrong dQ in the last tile at head dim 40, seen on an H200")
         outputs = prepared.outputs()
         assert set(outputs) >= ({"O"} if pass_ == "forward" else {"dQ", "dK", "dV"})
-        for verdict in errors.compare(problem, outputs, expected, baselines, inputs=inputs).values():
-            assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {errors.message(verdict)}"
+        for verdict in budget.compare(problem, outputs, expected, baselines, inputs=inputs).values():
+            assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {budget.message(verdict)}"
         assert prepared.ran
         assert prepared.peak_bytes is not None and prepared.peak_bytes >= sum(inputs[t].nbytes for t in ("Q", "K", "V"))
 

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from ...fault import DiskFault, EnvironmentFault, UsageFault
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
-from ...problem import DiskFault, EnvironmentFault, Problem, UsageFault
+from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
 from .machine import processor, threads
 from .memory import fenced
@@ -37,20 +38,35 @@ from .source import HOST, translation_unit
 CHECKS = ("race", "asan")
 
 _FLAGS = (
-    "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fno-exceptions", "-fno-rtti",
-)  # fmt: skip
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+)
 
 
 class _Launch(ctypes.Structure):
     """fa_host::Launch of engine.hpp."""
 
     _fields_ = [
-        ("entry", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("static_shared", ctypes.c_void_p),
-        ("static_offset", ctypes.c_longlong), ("static_bytes", ctypes.c_longlong), ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3), ("dynamic_bytes", ctypes.c_uint), ("checks", ctypes.c_uint), ("seed", ctypes.c_ulonglong),
-        ("workers", ctypes.c_int), ("report", ctypes.c_char_p), ("report_bytes", ctypes.c_int),
-    ]  # fmt: skip
+        ("entry", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
+        ("static_shared", ctypes.c_void_p),
+        ("static_offset", ctypes.c_longlong),
+        ("static_bytes", ctypes.c_longlong),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_bytes", ctypes.c_uint),
+        ("checks", ctypes.c_uint),
+        ("seed", ctypes.c_ulonglong),
+        ("workers", ctypes.c_int),
+        ("report", ctypes.c_char_p),
+        ("report_bytes", ctypes.c_int),
+    ]
 
 
 class Host(Backend):
@@ -115,10 +131,20 @@ class Host(Backend):
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
             launch = _Launch(
-                library.entries[call.entry], ctypes.addressof(pointers), library.touch, library.static_offset, library.static_bytes,
-                call.grid, (call.block, 1, 1), call.shared, int(self.check == "race"), self.seed, self.workers,
-                ctypes.cast(report, ctypes.c_char_p), len(report),
-            )  # fmt: skip
+                library.entries[call.entry],
+                ctypes.addressof(pointers),
+                library.touch,
+                library.static_offset,
+                library.static_bytes,
+                call.grid,
+                (call.block, 1, 1),
+                call.shared,
+                int(self.check == "race"),
+                self.seed,
+                self.workers,
+                ctypes.cast(report, ctypes.c_char_p),
+                len(report),
+            )
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
@@ -160,9 +186,10 @@ def compiler() -> tuple[str, ...]:
 
         return (sys.executable, "-m", "ziglang", "c++")
     raise EnvironmentFault(
-        f"no C++ compiler{f' {chosen}' if chosen else ''}", "the CPU backend compiles kernels with g++ or clang++",
+        f"no C++ compiler{f' {chosen}' if chosen else ''}",
+        "the CPU backend compiles kernels with g++ or clang++",
         "apt install g++ (or: pip install ziglang)",
-    )  # fmt: skip
+    )
 
 
 @cache

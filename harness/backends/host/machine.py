@@ -9,7 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ...problem import UsageFault
+from ...fault import UsageFault
 
 
 def threads() -> int:

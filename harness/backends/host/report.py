@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...fault import EnvironmentFault, KernelFault
 from ...kernel.kernel import Kernel
-from ...problem import EnvironmentFault, KernelFault
 
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
 _SANITIZER_EXIT = 86
@@ -79,5 +79,6 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     allocated = re.search(r"^(\S+ is located .*)$", child.stderr, re.M)
     raise CheckFault(
         f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",
-        "\n".join(m[1] for m in (error, allocated) if m), "the access is outside what the launch was given",
-    )  # fmt: skip
+        "\n".join(m[1] for m in (error, allocated) if m),
+        "the access is outside what the launch was given",
+    )

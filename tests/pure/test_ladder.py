@@ -12,8 +12,7 @@ from rows import CPU, GPU, row
 
 from harness.problem import Problem
 from harness.report import compose as report
-from harness.report import ladder as climb
-from harness.report import views
+from harness.report import ladder, views
 from harness.row import Row, append_row
 
 LARGE, WIDE, OTHER = (
@@ -25,12 +24,12 @@ STEPS = {f"step{number}": number for number in range(12)}
 
 
 @pytest.fixture(autouse=True)
-def ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+def steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ladder of twelve steps, the last four of them on tensor cores."""
     kernels = [
         SimpleNamespace(name=name, number=n, pass_="forward", aliases=(), arithmetic="p16" if n > 7 else "f32") for name, n in STEPS.items()
     ]
-    for module in (views, climb):
+    for module in (views, ladder):
         monkeypatch.setattr(module, "catalogue", lambda: kernels)
 
 

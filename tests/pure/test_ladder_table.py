@@ -53,9 +53,13 @@ def test_records_fill_the_cells(generate: ModuleType, tmp_path: Path) -> None:
     facts = {"pct_of_peak": 12.345, "registers": 96, "shared_bytes": 4096}
     table = tmp_path / "experiments" / "ladder" / "results.csv"
     for name, ms, test, timing in (
-        ("naive", 50.0, "float32", "warm"), ("fa1", 99.0, "float32", "warm"), ("fa1", 20.0, "float32", "warm"), ("fa2", 4.0, "float32", "warm"),
-        ("fa2", 1.0, "float32", "cold"), ("fa2_naive", 1.0, "other", "warm"),
-    ):  # fmt: skip
+        ("naive", 50.0, "float32", "warm"),
+        ("fa1", 99.0, "float32", "warm"),
+        ("fa1", 20.0, "float32", "warm"),
+        ("fa2", 4.0, "float32", "warm"),
+        ("fa2", 1.0, "float32", "cold"),
+        ("fa2_naive", 1.0, "other", "warm"),
+    ):
         append_row(table, row(name, test, ms, PROBLEM, timing=timing, **facts))
     append_row(table, row("fa2_naive", "float32", None, PROBLEM))
     counters = tmp_path / "experiments" / "counters" / "counters.csv"

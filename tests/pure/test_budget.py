@@ -10,7 +10,7 @@ import flash_model
 import numpy as np
 import pytest
 
-from harness.check import budget as errors
+from harness.check import budget
 from harness.check.reference import Reference, baselines, reference, round_to
 from harness.dataset.folder import generate
 from harness.problem import Problem
@@ -19,14 +19,14 @@ Array = np.ndarray[Any, Any]
 
 
 @functools.lru_cache(maxsize=32)
-def yardstick(problem: Problem, scale: float = 1.0, backward: bool = True) -> tuple[dict[str, Array], Reference, list[dict[str, Any]]]:
+def oracle(problem: Problem, scale: float = 1.0, backward: bool = True) -> tuple[dict[str, Array], Reference, list[dict[str, Any]]]:
     tensors = generate(problem, 42, ("Q", "K", "V", "dO") if backward else ("Q", "K", "V"), scale)
     return tensors, reference(np, problem, tensors), baselines(np, problem, tensors, "f32")
 
 
-def judge(problem: Problem, scale: float = 1.0, backward: bool = True, **model: Any) -> dict[str, errors.Verdict]:
-    tensors, exact, ways = yardstick(problem, scale, backward)
-    return errors.compare(problem, flash_model.run(problem, tensors, **model), exact, ways, inputs=tensors)
+def judge(problem: Problem, scale: float = 1.0, backward: bool = True, **model: Any) -> dict[str, budget.Verdict]:
+    tensors, exact, ways = oracle(problem, scale, backward)
+    return budget.compare(problem, flash_model.run(problem, tensors, **model), exact, ways, inputs=tensors)
 
 
 # -- what must pass ---------------------------------------------------------------------------------------------------
@@ -41,21 +41,26 @@ def test_a_right_kernel_passes(length: int, dtype: str, scale: float) -> None:
         for causal, heads in ((False, 1), (True, 3)):
             problem = Problem.of(1, heads, length, dim, heads_kv=1, dtype=dtype, causal=causal)
             for verdict in judge(problem, scale, scale <= 10, base2=dim != 64).values():
-                assert verdict.passed, f"{problem.describe()}: {errors.message(verdict)}"
+                assert verdict.passed, f"{problem.describe()}: {budget.message(verdict)}"
 
 
 @pytest.mark.parametrize(
     ("length", "other", "dim", "dtype", "scale"),
     [
-        (513, 513, 64, "float32", 1.0), (513, 513, 64, "bfloat16", 10.0), (2048, 2048, 16, "float32", 1e-3),
-        (799, 3, 40, "float32", 1.0), (3, 799, 40, "float16", 1.0), (239, 1, 64, "bfloat16", 10.0), (1, 239, 111, "float32", 10.0),
+        (513, 513, 64, "float32", 1.0),
+        (513, 513, 64, "bfloat16", 10.0),
+        (2048, 2048, 16, "float32", 1e-3),
+        (799, 3, 40, "float32", 1.0),
+        (3, 799, 40, "float16", 1.0),
+        (239, 1, 64, "bfloat16", 10.0),
+        (1, 239, 111, "float32", 10.0),
     ],
-)  # fmt: skip
+)
 def test_a_right_kernel_passes_long_and_cross(length: int, other: int, dim: int, dtype: str, scale: float) -> None:
     """Long sequences, and key lengths that differ, with rows that see no key."""
     problem = Problem.of(1, 1, length, dim, seq_kv=other, dtype=dtype, causal=length != 2048)
     for verdict in judge(problem, scale).values():
-        assert verdict.passed, f"{problem.describe()}: {errors.message(verdict)}"
+        assert verdict.passed, f"{problem.describe()}: {budget.message(verdict)}"
 
 
 def test_a_stored_value_half_way_may_go_either_way() -> None:
@@ -63,20 +68,20 @@ def test_a_stored_value_half_way_may_go_either_way() -> None:
     problem = Problem.of(1, 2, 2, 1, heads_kv=1, dtype="bfloat16", causal=True)
     tensors = generate(problem, 15, input_scale=1e-3)
     exact, ways = reference(np, problem, tensors), baselines(np, problem, tensors, "f32")
-    verdict = errors.compare(problem, flash_model.run(problem, tensors), exact, ways, inputs=tensors)["dK"]
-    assert verdict.passed, errors.message(verdict)
+    verdict = budget.compare(problem, flash_model.run(problem, tensors), exact, ways, inputs=tensors)["dK"]
+    assert verdict.passed, budget.message(verdict)
 
 
 def test_float64_has_its_own_rule() -> None:
     """1e-11 of the largest value, no baselines; float32 accuracy fails it by far, also where one key leaves dQ only noise."""
     for keys in (1, 33):
         problem = Problem.of(1, 2, 33, 8, seq_kv=keys, dtype="float64")
-        tensors, exact, ways = yardstick(problem)
+        tensors, exact, ways = oracle(problem)
         right = {name: array * (1 + 1e-13) for name, array in exact.values.items()}
         right["dQ"] += 1e-16
-        assert all(v.passed for v in errors.compare(problem, right, exact, ways, inputs=tensors).values())
+        assert all(v.passed for v in budget.compare(problem, right, exact, ways, inputs=tensors).values())
         single = {name: array.astype(np.float32).astype(np.float64) for name, array in exact.values.items()}
-        verdicts = errors.compare(problem, single, exact, ways, inputs=tensors)
+        verdicts = budget.compare(problem, single, exact, ways, inputs=tensors)
         assert not any(verdicts[name].passed for name in ("O", "logsumexp", "dV") if keys > 1 or name == "logsumexp")
 
 
@@ -103,7 +108,7 @@ def test_planted_faults_fail(mutant: str, dtype: str, length: int) -> None:
 def test_without_a_fault_the_same_data_pass(dtype: str, length: int, causal: bool) -> None:
     """The model that the faults are planted in is right."""
     for verdict in judge(Problem.of(1, 1, length, 16, dtype=dtype, causal=causal), ordered=False).values():
-        assert verdict.passed, errors.message(verdict)
+        assert verdict.passed, budget.message(verdict)
 
 
 def test_each_fault_is_seen_where_it_is() -> None:
@@ -121,10 +126,10 @@ def test_each_fault_is_seen_where_it_is() -> None:
 def test_not_finite_fails_always(tensor: str, value: float) -> None:
     """One NaN or infinity in one tensor fails that tensor, with any tolerance, and no other."""
     problem = Problem.of(1, 2, 9, 4)
-    tensors, exact, ways = yardstick(problem)
+    tensors, exact, ways = oracle(problem)
     got = flash_model.run(problem, tensors)
     got[tensor][0, 1, 5] = value
-    verdicts = errors.compare(problem, got, exact, ways, tolerance=1e30, inputs=tensors)
+    verdicts = budget.compare(problem, got, exact, ways, tolerance=1e30, inputs=tensors)
     assert [name for name, v in verdicts.items() if not v.passed] == [tensor]
     assert verdicts[tensor].worst[:3] == (0, 1, 5)
     assert "not finite" in verdicts[tensor].reason
@@ -133,31 +138,31 @@ def test_not_finite_fails_always(tensor: str, value: float) -> None:
 def test_masked_rows_must_match_exactly() -> None:
     """-inf where the reference has it, and nowhere else: neither a large number nor +inf nor NaN will do."""
     problem = Problem.of(1, 1, 5, 4, seq_kv=2, causal=True)
-    tensors, exact, ways = yardstick(problem)
+    tensors, exact, ways = oracle(problem)
     good = flash_model.run(problem, tensors)
     assert np.isneginf(good["logsumexp"][0, 0, :3]).all()
-    assert all(v.passed for v in errors.compare(problem, good, exact, ways, inputs=tensors).values())
+    assert all(v.passed for v in budget.compare(problem, good, exact, ways, inputs=tensors).values())
     for wrong in (-1e30, np.inf, np.nan, 0.0):
         got = {"logsumexp": good["logsumexp"].copy()}
         got["logsumexp"][0, 0, 0] = wrong
-        assert not errors.compare(problem, got, exact, ways)["logsumexp"].passed
+        assert not budget.compare(problem, got, exact, ways)["logsumexp"].passed
     got = {"logsumexp": good["logsumexp"].copy()}
     got["logsumexp"][0, 0, 4] = -np.inf
-    assert not errors.compare(problem, got, exact, ways)["logsumexp"].passed
+    assert not budget.compare(problem, got, exact, ways)["logsumexp"].passed
 
 
 def test_overflow_of_the_storage_type() -> None:
     """What float16 cannot hold must be infinite there, with the right sign; a finite number in its place fails."""
     problem = Problem.of(1, 1, 2, 2, dtype="float16")
-    tensors, exact, ways = yardstick(problem)
+    tensors, exact, ways = oracle(problem)
     big = replace(exact, values={**exact.values, "dV": np.array([[[[1e5, -1e5], [1.0, 2.0]]]])})
     ways = [{"dV": big["dV"].astype(np.float32)}]
     right = round_to(np, big["dV"], "float16")
-    assert errors.compare(problem, {"dV": right}, big, ways)["dV"].passed
+    assert budget.compare(problem, {"dV": right}, big, ways)["dV"].passed
     for wrong in (65504.0, -np.inf):
         spoiled = right.copy()
         spoiled[0, 0, 0, 0] = wrong
-        assert not errors.compare(problem, {"dV": spoiled}, big, ways)["dV"].passed
+        assert not budget.compare(problem, {"dV": spoiled}, big, ways)["dV"].passed
 
 
 # -- what a verdict says ----------------------------------------------------------------------------------------------
@@ -168,7 +173,7 @@ def test_metrics() -> None:
     problem = Problem.of(1, 1, 2, 2, seq_kv=1)
     exact = Reference({"O": np.array([[[[1.0, 2.0], [0.0, 1e-9]]]])}, None, 1.0, {"O": 0.0})
     got = np.array([[[[1.5, 2.0], [0.25, 0.0]]]], np.float32)
-    verdict = errors.compare(problem, {"O": got}, exact, [{"O": exact["O"]}])["O"]
+    verdict = budget.compare(problem, {"O": got}, exact, [{"O": exact["O"]}])["O"]
     assert (verdict.max_abs, verdict.max_rel) == (0.5, 0.5)
     assert verdict.mean_abs == pytest.approx(0.1875)
     assert verdict.mse == pytest.approx((0.25 + 0.0625) / 4)
@@ -183,35 +188,35 @@ def test_budget_by_hand() -> None:
     ways = [{name: np.full(shape, 3.0 + 2**-6) for name, shape in shapes.items()}]
     unit = 2.0**-24
     noise = 4 * unit * 0.5
-    assert errors.budget(np, problem, "O", exact, ways, {}) == pytest.approx(2 * 2**-6 + 2 * 2**-9 + unit * 4 * 3 + noise, rel=1e-14)
-    assert errors.budget(np, problem, "dV", exact, ways, {}) == pytest.approx(3 * 2**-6 + 2 * 2**-9 + unit * 18**0.5 * 3 + noise, rel=1e-14)
-    assert errors.budget(np, problem, "logsumexp", exact, ways, {}) == pytest.approx(2 * 2**-6 + 4 * 2**-22 + unit * 4 + noise, rel=1e-14)
+    assert budget.budget(np, problem, "O", exact, ways, {}) == pytest.approx(2 * 2**-6 + 2 * 2**-9 + unit * 4 * 3 + noise, rel=1e-14)
+    assert budget.budget(np, problem, "dV", exact, ways, {}) == pytest.approx(3 * 2**-6 + 2 * 2**-9 + unit * 18**0.5 * 3 + noise, rel=1e-14)
+    assert budget.budget(np, problem, "logsumexp", exact, ways, {}) == pytest.approx(2 * 2**-6 + 4 * 2**-22 + unit * 4 + noise, rel=1e-14)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", np.float32), ("float16", np.float16), ("float64", np.float64)])
 def test_ulp_is_the_spacing(dtype: str, kind: Any) -> None:
     """numpy's spacing, subnormals and zero included; bfloat16 has seven bits."""
     for value in (1.0, 1.5, 2.0, 3e-5, 1e-7, 0.0, 1000.0):
-        assert errors.ulp(float(kind(value)), dtype) == float(np.spacing(kind(value)))
-    assert errors.ulp(1.0, "bfloat16") == 2**-7
+        assert budget.ulp(float(kind(value)), dtype) == float(np.spacing(kind(value)))
+    assert budget.ulp(1.0, "bfloat16") == 2**-7
 
 
 def test_tolerance_only_tightens() -> None:
     """--tolerance is an absolute limit beside the budget."""
     problem = Problem.of(1, 1, 65, 16)
-    tensors, exact, ways = yardstick(problem)
+    tensors, exact, ways = oracle(problem)
     got = {"O": flash_model.run(problem, tensors)["O"]}
-    assert errors.compare(problem, got, exact, ways, tolerance=1e-3)["O"].budget < 1e-4
-    assert not errors.compare(problem, got, exact, ways, tolerance=1e-12)["O"].passed
+    assert budget.compare(problem, got, exact, ways, tolerance=1e-3)["O"].budget < 1e-4
+    assert not budget.compare(problem, got, exact, ways, tolerance=1e-12)["O"].passed
 
 
 def test_message_names_the_place() -> None:
     """One line: tensor, batch, head, row, tile, column, got, expected."""
     problem = Problem.of(2, 2, 130, 4)
-    tensors, exact, ways = yardstick(problem)
+    tensors, exact, ways = oracle(problem)
     got = {"dK": flash_model.run(problem, tensors)["dK"]}
     got["dK"][1, 0, 129, 3] = 77
-    line = errors.message(errors.compare(problem, got, exact, ways, inputs=tensors)["dK"])
+    line = budget.message(budget.compare(problem, got, exact, ways, inputs=tensors)["dK"])
     assert line.startswith("dK is wrong at batch 1, head 0, key row 129 (tile 2 of 3, rows 128-129), column 3: got 77, expected ")
     assert "(1 of 2080 values do)" in line and "\n" not in line
 
@@ -224,21 +229,21 @@ def test_sampled_rows_are_named_by_their_own_number() -> None:
     got = np.ones((1, 1, 10, 2), np.float32)
     got[0, 0, 5] = np.nan
     ways = [{"O": exact["O"]}]
-    assert errors.compare(problem, {"O": got}, exact, ways)["O"].passed
+    assert budget.compare(problem, {"O": got}, exact, ways)["O"].passed
     got[0, 0, 9, 1] = 2
-    assert errors.compare(problem, {"O": got}, exact, ways)["O"].worst == (0, 0, 9, 1)
+    assert budget.compare(problem, {"O": got}, exact, ways)["O"].worst == (0, 0, 9, 1)
 
 
 def test_error_map() -> None:
     """The worst head's |error| by row and column block; inf where a value is missing."""
     problem = Problem.of(1, 2, 6, 20)
-    tensors, exact, _ = yardstick(problem)
+    tensors, exact, _ = oracle(problem)
     got = flash_model.run(problem, tensors)
     got["O"][0, 1, 4, 17] += 3
-    picture = errors.error_map(problem, "O", got["O"], exact, tile=8)
+    picture = budget.error_map(problem, "O", got["O"], exact, tile=8)
     assert picture.shape == (6, 3)
     assert np.unravel_index(picture.argmax(), picture.shape) == (4, 2)
     assert picture[4, 2] == pytest.approx(3, rel=1e-5)
     got["logsumexp"][0, 0, 2] = np.nan
-    picture = errors.error_map(problem, "logsumexp", got["logsumexp"], exact)
+    picture = budget.error_map(problem, "logsumexp", got["logsumexp"], exact)
     assert picture.shape == (6, 1) and picture[2, 0] == np.inf

@@ -1,0 +1,68 @@
+"""What is right: the float64 reference of a problem on given inputs, and the baselines of each arithmetic class, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..backends import Backend
+from ..dataset import generate
+from ..dataset.folder import check_size
+from ..dataset.storage import STORAGE, round_to
+from ..problem import Problem
+from . import budget, reference
+
+
+@dataclass
+class Oracle:
+    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once."""
+
+    problem: Problem
+    inputs: Mapping[str, Any]  # Q, K, V and, for a backward pass, dO: host storage arrays
+    tolerance: float | None = None
+    xp: Any = np
+    _baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._device = {name: self._put(array) for name, array in self.inputs.items()}
+        self.reference = reference.reference(self.xp, self.problem, self._device)
+
+    def _put(self, array: Any) -> Any:
+        if self.xp is np:
+            return array
+        return self.xp.asarray(array.view(np.uint16) if self.problem.dtype == "bfloat16" and array.itemsize == 2 else array)
+
+    def judge(self, outputs: Mapping[str, Any], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
+        """A verdict for each output of a kernel of an arithmetic class; tile is its rows per tile, for messages."""
+        if arithmetic not in self._baselines:
+            found = reference.baselines(self.xp, self.problem, self._device, arithmetic) if self.problem.dtype != "float64" else []
+            self._baselines[arithmetic] = found
+        got = {name: self._put(array) for name, array in outputs.items()}
+        return budget.compare(
+            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, inputs=self._device, xp=self.xp, tile=tile
+        )
+
+    def error_maps(self, outputs: Mapping[str, Any], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Any]:
+        """The |error| map of each output that failed."""
+        failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
+        return {name: budget.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
+
+    def forward_outputs(self) -> dict[str, Any]:
+        """The reference's O and logsumexp, rounded to storage: what verify and experiment feed a backward pass."""
+        found = {}
+        for name in ("O", "logsumexp"):
+            dtype = self.problem.tensor_dtype(name)
+            rounded = round_to(self.xp, self.reference[name], dtype)
+            host = rounded if self.xp is np else rounded.get()
+            found[name] = host.view(STORAGE[dtype])
+        return found
+
+
+def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42, input_scale: float = 1.0) -> Oracle:
+    """Inputs generated in memory with their reference."""
+    check_size(problem)
+    names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
+    return Oracle(problem, generate.inputs(problem, seed, names, input_scale), None, backend.xp)

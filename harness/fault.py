@@ -1,0 +1,51 @@
+"""Why a command ends: what happened, why, and a hint; each kind has the exit code of README, "Exit codes". Imports nothing of ours."""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.hint = what, why, hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(self.why)
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class UsageFault(Fault):
+    """Asked for what does not exist or is not supported: unknown kernel, head dim, dtype, empty sequence, too large."""
+
+    exit_code = 2
+
+
+class DataFault(Fault):
+    """The data is not what it says it is: missing, short, long, not a file, another dtype, another hash, NaN."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(Fault):
+    """Something this machine lacks: a GPU, an optional package, a compiler."""
+
+    exit_code = 4
+
+
+class KernelFault(Fault):
+    """A kernel did not compile, did not launch, deadlocked or raced."""
+
+    exit_code = 5
+
+
+class DiskFault(Fault):
+    """The disk is full, the folder is read-only, or another run holds it."""
+
+    exit_code = 6
