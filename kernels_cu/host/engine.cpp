@@ -5,18 +5,18 @@
 // thread, so none of this needs a lock. Blocks are distributed over the OS threads by an atomic counter (workers.hpp).
 //
 // The engine reports (report.hpp):
-//   deadlocks: no fiber is ready, with every thread that waits and where;
+//   deadlocks: no fiber is ready; the report lists every waiting thread and where it waits;
 //   divergent barriers: threads of one block wait in different __syncthreads, or end while others wait;
 //   divergent collectives: lanes of one warp call different functions, or a lane is not in its own mask;
 //   accesses to invalid addresses (signals.hpp), and stack overflow;
-//   asynchronous copies that are used or overwritten before they are waited for (async.hpp);
+//   writes to the source or the destination of an asynchronous copy in flight (async.hpp);
 //   with the race check, accesses to shared memory that no barrier orders (race.hpp).
-// Shared memory starts as NaN, so a read before the first write shows in the result.
+// Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
 // It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
 //
 // Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or when a thread ends. A loop without any of these
-// cannot be distinguished from a long computation and is not interrupted. A spin lock among the threads of a block is such a loop,
-// because fibers are not preempted. A second Ctrl-C ends the process.
+// cannot be distinguished from a long computation and is not interrupted. Spinning on a variable that another thread of
+// the block must set is such a loop, because fibers are not preempted. A second Ctrl-C ends the process.
 
 #include "engine.hpp"
 

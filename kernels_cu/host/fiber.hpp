@@ -1,9 +1,9 @@
 // The fiber switch: the callee-saved registers go on the stack, then the stack pointer is exchanged.
 //
-// The two functions in which threads wait most are fa_host_warp and fa_host_syncthreads. They are written here in assembly around a
-// function of the engine that selects the fiber to switch to, and they end in a jump instead of a return. A `ret` would be predicted
-// to return to this fiber's caller, but the resumed fiber continues elsewhere: in unrolled code, one call further. The misprediction
-// costs 15 ns a switch, as much as everything else in it.
+// Threads wait most in fa_host_warp and fa_host_syncthreads. Both are written here in assembly: they call a function of the engine that
+// selects the next fiber, switch to it, and end in a jump instead of a return. A `ret` would be predicted to return to this fiber's
+// caller, but the resumed fiber continues elsewhere: in unrolled code, one call further. The misprediction costs 15 ns a switch, as
+// much as everything else in it.
 #pragma once
 
 #include <stddef.h>
