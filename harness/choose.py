@@ -7,14 +7,14 @@ problem on this device. A path is as good as a name. After this no text travels:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from . import peers
 from .check.contender import Contender
 from .fault import UsageFault
 from .kernel import Device, Kernel, NoSuchPass, catalogue, find
-from .problem import Problem
+from .problem import MODES, Problem
 
 _RANGE = re.compile(r"(\d{1,2})-(\d{1,2})")
 AUTO = "auto"
@@ -88,6 +88,16 @@ def kernels(
     return found, notes
 
 
+def kernels_for(specs: Iterable[str], mode: str, problem: Problem, *, deterministic: bool, note: Callable[[str], None]) -> list[Kernel]:
+    """The kernels of some specs for the passes of a mode on a problem. Raises UsageFault for a peer, and as :func:`choose`."""
+    found, notes = choose(specs, MODES[mode], [problem], deterministic=deterministic)
+    for text in notes:
+        note(text)
+    if peer := next((each for each in found if each.peer), None):
+        raise UsageFault(f"{peer.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    return [kernel for each in found for kernel in each.kernels.values()]
+
+
 def _range(
     spec: str, first: int, last: int, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool
 ) -> tuple[list[str], list[str]]:
@@ -101,9 +111,7 @@ def _range(
     return able, [f"{spec} without {name}: {reason}" for name, reason in why.items() if reason]
 
 
-def _auto(
-    passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool
-) -> tuple[list[str], list[str]]:
+def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
     """The highest step that takes a problem on the device, for each of the problems."""
     if device is None or not problems:
         raise UsageFault("auto needs a problem", "which kernel is the highest step depends on it", "name a kernel: fa-cli list")
@@ -119,9 +127,7 @@ def _auto(
     return list(found), list(found.values())
 
 
-def _cannot(
-    name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool, device: Device | None = None
-) -> str:
+def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool, device: Device | None = None) -> str:
     """Why a kernel cannot do the passes of any of the problems (on a device, if one is given); empty where it can."""
     try:
         kernels = [find(name, pass_, deterministic) for pass_ in passes]

@@ -16,6 +16,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 PASSES = ("forward", "backward")
 
+#: Modes of a run and the passes each consists of.
+MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
+
 #: The tensors each pass reads and writes, in the order they are passed to plain kernels and shown in tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .backends import Backend
-from .check.contender import PassResult
+from .check.contender import Contender, PassResult
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
 from .row import SHAPE, TYPES, Row
@@ -73,7 +73,7 @@ def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
 
 def rows_without(
     test: str,
-    kernel: str,
+    contender: Contender,
     mode: str,
     problem: Problem,
     backend: Backend,
@@ -81,13 +81,15 @@ def rows_without(
     seed: int,
     status: str,
     why: str,
-    deterministic: bool = False,
 ) -> list[Row]:
-    """The rows of a kernel that gave no result: status REFUSED, ERROR or ABSENT, and why."""
+    """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     message = " ".join(why.split())
     facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
-    return [Row(**_of_problem(test, kernel, m, problem, deterministic), Status=status, ErrorMessage=message, **facts) for m in modes]
+    return [
+        Row(**_of_problem(test, contender.name, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
+        for m in modes
+    ]
 
 
 def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from .backends import Backend, CompileError, ContextLost, nvrtc, pick
 from .check import budget
 from .check.contender import PassResult, run_kernel
 from .check.oracle import oracle_for
+from .choose import choose
 from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from .files import disk_fault, json_bytes, write_files
-from .kernel.kernel import Kernel, Plan, find
+from .kernel import Kernel, Plan
 from .measure.sampling import POLICY, Timing, measure
-from .problem import READS, Problem
+from .problem import Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
@@ -103,13 +104,12 @@ def tune(
     The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
     Raises UsageFault for an unknown or refused kernel or tile, ContextLost where a variant takes the GPU with it, DiskFault.
     """
-    kernel = find(spec, pass_, deterministic)
     backend = pick(device)
+    kernel = _chosen(spec, pass_, problem, backend, deterministic)
     default, swept = _swept(kernel, problem, backend, tiles or {})
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
     oracle = oracle_for(problem, backend, pass_, seed)
-    inputs = dict(oracle.inputs) | (oracle.forward_outputs() if pass_ == "backward" else {})
-    inputs = {name: inputs[name] for name in READS[pass_]}
+    inputs = oracle.inputs_of(pass_)
     done = 0
 
     def prune(row: Variant) -> Variant:
@@ -138,6 +138,14 @@ def tune(
     if output_dir:
         _write(tuned, output_dir, backend)
     return tuned
+
+
+def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, deterministic: bool) -> Kernel:
+    """The one kernel to tune. Raises UsageFault for a range, a peer and an unknown name."""
+    found, _ = choose([spec], [pass_], [problem], backend.device(), deterministic=deterministic)
+    if len(found) != 1 or found[0].peer:
+        raise UsageFault(f"{spec} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are")
+    return found[0].kernels[pass_]
 
 
 def _order(row: Variant) -> tuple[int, float, str]:

@@ -265,8 +265,13 @@ def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
     return found.made_deterministic() if deterministic else found
 
 
+def is_path(spec: str) -> bool:
+    """Whether a spec is the path of a kernel file, and no name."""
+    return spec.endswith(".cu") or "/" in spec
+
+
 def _find(spec: str, pass_: str) -> Kernel:
-    if spec.endswith(".cu") or "/" in spec:
+    if is_path(spec):
         return _from_path(Path(spec), pass_)
     wanted = spec.lower().replace("-", "_")
     same = [

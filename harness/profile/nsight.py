@@ -24,8 +24,8 @@ from ..check.contender import run_kernel
 from ..check.oracle import oracle_for
 from ..fault import EnvironmentFault, Fault, KernelFault
 from ..files import disk_fault, write_files
-from ..kernel.kernel import KERNELS, find
-from ..problem import PASSES, READS, Problem
+from ..kernel import KERNELS, Kernel, find
+from ..problem import Problem
 from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
 
 #: In the environment of the profiled process: the folder with its job.json, where it leaves a fault.
@@ -89,8 +89,7 @@ class Job:
 
 
 def profile(
-    computes: Sequence[str],
-    mode: str,
+    kernels: Sequence[Kernel],
     problem: Problem,
     *,
     tool: str = "ncu",
@@ -106,8 +105,6 @@ def profile(
     Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
     """
-    passes = PASSES if mode == "both" else (mode,)
-    kernels = [(compute, find(compute, pass_, deterministic)) for compute in computes for pass_ in passes]
     if device == "cpu" or not nvidia_driver():
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
@@ -119,9 +116,9 @@ def profile(
     except OSError as error:
         raise disk_fault(output_dir, error) from None
     found: list[Counters] = []
-    for compute, kernel in kernels:
+    for kernel in kernels:
         progress(f"{tool} {kernel.name} {kernel.pass_} {problem.describe()}")
-        job = Job(compute, kernel.pass_, problem, seed, device, tiles or {}, RUNS[tool], deterministic)
+        job = Job(str(kernel.path), kernel.pass_, problem, seed, device, tiles or {}, RUNS[tool], deterministic)
         report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * deterministic}"
         rows = _profiled(tool, program, job, report, list(kernel.entries))
         found += [Counters(kernel.name, kernel.pass_, entry, problem.describe(), metrics) for entry, metrics in rows]
@@ -188,8 +185,7 @@ def _run(job: Job) -> None:
     backend = pick(job.device)
     kernel = find(job.compute, job.pass_, job.deterministic)
     oracle = oracle_for(job.problem, backend, job.pass_, job.seed)
-    given = {**oracle.inputs, **(oracle.forward_outputs() if job.pass_ == "backward" else {})}
-    found = run_kernel(backend, kernel, oracle, {name: given[name] for name in READS[job.pass_]}, job.tiles)
+    found = run_kernel(backend, kernel, oracle, oracle.inputs_of(job.pass_), job.tiles)
     if not found.passed:
         why = "; ".join(budget.message(v) for v in found.verdicts.values() if not v.passed)
         raise Fault(f"{kernel.label} is wrong, and is not profiled", why, f"fa-cli run --compute {job.compute} shows where")
