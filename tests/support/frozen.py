@@ -47,6 +47,8 @@ KEYS = [
     (r"packages", "<object>"),  # which there are differs too
     (r"detail|hint", "<text>"),  # doctor's: of this machine, as is the status beside them
 ]
+#: Of a peer it is what Python's allocator saw, which varies; of a kernel it is the sum of its buffers.
+PEAK = "peak_bytes"
 #: Files of which the contents are frozen, not only the name; .bin files have their size.
 READ = ("meta.json", "outputs.json", "env.json", "results.csv", "tune.csv", "samples.jsonl", "summary.md")
 
@@ -66,7 +68,9 @@ def document(value: Any, here: Path, mask: str = "") -> Any:
         return mask
     if isinstance(value, dict):
         if "detail" in value:
-            value = value | {"status": None}
+            value = value | {"status": "<text>"}
+        if value.get("torch_backend"):
+            value = value | {PEAK: "<int>"}
         return {key: document(item, here, mask or _mask(key, KEYS)) for key, item in value.items()}
     if isinstance(value, list):
         return [document(item, here, mask) for item in value]
@@ -125,8 +129,9 @@ def _csv(text: str, here: Path) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
     for row in rows:
-        cells = [(_mask(name, KEYS) if cell else "") or masked(cell, here) for name, cell in zip(header, row, strict=True)]
-        writer.writerow(cells)
+        named = dict(zip(header, row, strict=True))
+        cells = {name: (_mask(name, KEYS) if cell else "") or masked(cell, here) for name, cell in named.items()}
+        writer.writerow((cells | ({PEAK: "<int>"} if named.get("torch_backend") else {})).values())
     return out.getvalue()
 
 
