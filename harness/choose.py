@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from . import peers
 from .check.contender import Contender
@@ -29,26 +28,27 @@ def choose(
     deterministic: bool = False,
     tiles: Mapping[str, int] | None = None,
 ) -> tuple[list[Contender], list[str]]:
-    """The contenders of some specs, each once, and a sentence for what a reader should know of the choice.
+    """The contenders of some specs, those of a range once, and a sentence for what a reader should know of the choice.
 
     A range means those that can: that have the passes and take one of the problems (if any are given) in the form asked for; the
     rest is told. `auto` needs a problem and a device. Raises UsageFault for a name that is nobody's, a range without a kernel
     that can, and NoSuchPass for a kernel that lacks a pass.
     """
-    found: dict[tuple[str, tuple[Path, ...]], Contender] = {}
+    found: list[Contender] = []
     notes: list[str] = []
     for spec in specs:
         if ends := _RANGE.fullmatch(spec):
-            some, left_out = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
+            names, some = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
         elif spec == AUTO:
-            some, left_out = _auto(passes, problems, device, deterministic)
-        else:
-            some, left_out = [spec], []
-        notes += left_out
-        for name in some:
-            one = contender(name, passes, deterministic=deterministic, tiles=tiles)
-            found.setdefault((one.name, tuple(kernel.path for kernel in one.kernels.values())), one)
-    return list(found.values()), notes
+            names, some = _auto(passes, problems, device, deterministic)
+        else:  # what is named twice is there twice: a kernel beside itself shows the noise
+            found.append(contender(spec, passes, deterministic=deterministic, tiles=tiles))
+            continue
+        there = {kernel.path for each in found for kernel in each.kernels.values()}
+        several = [contender(name, passes, deterministic=deterministic, tiles=tiles) for name in names]
+        found += [each for each in several if not there & {kernel.path for kernel in each.kernels.values()}]
+        notes += some
+    return found, notes
 
 
 def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, tiles: Mapping[str, int] | None = None) -> Contender:

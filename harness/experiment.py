@@ -24,7 +24,7 @@ from .fault import DiskFault, EnvironmentFault, UsageFault
 from .kernel import catalogue
 from .measure import ceilings
 from .problem import MODES, Problem
-from .row import TYPES, Row, append_row, read_rows
+from .row import CEILING, TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
 SEED = 42
@@ -34,7 +34,10 @@ _LOST = ("illegal memory access", "unspecified launch failure", "misaligned addr
 
 @dataclass(frozen=True)
 class Options:
-    """What to run and where to write it; the fields are the flags of `fa-cli experiment`. peers None: all; only, skip: patterns of test names."""
+    """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
+
+    peers None: all of the kind of device. only, skip: patterns of test names.
+    """
 
     name: str = "forward"
     mode: str | None = None
@@ -97,7 +100,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             stale.unlink(missing_ok=True)
     _write_environment(folder / "env.json", backend, run_id, options.resume)
     try:
-        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith("ceiling-") for row in rows):
+        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
             rows += _keep(folder, ceilings.rows(backend, run_id), [])
         for number, ((test, problem), computes) in enumerate(zip(shapes, contenders, strict=True)):
             left = [c for c in computes if not _done(rows, test, c, mode, problem)]
@@ -245,10 +248,7 @@ def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
     folder = SWEEPS / sweep.name if options.record else options.output_dir
     pictures = ROOT / "plots" if options.record else options.output_dir
     for made in (folder, pictures):
-        try:
-            made.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DiskFault(f"cannot make the folder {made}", error.strerror or str(error), "choose another --output-dir") from None
+        files.make_folder(made)
     return folder, pictures
 
 

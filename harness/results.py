@@ -12,7 +12,7 @@ from .backends import Backend
 from .check.contender import Contender, PassResult
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
-from .row import SHAPE, TYPES, Row
+from .row import CEILING, SHAPE, TYPES, Row
 from .run import Result
 
 
@@ -67,7 +67,8 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
 
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
     """The rows with pct_of_peak: of the matrix products of their dtype measured in the same run, where they were."""
-    most = {row.Kernel.removeprefix("ceiling-gemm-"): row.TFLOPS for row in ceilings if row.Kernel.startswith("ceiling-gemm-")}
+    gemm = f"{CEILING}gemm-"
+    most = {row.Kernel.removeprefix(gemm): row.TFLOPS for row in ceilings if row.Kernel.startswith(gemm)}
     return [replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows]
 
 

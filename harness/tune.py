@@ -25,7 +25,7 @@ from .check.oracle import oracle_for
 from .choose import choose
 from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
-from .files import disk_fault, json_bytes, write_files
+from .files import disk_fault, json_bytes, make_folder, write_files
 from .kernel import Kernel, Plan
 from .measure.sampling import POLICY, Timing, measure
 from .problem import Problem
@@ -38,7 +38,10 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Variant:
-    """One combination of tile values and what came of it; None is unknown or not measured. vs_default is the default's time over this one's."""
+    """One combination of tile values and what came of it; None is unknown or not measured.
+
+    vs_default is the default's time over this one's.
+    """
 
     kernel: str
     pass_: str
@@ -110,17 +113,7 @@ def tune(
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
     oracle = oracle_for(problem, backend, pass_, seed)
     inputs = oracle.inputs_of(pass_)
-    done = 0
-
-    def prune(row: Variant) -> Variant:
-        nonlocal done
-        pruned = _prune(kernel, problem, backend, row)
-        done += 1
-        progress(f"compiled {done}/{len(found)}")
-        return pruned
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # compilers let go of the interpreter lock
-        found = list(pool.map(prune, found))
+    found = _pruned(found, lambda row: _prune(kernel, problem, backend, row), progress)
     right: dict[int, PassResult] = {}
     for i, row in enumerate(found):
         if row.status == PASS:
@@ -138,6 +131,16 @@ def tune(
     if output_dir:
         _write(tuned, output_dir, backend)
     return tuned
+
+
+def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> list[Variant]:
+    """The rows as prune leaves them, several at a time: compilers let go of the interpreter lock."""
+    found = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for done, row in enumerate(pool.map(prune, rows), 1):
+            found.append(row)
+            progress(f"compiled {done}/{len(rows)}")
+    return found
 
 
 def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, deterministic: bool) -> Kernel:
@@ -259,8 +262,8 @@ def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
         values = vars(row) | {"tiles": " ".join(f"{name}={value}" for name, value in row.tiles.items())} | facts
         writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
     path = folder / "tune.csv"
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
     except OSError as error:
         raise disk_fault(folder, error) from None

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ..fault import DataFault, UsageFault
-from ..files import disk_fault, json_bytes, locked, read_exact, read_json, sha256, write_files
+from ..files import json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
 from .storage import STORAGE, Array
@@ -95,10 +95,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
         return _unchanged(folder, problem, seed)
     check_size(problem, root)
     created = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(folder, error) from None
+    make_folder(folder)
     try:
         with locked(folder):
             data = generate(problem, seed)
@@ -254,7 +251,7 @@ def available_memory() -> int:
 
 
 def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
-    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the available memory, or of the free disk at folder."""
+    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the free memory, or of the free disk at folder."""
     need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
     room = [("memory", available_memory())]
     if folder is not None:

@@ -25,6 +25,7 @@ from .plan import Workspace as Workspace
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
 INCLUDE = KERNELS / "include"
 
+_TENSOR_PTX = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|wmma\.mma)\b|\bnvcuda::wmma\b")
 _FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
 
 
@@ -111,6 +112,13 @@ class Kernel:
         for file in include_closure(self.path):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def tensor_cores(self) -> bool:
+        """Whether its products run on tensor cores: it includes the words of mma.sync, WMMA or wgmma, or has them in inline PTX."""
+        closure = include_closure(self.path)
+        words = {INCLUDE / "fa" / f"{name}.cuh" for name in ("mma", "wmma", "wgmma")}
+        return not words.isdisjoint(closure) or bool(_TENSOR_PTX.search(self.path.read_text(encoding="utf-8")))
 
     def arch_for(self, dtype: str) -> str:
         """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""

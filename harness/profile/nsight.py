@@ -23,7 +23,7 @@ from ..check import budget
 from ..check.contender import run_kernel
 from ..check.oracle import oracle_for
 from ..fault import EnvironmentFault, Fault, KernelFault
-from ..files import disk_fault, write_files
+from ..files import make_folder, write_files
 from ..kernel import KERNELS, Kernel, find
 from ..problem import Problem
 from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
@@ -37,7 +37,8 @@ RUNS = {"ncu": 1, "nsys": 20}
 _REFUSALS = {
     "ERR_NVGPUCTRPERM": (
         "the driver keeps hardware counters for the administrator",
-        "run as root, in a container with --cap-add SYS_ADMIN; or set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reboot",
+        "run as root, in a container with --cap-add SYS_ADMIN; "
+        "or set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reboot",
     ),
     "driver resource was unavailable": ("another profiler or monitor (DCGM, nsys, a debugger) holds the counters", "dcgmi profile --pause"),
 }
@@ -111,10 +112,7 @@ def profile(
     if not program:
         hint = f"apt install {TOOLS[tool]} (NVIDIA's repository), or put the CUDA toolkit's bin folder on PATH"
         raise EnvironmentFault(f"{tool} is not on PATH", f"it is a program of NVIDIA's, {TOOLS[tool]}, not a Python package", hint)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(output_dir, error) from None
+    make_folder(output_dir)
     found: list[Counters] = []
     for kernel in kernels:
         progress(f"{tool} {kernel.name} {kernel.pass_} {problem.describe()}")

@@ -37,14 +37,16 @@ def chosen(specs: list[str], passes: list[str], problems: list[Problem]) -> list
 
 @pytest.mark.parametrize(("dtype", "pass_"), [("float32", "forward"), ("float64", "forward"), ("bfloat16", "backward")])
 def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
-    """By pass and dtype, in ladder order; why the others are left out is said; what is named twice is there once."""
+    """By pass and dtype, in ladder order, each once; why the others are left out is said; what is named twice is there twice."""
     found, left_out = choose(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
     assert [one.name for one in found] == names(dtype, pass_)
     assert all(list(one.kernels) == [pass_] and not one.peer for one in found)
     others = dict.fromkeys(k.name for k in catalogue() if k.name not in names(dtype, pass_))
     assert [text.partition(":")[0] for text in left_out] == [f"00-99 without {name}" for name in others]
     assert all(dtype in text or f"no {pass_} pass" in text for text in left_out)
-    assert chosen(["5-7", "naive", "torch-flash", "fa2"], [pass_], [Problem.of(dtype="float32")])[-2:] == ["naive", "torch-flash"]
+    problems = [Problem.of(dtype="float32")]
+    assert chosen(["fa2", "5-7", "naive", "torch-flash", "naive"], [pass_], problems)[-3:] == ["naive", "torch-flash", "naive"]
+    assert chosen(["fa2", "5-7"], [pass_], problems).count("fa2") == 1
 
 
 def test_a_path_is_as_good_as_a_name(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from ...fault import DiskFault, EnvironmentFault, UsageFault
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
-from .machine import processor, threads
-from .memory import fenced
+from .machine import fenced, processor, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 
