@@ -62,7 +62,7 @@ class Problem:
         """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
         That default is the bottom-right alignment of FlashAttention; 0 is torch's top-left; a shard of a longer sequence has
-        the distance of its first key from its first query. The shift is stored between -seq (no key is visible) and
+        the position of its first query less that of its first key. The shift is stored between -seq (no key is visible) and
         seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel can overflow.
         Without causal it means nothing and is the default.
 
@@ -115,7 +115,7 @@ class Problem:
         return cls.of(int(b), int(h), int(s), int(d), int(hkv) if hkv else None, int(skv) if skv else None, dtype or "float32")
 
     def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed. The default causal_shift (also given as None) follows the lengths, any other is kept."""
+        """A copy with some fields changed. The default causal_shift follows the lengths, any other is kept; None is the default."""
         made = replace(self, **changes)  # type: ignore[arg-type]
         given = "causal_shift" in changes or self.causal_shift != self.default_shift
         return replace(made, causal_shift=_shift(made.seq_q, made.seq_kv, made.causal, made.causal_shift if given else None))

@@ -161,7 +161,11 @@ class Kernel:
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
             # a kernel of equal lengths may know that key <= query is the mask, one that is not told the shift may work it out
-            (problem.causal_shift != problem.default_shift, self.cross and self._is_told("causal_shift"), "another causal_shift"),
+            (
+                problem.causal_shift != problem.default_shift,
+                self.cross and self._is_told("causal_shift"),
+                "a causal_shift but seq_kv - seq_q",
+            ),
             (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         ):
             if wanted and not promised:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness import run
 from harness.backends import Backend
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
+from harness.fault import DataFault
 from harness.kernel.kernel import find
 from harness.problem import READS, Problem
 
@@ -60,3 +64,16 @@ def test_kernels_follow_the_shift(backend: Backend, name: str, pass_: str, shard
     for tensor, array in result.outputs.items():
         hidden = array[:, :, unseen if tensor in ("dK", "dV") else blind].astype(np.float32)
         assert (hidden == (-np.inf if tensor == "logsumexp" else 0)).all(), tensor
+
+
+def test_a_backward_run_needs_the_forward_of_its_shift(tmp_path: Path) -> None:
+    """run keeps the shift of its problem and records it in outputs.json, where a backward run looks for it."""
+    top_left = Problem.of(1, 1, 9, 8, seq_kv=20, causal=True, causal_shift=0)
+    options = {"causal": True, "data_root": tmp_path, "device": "cpu"}
+    forward = run.run(["naive"], "forward", problem=top_left, **options)[0]
+    assert forward.passed and forward.problem == top_left
+    assert json.loads((tmp_path / top_left.folder / "outputs.json").read_text())["causal_shift"] == 0
+    assert run.run(["naive"], "backward", problem=top_left, **options)[0].passed
+    with pytest.raises(DataFault, match="another run's forward") as caught:
+        run.run(["naive"], "backward", problem=top_left.with_(causal_shift=None), **options)
+    assert "causal_shift was 0 then and is 11 now" in caught.value.why
