@@ -176,9 +176,11 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str:
-    """The command that runs this row again."""
+def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+    """The command that runs this row again. None of a causal_shift but the default, which no option sets."""
     p = problem
+    if p.causal_shift != p.default_shift:
+        return None
     words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)

@@ -193,6 +193,7 @@ def _record(result: Result) -> dict[str, Any]:
         "kernel": result.compute,
         "mode": result.mode,
         "causal": problem.causal,
+        "causal_shift": problem.causal_shift,
         "scale": problem.scale,
         "dtype": problem.dtype,
         "device": result.device,

@@ -30,7 +30,7 @@ ONES = "ones"
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data folder that was opened. problem holds shape and dtype (not causal, not scale); meta is None where there is no meta.json.
+    """A data folder that was opened. problem holds shape and dtype (not the mask, not scale); meta is None where there is no meta.json.
 
     tensors are the input files present. warnings are sentences for the user. hashes fills as tensors are read.
     """
@@ -171,6 +171,7 @@ def _parse(path: Path, meta: Mapping[str, Any], hint: str) -> tuple[Problem, int
 
 
 def _shape(problem: Problem) -> dict[str, int]:
+    """What meta.json says of a problem besides its dtype: the inputs' sizes. Mask and scale belong to a run (outputs.json)."""
     p = problem
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
@@ -191,7 +192,7 @@ def _remake(problem: Problem | None) -> str:
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, Any]) -> None:
     """Write a run's outputs beside its inputs and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
+    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
     backward run keeps the forward's O and logsumexp listed, and under "forward" what the earlier record said of them.
     """
     files: dict[str, Any] = {f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1) for name, array in outputs.items()}
@@ -210,15 +211,16 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
     """The folder's O and logsumexp, for a backward pass of this problem on the dataset's inputs.
 
     Raises DataFault where they are missing, not listed in outputs.json, of another hash, or were made from other inputs,
-    causal, scale or dtype.
+    causal, causal_shift, scale or dtype. A record without causal_shift, as earlier versions wrote it, is of the default.
     """
     hint, folder = "run both passes: --mode both", dataset.folder
     record = read_json(folder / OUTPUTS, hint)
     inputs, listed = record.get("inputs"), record.get("outputs")
     if not isinstance(inputs, dict) or not isinstance(listed, dict):
         raise DataFault(f"{folder / OUTPUTS} is not a record of outputs", "it lacks inputs or outputs", hint)
+    record = {"causal_shift": problem.default_shift} | record
     for what, made, wanted in (
-        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "scale", "dtype")),
+        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "dtype")),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):
         if made != wanted or type(made) is not type(wanted):

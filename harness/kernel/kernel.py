@@ -103,7 +103,10 @@ class Kernel:
     @property
     def takes_scale(self) -> bool:
         """Whether the kernel is told the scale: fa::Args holds it, plain parameters only where args names it."""
-        return any(not launch.args or "scale" in launch.args for launch in self.launches)
+        return self._is_told("scale")
+
+    def _is_told(self, name: str) -> bool:
+        return any(not launch.args or name in launch.args for launch in self.launches)
 
     @functools.cached_property
     def source_hash(self) -> str:
@@ -165,6 +168,12 @@ class Kernel:
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
+            # a kernel of equal lengths may know that key <= query is the mask, one that is not told the shift may work it out
+            (
+                problem.causal_shift != problem.default_shift,
+                self.cross and self._is_told("causal_shift"),
+                "a causal_shift but seq_kv - seq_q",
+            ),
             (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         ):
             if wanted and not promised:

@@ -14,6 +14,8 @@ from .on_torch import Step, TorchPeer, module, version
 class Triton(TorchPeer):
     """Our Triton kernels on (B, H, S, D) tensors. float32 is computed as IEEE float32, not TF32."""
 
+    bottom_right: bool = True
+
     def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
         """The launches of a pass; a backward pass's O and logsumexp are made now."""
         step: Step = module(self, f"{__package__}.fused_kernels").step(problem, x, pass_)

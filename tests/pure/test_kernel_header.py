@@ -163,6 +163,24 @@ def test_a_kernel_that_is_not_told_the_scale(tmp_path: Path) -> None:
         found.plan(unlike, DEVICE)
 
 
+def test_who_may_be_given_another_causal_shift(tmp_path: Path) -> None:
+    """A kernel that takes unequal lengths and is told the shift: another may have the default written into it."""
+    cross = HEADER.replace("// cross = false", "// cross = true")
+    plain = cross.replace("// block = 128", '// block = 128\n// args = ["O", "seq_q"]').replace(
+        "// block = 32", '// block = 32\n// args = ["O"]'
+    )
+    told = plain.replace('"seq_q"]', '"causal_shift"]')
+    made = Problem.of(dim=64, causal=True)
+    for text in (HEADER, cross, plain, told):
+        found = Kernel.read(write(tmp_path, text=text))
+        found.plan(made.with_(causal_shift=0), DEVICE)  # the default of equal lengths
+        if text in (cross, told):
+            found.plan(made.with_(causal_shift=3), DEVICE)
+            continue
+        with pytest.raises(UsageFault, match="does not support a causal_shift but seq_kv - seq_q"):
+            found.plan(made.with_(causal_shift=3), DEVICE)
+
+
 def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
     problem = Problem.of(dim=128)

@@ -204,6 +204,8 @@ def test_rows_of_a_result() -> None:
     assert (both.registers, both.spill_bytes, both.source_hash, both.seed) == (80, None, "40+80", 42)
     assert both.repro == "fa-cli run --compute fa2 --mode both --batch 2 --heads 4 --seq 100 --dim 32 --kv-heads 2 --causal"
     assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC", "BAC"]
+    moved = SimpleNamespace(**vars(result()) | {"problem": problem.with_(causal_shift=7)})
+    assert {r.repro for r in results.rows_of(moved, "case", "run")} == {None}  # no option sets a shift
 
 
 def test_samples_of_a_row() -> None:
