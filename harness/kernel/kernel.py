@@ -58,6 +58,10 @@ class Kernel:
     launches: tuple[Launch, ...] = ()
     forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
 
+    def __hash__(self) -> int:
+        """Of the file and the form, for caches; kernels are equal where their whole headers are, so an edited header is another kernel."""
+        return hash((self.path, self.deterministic))
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -214,7 +218,13 @@ class Kernel:
         return names
 
     def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
-        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched."""
+        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched.
+
+        A plan is kept: asked for again with the same values, it is the same object.
+        """
+        return _kept_plan(self, problem, device, tuple(sorted((overrides or {}).items())))
+
+    def _plan(self, problem: Problem, device: Device, overrides: Mapping[str, int]) -> Plan:
         self.refuse(problem)
         names = self.names(problem, device, overrides)
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
@@ -261,6 +271,12 @@ class Kernel:
             return value
         except ExpressionError as error:
             raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tuple[str, int], ...]) -> Plan:
+    """A plan follows from these values alone: the header is part of the kernel's, the rest of the file does not matter."""
+    return kernel._plan(problem, device, dict(tiles))
 
 
 # -- the catalogue ----------------------------------------------------------------------------------------------------

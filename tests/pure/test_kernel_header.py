@@ -255,3 +255,17 @@ def test_row_pitch() -> None:
     assert row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
     assert row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
     assert row_pitch(Problem.of(dim=59), "logsumexp") == 1
+
+
+def test_a_plan_is_kept_until_one_of_its_values_changes(tmp_path: Path) -> None:
+    """By value: an equal problem and a kernel read again have the same plan; an edited header at the same path has another."""
+    problem, chosen = Problem.of(1, 2, 96, 64), Kernel.read(write(tmp_path))
+    plan = chosen.plan(problem, DEVICE)
+    assert chosen.plan(Problem.of(1, 2, 96, 64), DEVICE, {}) is plan
+    assert Kernel.read(write(tmp_path)).plan(problem, DEVICE) is plan
+    assert chosen.plan(problem, DEVICE, {"BLOCK_Q": 32}).launches[-1].grid == (3, 2, 1)
+    assert chosen.plan(problem.with_(batch=2), DEVICE).launches[-1].grid == (2, 2, 2)
+    edited = Kernel.read(write(tmp_path, text=HEADER.replace("BLOCK_Q = 64", "BLOCK_Q = 16")))
+    assert edited.plan(problem, DEVICE).launches[-1].grid == (6, 2, 1)
+    with pytest.raises(UsageFault, match="does not fit"):
+        chosen.plan(problem, Device("cuda", "small", shared_optin=1000))
