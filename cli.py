@@ -334,8 +334,6 @@ def profile(
     **shape: Any,
 ) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
-    if harness.profile.is_child():
-        return harness.profile.launch()
     problem = options.problem_of(shape, causal, scale)
     rows = harness.profile.profile(
         options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic),
