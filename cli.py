@@ -221,8 +221,6 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: Any) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
-    if harness.profile.is_child():
-        return harness.profile.launch()
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
     rows = harness.profile.profile(kernels, problem, tiles=tile, progress=progress, **options.without_mask(given))

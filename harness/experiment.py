@@ -8,14 +8,14 @@ it costs its own row: the rest is measured by a fresh process.
 from __future__ import annotations
 
 import fnmatch
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import backends, environment, files, peers, results, run
+from . import backends, child, environment, files, peers, results, run
 from .backends import Backend, ContextLost
 from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
@@ -167,13 +167,11 @@ def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, probl
 
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
-    child = multiprocessing.get_context("spawn").Process(target=run_sweep, args=(replace(options, resume=True),))
-    child.start()
-    child.join()
-    if child.exitcode:
-        raise EnvironmentFault(
-            "the sweep could not go on", f"the fresh process ended with {child.exitcode}", "fa-cli experiment … --resume"
-        )
+    try:
+        child.run(partial(run_sweep, replace(options, resume=True)))
+    except child.Ended as fault:
+        why = f"the fresh process ended with {fault.code}"
+        raise EnvironmentFault("the sweep could not go on", why, "fa-cli experiment … --resume") from fault
     return [row for row in read_rows(table) if row.run_id == run_id]
 
 

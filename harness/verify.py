@@ -269,8 +269,7 @@ def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
 def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False) -> CaseResult:
     """One case; a fault is a failed result, not an exception."""
     start = time.perf_counter()
-    spec = str(chosen.path) if chosen.number is None else chosen.name
-    repro = f"fa-cli verify {shlex.quote(spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
+    repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
     repro += " --deterministic" * deterministic
     largest: dict[str, float] = {}
     message, code = "", 0

@@ -22,7 +22,7 @@ from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 from . import nvml, nvrtc
-from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver
+from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
 #: Shared memory (bytes) a block may use without asking.
 SHARED_DEFAULT = 48 << 10
@@ -31,20 +31,9 @@ SHARED_DEFAULT = 48 << 10
 _REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
 
 
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version the NVIDIA driver serves, (13, 0); None without a driver. Starts no process and no context."""
-    version = ctypes.c_int(0)
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
-
-
 def pip_line() -> str:
     """What to type to get the CuPy wheel that fits this machine's driver."""
-    driver = driver_cuda()
+    driver = nvml.driver_cuda()
     return f"pip install 'fa-cli[{'cuda13' if driver and driver[0] >= 13 else 'cuda12'}]'"
 
 
@@ -267,7 +256,7 @@ class Cuda(Backend):
 
 
 def _cupy() -> Any:
-    if not nvidia_driver():
+    if not nvml.nvidia_driver():
         raise EnvironmentFault("no NVIDIA GPU", "there is no NVIDIA driver on this machine", "use --device cpu")
     hint = f"{pip_line()}, or use --device cpu"
     try:

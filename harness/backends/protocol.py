@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -126,11 +125,6 @@ class Backend(Protocol):
     def state(self) -> dict[str, Any]:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
-
-
-def nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def cache_dir() -> Path:

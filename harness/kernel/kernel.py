@@ -100,6 +100,11 @@ class Kernel:
         return f"{self.name}_{self.pass_}"
 
     @property
+    def spec(self) -> str:
+        """What --compute takes for it: the name of a kernel of the tree, the path of any other."""
+        return str(self.path) if self.number is None else self.name
+
+    @property
     def entries(self) -> dict[str, tuple[str, ...]]:
         """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
         return {launch.entry: launch.args for launch in self.launches}

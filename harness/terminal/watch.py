@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import child
 from ..choose import kernels
 from ..fault import UsageFault
 from ..kernel import include_closure
@@ -69,7 +67,7 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
         if code in HOPELESS and number == 0:
             return code
         if code < 0:
-            line(f"FAIL the run died: {signal.Signals(-code).name}")
+            line(f"FAIL the run died: {child.signal_name(code)}")
         for name, now in found.items():
             line(change(name, good.get(name), now))
         good |= found
@@ -151,7 +149,5 @@ def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         told = Path(folder) / "results.json"
-        code = subprocess.run([sys.executable, *arguments], env=os.environ | {WATCHED: str(told)}).returncode
-        if code == 130:  # Ctrl-C found it first
-            raise KeyboardInterrupt
+        code, _ = child.again(arguments, {WATCHED: str(told)})
         return code, json.loads(told.read_text()) if told.exists() else {}

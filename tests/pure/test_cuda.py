@@ -15,7 +15,7 @@ import planted
 import pytest
 
 from harness import backends
-from harness.backends import Call, CompileError, Fill, Loaded, Step, cuda, nvrtc
+from harness.backends import Call, CompileError, Fill, Loaded, Step, cuda, nvml, nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.problem import Problem
 
@@ -124,7 +124,7 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     stand_in = Fake()
     monkeypatch.setitem(sys.modules, "cupy", stand_in.module)
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: True)
     monkeypatch.delenv("FA_CLI_NO_POOL", raising=False)
     monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "cache"))
     return stand_in
@@ -304,7 +304,7 @@ def test_the_pool_can_be_left_out_for_the_sanitizer(fake: Fake, monkeypatch: pyt
 
 
 def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: False)
     with pytest.raises(EnvironmentFault, match="no NVIDIA GPU") as caught:
         cuda.Cuda()
     assert (caught.value.exit_code, caught.value.hint) == (4, "use --device cpu")
@@ -314,9 +314,9 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_without_cupy_gets_the_pip_line_that_fits_it(monkeypatch: pytest.MonkeyPatch, driver: Any, extra: str) -> None:
     """And auto does not fall back to the CPU in silence."""
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises ModuleNotFoundError
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: True)
     monkeypatch.setattr(backends, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(cuda, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(nvml, "driver_cuda", lambda: driver)
     with pytest.raises(EnvironmentFault, match="CuPy is not installed") as caught:
         backends.pick("auto")
     assert f"pip install 'fa-cli[{extra}]'" in caught.value.hint
