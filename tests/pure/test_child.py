@@ -146,7 +146,10 @@ def test_ctrl_c_that_finds_the_child_first(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("wrapper", [(), LAUNCHER], ids=["alone", "launched"])
 def test_no_orphan_is_left(wrapper: tuple[str, ...], tmp_path: Path, temporary: Path) -> None:
     """A parent that is killed takes the child with it, and the folder of the job."""
-    code = f"import jobs, pathlib, functools; from harness import child\nchild.run(functools.partial(jobs.linger, pathlib.Path({str(tmp_path)!r})), wrapper={wrapper!r})"
+    code = (
+        "import jobs, pathlib; from functools import partial; from harness import child\n"
+        f"child.run(partial(jobs.linger, pathlib.Path({str(tmp_path)!r})), wrapper={wrapper!r})"
+    )
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}) as parent:
         assert soon((tmp_path / "pid").exists, 10)
