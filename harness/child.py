@@ -36,13 +36,16 @@ T = TypeVar("T")
 
 #: What a child has to clean up after it is told to end, in seconds; then it is killed.
 GRACE_SECONDS = 2.0
-#: The program of a child: what it imports comes from where its parent's came from, never from the current folder by chance.
+#: The program of a child. Its imports come from where its parent's came from, never from the current folder by chance, and its
+#: sys.argv is its parent's, for records. It is a file, so that the command line is plain words to every launcher; a process that
+#: multiprocessing spawns from it reads it again, and runs nothing.
 _START = """\
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    sys.path[:] = pickle.load(file)
-    start = pickle.load(file)
-sys.exit(start())
+if __name__ == "__main__":
+    import os, pickle, sys
+    with open(os.path.join(os.path.dirname(__file__), "job"), "rb") as file:
+        sys.path[:], sys.argv[:] = pickle.load(file)
+        start = pickle.load(file)
+    sys.exit(start())
 """
 
 
@@ -137,10 +140,10 @@ def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str
     label = label or getattr(job, "func", job).__name__
     with tempfile.TemporaryDirectory(prefix="fa_cli_", ignore_cleanup_errors=True) as name, ExitStack() as held:
         folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps(sys.path) + pickle.dumps(partial(_main, job, label, folder)))
+        (folder / "job").write_bytes(pickle.dumps((sys.path, sys.argv)) + pickle.dumps(partial(_main, job, label, folder)))
+        (folder / "start.py").write_text(_START)
         held.enter_context(locked(folder))
-        argv = [sys.executable, "-P", "-c", _START, str(folder / "job")]
-        yield Command(argv, {**os.environ, **(environment or {})}, label, folder, held.close)
+        yield Command([sys.executable, "-P", str(folder / "start.py")], {**os.environ, **(environment or {})}, label, folder, held.close)
 
 
 def signal_name(code: int) -> str:
@@ -183,7 +186,7 @@ def _main(job: Callable[[], Any], label: str, folder: Path) -> int:
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the terminal's Ctrl-C and the parent's must not both come: one would stop the cleaning up
+    signal.signal(number, signal.SIG_IGN)  # Ctrl-C comes from the terminal and from the parent: a second one would stop the cleaning up
     raise KeyboardInterrupt
 
 

@@ -1,8 +1,8 @@
 """What the hardware does while a kernel runs: counters by Nsight Compute (ncu), a time line and times by Nsight Systems (nsys).
 
-The tool starts a process of ours (:mod:`harness.child`), which loads one kernel for one pass, checks it,
-and runs it again between cudaProfilerStart and cudaProfilerStop: nothing else is profiled. ncu replays each launch until every
-counter is read, with the caches emptied before and the clocks left alone, so its times are cold and slower than `fa-cli run`'s.
+The tool starts a process of ours (:mod:`harness.child`), which loads one kernel for one pass, checks it, and runs it again between
+cudaProfilerStart and cudaProfilerStop: nothing else is profiled. ncu replays each launch until every counter is read, with the
+caches emptied before and the clocks left alone, so its times are cold and slower than `fa-cli run`'s.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ LAUNCHER = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.r
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for has."""
+    """Whether a process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -56,6 +56,7 @@ def test_a_result_comes_back_through_noise(capfd: pytest.CaptureFixture[str]) ->
     """Values of ours among the arguments; what the job prints is for a reader, on stderr, and never the result."""
     problem = Problem.of(1, 2, 7, 8, causal=True, scale=0.3)
     assert child.run(partial(jobs.noisy, problem)) == ("came back", problem)
+    assert child.run(jobs.command) == sys.argv
     out, err = capfd.readouterr()
     assert out == "" and "noise on stdout" in err and "noise on stderr" in err
 
@@ -145,7 +146,10 @@ def test_ctrl_c_that_finds_the_child_first(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("wrapper", [(), LAUNCHER], ids=["alone", "launched"])
 def test_no_orphan_is_left(wrapper: tuple[str, ...], tmp_path: Path, temporary: Path) -> None:
     """A parent that is killed takes the child with it, and the folder of the job."""
-    code = f"import jobs, pathlib, functools; from harness import child\nchild.run(functools.partial(jobs.linger, pathlib.Path({str(tmp_path)!r})), wrapper={wrapper!r})"
+    code = (
+        "import jobs, pathlib; from functools import partial; from harness import child\n"
+        f"child.run(partial(jobs.linger, pathlib.Path({str(tmp_path)!r})), wrapper={wrapper!r})"
+    )
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}) as parent:
         assert soon((tmp_path / "pid").exists, 10)
@@ -161,6 +165,11 @@ def test_another_program_starts_it() -> None:
             started.result()
         subprocess.run([*LAUNCHER, *started.argv], env=started.environment, check=True)
         assert started.result() == "given"
+
+
+def test_a_job_may_spawn_processes() -> None:
+    """multiprocessing's children read the program of the job again, and do not run the job."""
+    assert child.run(partial(jobs.spawns, 3)) == [0, 1, 4]
 
 
 def test_a_command_line_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,6 +34,11 @@ def faulty(kind: str) -> None:
     raise ValueError("a mistake of ours")
 
 
+def command() -> list[str]:
+    """What a record says was run."""
+    return sys.argv
+
+
 def die(number: int) -> None:
     """Dies of a signal."""
     os.kill(os.getpid(), number)
@@ -46,6 +52,17 @@ def interrupted() -> None:
 def unpicklable() -> Any:
     """Returns what cannot travel."""
     return lambda: None
+
+
+def square(value: int) -> int:
+    """A job of a job."""
+    return value * value
+
+
+def spawns(count: int) -> list[int]:
+    """Has a process of its own for squares."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(square, range(count))
 
 
 def linger(folder: Path) -> None:
