@@ -110,7 +110,7 @@ def launcher(backend: Backend, kernel: Kernel, problem: Problem, tiles: Mapping[
     return _kept(backend, kernel, kernel.source_hash, problem, key)  # type: ignore[arg-type]  # a backend hashes by identity
 
 
-@lru_cache(maxsize=64)  # as many libraries as the host backend keeps open
+@lru_cache(maxsize=256)  # sequence lengths that alternate; launchers of one compile key share its code
 def _kept(backend: Backend, kernel: Kernel, source_hash: str, problem: Problem, tiles: tuple[tuple[str, int], ...]) -> Launcher:
     """source_hash is part of the key only: an edited file, or an edited header of it, is loaded again."""
     return prepare(backend, backend.load(kernel, problem, dict(tiles)), problem)
