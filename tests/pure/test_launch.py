@@ -108,8 +108,10 @@ def test_a_warm_call_loads_plans_and_parses_nothing(tmp_path: Path, monkeypatch:
     """Equal values are enough: another Problem object, tiles in another order."""
     backend, chosen = Nowhere(), planted.kernel(tmp_path, tile='BLOCK = "32 if causal else 64"\n// OTHER = 4')
     launch.launcher(backend, chosen, Problem.of(1, 2, 64, 64), {"BLOCK": 16, "OTHER": 2})(views("forward"), stream=0x77)
-    for owner, name in [(Kernel, "_plan"), (Kernel, "names"), (kernels, "evaluate"), (np, "zeros"), (struct, "pack")]:
+    for owner, name in [(Kernel, "_plan"), (Kernel, "names"), (kernels, "evaluate")]:
         monkeypatch.setattr(owner, name, lambda *given, what=name: pytest.fail(f"a warm call uses {what}"))
+    for module in ("np", "struct"):  # launch.py's own names: other threads of the test runner use these modules
+        monkeypatch.setattr(launch, module, None)
     launch.launcher(backend, chosen, Problem.of(1, 2, 64, 64), {"OTHER": 2, "BLOCK": 16})(views("forward"), stream=0x78)
     assert backend.loads == 1
     assert [stream for _, stream in backend.submitted] == [0x77, 0x78]
