@@ -210,12 +210,12 @@ def _contenders(
             raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
     found = []
     for some, others, problem in zip(asked, several, problems, strict=True):
-        able: dict[str, Contender] = {}
-        for spec in (*some, *others):
+        able: list[Contender] = []
+        for spec in dict.fromkeys((*some, *others)):
             with suppress(UsageFault):  # a range none of which takes this shape
-                for each in choose([spec], passes, [problem], backend.device(), deterministic=options.deterministic)[0]:
-                    able.setdefault(each.name, each)
-        found.append(list(able.values()))
+                several_of_it, _ = choose([spec], passes, [problem], backend.device(), deterministic=options.deterministic)
+                able += [each for each in several_of_it if each not in able]
+        found.append(able)
     return found, notes
 
 
