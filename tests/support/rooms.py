@@ -1,0 +1,71 @@
+"""The rooms of harness in their order, and which of them import which, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
+
+#: The rooms, the highest first; an import goes only down. A room is a folder of harness or one file; a file that is not named
+#: here is a verb, and verbs may import one another as long as there is no circle.
+ROOMS = (
+    "terminal",
+    "verbs",
+    "choose",
+    "profile",
+    "check",
+    "measure",
+    "report",
+    "backends",
+    "peers",
+    "dataset",
+    "kernel",
+    "row",
+    "child",
+    "environment",
+    "files",
+    "problem",
+    "fault",
+)
+INNER = sorted(name.removeprefix("harness.") for name in MODULES if name != "harness.__init__")
+
+
+def room(module: str) -> str:
+    """The room a dotted name below harness is in; that of `harness` itself is empty."""
+    first = module.split(".")[0]
+    return first if not first or first in ROOMS else "verbs"
+
+
+def imports(path: Path, typing_too: bool = False) -> set[str]:
+    """What a file imports: outside packages by their first name, our own as `.module`, also inside functions.
+
+    TYPE_CHECKING blocks count with typing_too.
+    """
+    package = path.relative_to(ROOT / "harness").parent.parts if path.is_relative_to(ROOT / "harness") else ()
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing_too:
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and not child.level:
+                found.add((child.module or "").split(".")[0])
+            elif isinstance(child, ast.ImportFrom):
+                base = [*package[: len(package) - child.level + 1], *(child.module.split(".") if child.module else ())]
+                for alias in child.names:
+                    whole = ".".join([*base, alias.name])
+                    found.add("." + (whole if f"harness.{whole}" in MODULES else ".".join(base)))
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def ours(module: str) -> set[str]:
+    """The modules below harness that one of them imports, TYPE_CHECKING counted, itself and empty faces left out."""
+    found = {item[1:] for item in imports(MODULES[f"harness.{module}"], typing_too=True) if item.startswith(".") and item != "."}
+    return {f"{name}.__init__" if f"harness.{name}" not in MODULES else name for name in found} - {module}
