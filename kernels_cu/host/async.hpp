@@ -1,13 +1,22 @@
-// Copies under way (cp.async): what a thread has started and not yet waited for. Part of engine.cpp.
+// Asynchronous copies (cp.async): the groups that each thread has started and not yet waited for.
 //
-// A GPU may let such a copy arrive at any time from its start to the wait that retires its group. In index order it arrives here
-// as late as it may, and until then its destination is NaN: what reads too early shows. With a seed each copy arrives at one of
-// the points that the draw picks: at once, at a later commit, wait or barrier of its thread, or at the last moment. What the thread
-// never waits for never arrives, because nobody may look at it.
+// On a GPU a copy may complete at any time between its start and the wait that retires its group. In index order it completes here as
+// late as possible, and until then its destination is poisoned with NaN, so that a read before the wait shows. With a seed each copy
+// completes at a random point: at its start, at a later commit, wait or barrier of its thread, or at the last moment. A copy that is
+// never waited for never completes: no correct program reads its destination.
 //
-// Its source is read at the start, by the word itself (so that a bad address is the kernel's, with its line), and must be the
-// same when the copy arrives; its destination must not have been written in between.
+// The source is read at the start, by the calling word, so that a bad address is reported at the kernel's line. The source must hold
+// the same bytes when the copy completes. The destination must not have been written in between.
 #pragma once
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "block.hpp"
+#include "race.hpp"
+#include "report.hpp"
+#include "scheduler.hpp"
 
 namespace fa_host {
 
@@ -19,20 +28,20 @@ struct Copy {
     const char* file;
     int line, bytes;
     unsigned group;
-    bool arrived;
+    bool complete;
     int next;
 };
 
 struct Async {
-    static constexpr int most_copies = 1 << 20;  // address space; memory is used as copies are
+    static constexpr int max_copies = 1 << 20;  // reserves address space; a page is allocated on first use
     struct Queue {
         int first, last;  // -1: none
-        unsigned groups;  // closed so far, so the number of the open one
+        unsigned groups;  // committed so far, which is the number of the open group
     };
 
     int used, free;
     Queue queue[max_threads];
-    Copy copy[most_copies];
+    Copy copy[max_copies];
 
     static Async* of(Worker& w) {
         if (!w.async) {
@@ -54,59 +63,59 @@ struct Async {
         int i = free;
         if (i >= 0) free = copy[i].next;
         else i = used++;
-        if (i == most_copies) {
+        if (i == max_copies) {
             begin_report(w, "more than a million copies in flight: none is ever waited for");
-            say(": thread %d at %s:%d\n", w.current, given.file, given.line);
+            print(": thread %d at %s:%d\n", w.current, given.file, given.line);
             end_report(w);
         }
         Queue& q = queue[w.current];
         Copy& c = copy[i];
         c = given;
         c.group = q.groups;
-        c.arrived = false;
+        c.complete = false;
         c.next = -1;
         q.first < 0 ? q.first = i : copy[q.last].next = i;
         q.last = i;
-        if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::in_flight);
+        if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::copy_started);
         memset(c.to, 0xff, 16);
-        if (w.random && draw(w) % 4 == 0) arrive(w, c);
+        if (w.random && next_random(w) % 4 == 0) complete(w, c);
     }
 
     void commit(Worker& w) {
         ++queue[w.current].groups;
-        drift(w);
+        complete_some(w);
     }
 
-    // All but the latest `but` closed groups arrive.
+    // cp.async.wait_group: completes all but the latest `but` committed groups.
     void wait(Worker& w, unsigned but) {
         Queue& q = queue[w.current];
-        drift(w);
+        complete_some(w);
         while (q.first >= 0 && q.groups - copy[q.first].group > but) {
             Copy& c = copy[q.first];
-            if (!c.arrived) arrive(w, c);
-            if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::landed);
-            drop_first(q);
+            if (!c.complete) complete(w, c);
+            if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::copy_waited_for);
+            pop_front(q);
         }
     }
 
-    // With a seed: some of this thread's copies arrive now.
-    void drift(Worker& w) {
+    // With a seed: completes some of this thread's copies.
+    void complete_some(Worker& w) {
         if (!w.random) return;
         for (int i = queue[w.current].first; i >= 0; i = copy[i].next)
-            if (!copy[i].arrived && draw(w) % 4 == 0) arrive(w, copy[i]);
+            if (!copy[i].complete && next_random(w) % 4 == 0) complete(w, copy[i]);
     }
 
-    // This thread has ended.
+    // This thread has returned.
     void end(Worker& w) {
         Queue& q = queue[w.current];
         while (q.first >= 0) {
-            if (!copy[q.first].arrived) check(w, copy[q.first]);
-            drop_first(q);
+            if (!copy[q.first].complete) check(w, copy[q.first]);
+            pop_front(q);
         }
     }
 
   private:
-    void drop_first(Queue& q) {
+    void pop_front(Queue& q) {
         int i = q.first;
         q.first = copy[i].next;
         copy[i].next = free;
@@ -118,19 +127,19 @@ struct Async {
         memset(poison, 0xff, 16);
         const char* wrong = nullptr;
         if (memcmp(c.from, c.value, c.bytes)) wrong = "memory was written while a copy from it was in flight";
-        // The race check tells who wrote. Another copy of the same data is no harm.
+        // The race check reports the writer itself. Another copy of the same data is harmless.
         if (!w.race && memcmp(c.to, poison, 16) && memcmp(c.to, c.value, 16))
             wrong = "shared memory was written, or another copy to it begun, while a copy to it was in flight";
         if (!wrong) return;
         begin_report(w, wrong);
-        say(": the copy of thread %d at %s:%d\n", w.current, c.file, c.line);
+        print(": the copy of thread %d at %s:%d\n", w.current, c.file, c.line);
         end_report(w);
     }
 
-    void arrive(Worker& w, Copy& c) {
+    void complete(Worker& w, Copy& c) {
         check(w, c);
         memcpy(c.to, c.value, 16);
-        c.arrived = true;
+        c.complete = true;
     }
 };
 

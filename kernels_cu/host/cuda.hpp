@@ -1,5 +1,5 @@
-// CUDA C++ as the host compiler is to understand it: included before every kernel file, so that a plain kernel needs no header.
-// No standard headers here: they would cost more compile time than the kernel.
+// CUDA C++ for the host compiler: keywords, built-in variables, vector types, arithmetic and warp collectives. Included before every
+// kernel file, so that a plain kernel needs no header. It includes no standard header: they take longer to compile than the kernel.
 #pragma once
 
 #include "engine.hpp"
@@ -75,7 +75,7 @@ inline bool isnan(double x) { return x != x; }
 inline bool isinf(float x) { return __builtin_isinf(x); }
 inline bool isinf(double x) { return __builtin_isinf(x); }
 
-// As IEEE maxNum, and CUDA: of a number and a NaN, the number.
+// IEEE maxNum, as in CUDA: of a number and a NaN, the number.
 inline float fmaxf(float a, float b) { return a > b || b != b ? a : b; }
 inline float fminf(float a, float b) { return a < b || b != b ? a : b; }
 inline double fmax(double a, double b) { return a > b || b != b ? a : b; }
@@ -102,7 +102,7 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 template <class T> inline T __ldg(const T* address) { return *address; }
 
-// -- meeting other threads --------------------------------------------------------------------------------------------
+// -- synchronisation and warp collectives ------------------------------------------------------------------------------
 
 #define FA_HOST_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -114,12 +114,12 @@ inline void __threadfence_block() {}
 namespace fa_host {
 
 template <class T> struct Exchange {
-    T mine, got;
-    int from;  // the lane whose value is wanted; outside 0..31: one's own
+    T value, result;
+    int source;  // lane
 };
 
-// What a shuffle gives where the source lane does not take part: NaN, or a pattern that stands out.
-template <class T> inline T nobody() {
+// The result of a shuffle from a lane that does not take part: NaN, or 0xdeaddead for integers.
+template <class T> inline T inactive_lane() {
     T x;
     __builtin_memset(&x, 0xff, sizeof x);
     if constexpr (T(0.5) == T(0)) x = T(0xdeaddead);
@@ -129,28 +129,28 @@ template <class T> inline T nobody() {
 template <class T> inline void exchange(void* const* lanes, unsigned mask) {
     for (unsigned rest = mask; rest; rest &= rest - 1) {
         auto& to = *static_cast<Exchange<T>*>(lanes[__builtin_ctz(rest)]);
-        if (mask >> (to.from & 31) & 1) to.got = static_cast<Exchange<T>*>(lanes[to.from & 31])->mine;
-        else to.got = nobody<T>();
+        if (mask >> (to.source & 31) & 1) to.result = static_cast<Exchange<T>*>(lanes[to.source & 31])->value;
+        else to.result = inactive_lane<T>();
     }
 }
 
 inline int lane() { return int((threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32); }
 
-template <class T> inline T shuffle(unsigned mask, T value, int from, const char* word, const char* file, int line) {
-    Exchange<T> e{value, value, from};
+template <class T> inline T shuffle(unsigned mask, T value, int source, const char* word, const char* file, int line) {
+    Exchange<T> e{value, value, source};
     fa_host_warp(mask, exchange<T>, &e, word, file, line);
-    return e.got;
+    return e.result;
 }
 
 struct Vote {
-    bool mine;
-    unsigned got;
+    bool predicate;
+    unsigned ballot;
 };
 inline void vote(void* const* lanes, unsigned mask) {
     unsigned all = 0;
     for (unsigned rest = mask; rest; rest &= rest - 1)
-        all |= unsigned(static_cast<Vote*>(lanes[__builtin_ctz(rest)])->mine) << __builtin_ctz(rest);
-    for (unsigned rest = mask; rest; rest &= rest - 1) static_cast<Vote*>(lanes[__builtin_ctz(rest)])->got = all;
+        all |= unsigned(static_cast<Vote*>(lanes[__builtin_ctz(rest)])->predicate) << __builtin_ctz(rest);
+    for (unsigned rest = mask; rest; rest &= rest - 1) static_cast<Vote*>(lanes[__builtin_ctz(rest)])->ballot = all;
 }
 
 }  // namespace fa_host
@@ -174,13 +174,13 @@ template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned de
 inline unsigned __ballot_sync(unsigned mask, int predicate, FA_HOST_HERE) {
     fa_host::Vote v{predicate != 0, 0};
     fa_host_warp(mask, fa_host::vote, &v, "__ballot_sync", file, line);
-    return v.got;
+    return v.ballot;
 }
 inline int __any_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
-// Not `== mask`: lanes that a last, smaller warp does not have vote for nothing.
+// Not `== mask`: in the last warp of a block the mask may name lanes that do not exist and do not vote.
 inline int __all_sync(unsigned mask, int predicate, FA_HOST_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
 
-// Inlined even in the race check's unoptimised build, so that a report names the kernel's line.
+// Inlined even at -O1 (the race check), so that a report names the kernel's line.
 __forceinline__ float atomicAdd(float* address, float value) { return fa_host_atomic_add_f32(address, value); }
 __forceinline__ double atomicAdd(double* address, double value) { return fa_host_atomic_add_f64(address, value); }
 __forceinline__ int atomicAdd(int* address, int value) { return fa_host_atomic_add_i32(address, value); }
@@ -191,7 +191,7 @@ __forceinline__ int atomicExch(int* address, int value) { return fa_host_atomic_
 __forceinline__ int atomicCAS(int* address, int compare, int value) { return fa_host_atomic_compare_exchange_i32(address, compare, value); }
 __forceinline__ int atomicMax(int* address, int value) { return fa_host_atomic_max_i32(address, value); }
 
-// -- the seam to the engine -------------------------------------------------------------------------------------------
+// -- the call of a kernel by the engine ---------------------------------------------------------------------------------
 
 namespace fa_host {
 

@@ -1,278 +1,46 @@
-// The engine of the host backend: fibers, the scheduler of a block, barriers, warp collectives, and the reports.
+// The engine of the host backend: runs a kernel that was compiled for the CPU, and checks what a GPU leaves unchecked.
 //
-// A CUDA thread is a fiber with a 128 KB stack. It runs until it must wait (a barrier, a warp collective, its end) and then
-// hands over to the next ready fiber of the block directly: there is no scheduler fiber, and a switch is a dozen
-// instructions. Because all fibers of a block share one OS thread, none of this needs a lock; only the block counter is atomic.
+// Each CUDA thread is a fiber with a 128 KB stack (fiber.hpp). A fiber runs until it must wait: in a barrier, in a warp collective, or
+// at its end. It then switches directly to the next ready fiber of the block (scheduler.hpp). All fibers of a block share one OS
+// thread, so none of this needs a lock. Blocks are distributed over the OS threads by an atomic counter (workers.hpp).
 //
-// What it sees that a GPU does not tell: who waits where when nothing can run (deadlock), threads that meet at different
-// __syncthreads (divergent barrier), lanes missing from a collective, shared memory read before it was written (it starts
-// as NaN) or before a copy to it has been waited for (async.hpp), accesses to memory that is not there, and, with the race check,
-// accesses that no barrier orders (race.hpp). What it cannot see: races on global memory between blocks, the memory model, and a
-// missing __syncwarp that no schedule exposes.
+// The engine reports (report.hpp):
+//   deadlocks: no fiber is ready; the report lists every waiting thread and where it waits;
+//   divergent barriers: threads of one block wait in different __syncthreads, or end while others wait;
+//   divergent collectives: lanes of one warp call different functions, or a lane is not in its own mask;
+//   accesses to invalid addresses (signals.hpp), and stack overflow;
+//   writes to the source or the destination of an asynchronous copy in flight (async.hpp);
+//   with the race check, accesses to shared memory that no barrier orders (race.hpp).
+// Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
+// It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
 //
-// Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or at the end of one. A loop that meets none of
-// them cannot be told from a long computation and is never left (a spin lock among the threads of a block is such a loop,
-// because threads are not preempted): a second Ctrl-C ends the process.
+// Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or when a thread ends. A loop without any of these
+// cannot be distinguished from a long computation and is not interrupted. Spinning on a variable that another thread of
+// the block must set is such a loop, because fibers are not preempted. A second Ctrl-C ends the process.
 
 #include "engine.hpp"
 
 #include <link.h>
 #include <pthread.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <ucontext.h>
-#include <unistd.h>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
+#include "async.hpp"
+#include "block.hpp"
 #include "fiber.hpp"
+#include "race.hpp"
+#include "report.hpp"
+#include "scheduler.hpp"
+#include "signals.hpp"
+#include "workers.hpp"
+
+__thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec"))) = nullptr;
 
 namespace fa_host {
 
 // -- a block ----------------------------------------------------------------------------------------------------------
 
-constexpr int max_threads = 1024, max_warps = 32;
-constexpr size_t arena_bytes = 256 << 10;
-constexpr uint64_t canary = 0xfa57ac4edead57acull;
-
-struct Wait {
-    const char* word;  // what a fiber has last waited in
-    const char* file;
-    int line;
-    unsigned mask;  // the lanes it waits for, 0 for the whole block
-};
-
-struct alignas(64) Fiber {
-    void* stack_pointer;
-    Wait wait;
-    void* fake_stack;  // AddressSanitizer's
-    bool done;
-    Self self;
-};
-
-struct Meeting {  // a warp collective under way
-    unsigned mask, arrived;
-    Apply apply;
-    const char* word;
-    const char* file;
-    int line;
-    void* lanes[32];
-};
-
-struct Warp {
-    unsigned ready, alive, present;  // lanes that can run; that have not ended; that there are
-    int meetings;
-    Meeting meeting[32];
-};
-
-struct Race;   // race.hpp
-struct Async;  // async.hpp
-
-struct Worker {
-    const Launch* launch;
-    char* stacks;
-    size_t stack_bytes;
-    char* arena;
-    char* static_shared;
-    int threads, warps, live;
-    unsigned current;
-    unsigned ready_warps;
-    int at_barrier;
-    const char* barrier_file;
-    int barrier_line;
-    uint64_t random;  // 0: index order
-    bool in_order;    // that, and no sanitizer to be told of switches
-    bool failed, faulted;
-    void* home;  // where the worker itself waits while fibers run
-    void* home_fake;
-    const void* home_bottom;
-    size_t home_size;
-    Race* race;         // null without the race check
-    Race* race_memory;  // its storage, once there has been one
-    Async* async;       // copies in flight, once there has been one
-    Fiber fiber[max_threads];
-    Warp warp[max_warps];
-    alignas(64) char scratch[max_warps][scratch_bytes];
-};
-
-static __thread Worker* here __attribute__((tls_model("initial-exec"))) = nullptr;
-
-struct Shared {  // one launch, seen by all workers
-    const Launch* launch;
-    uint64_t blocks, next;
-    int outcome, used;
-    pthread_mutex_t lock;
-};
-static Shared* job;
-static volatile sig_atomic_t stop_asked;  // Ctrl-C during this launch
-
-static void say(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    int room = job->launch->report_bytes - job->used;
-    int wrote = vsnprintf(job->launch->report + job->used, room > 0 ? room : 0, format, arguments);
-    job->used += wrote < room ? wrote : (room > 0 ? room - 1 : 0);
-    va_end(arguments);
-}
-
-}  // namespace fa_host
-
-__thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec"))) = nullptr;
-
-#include "race.hpp"
-
-namespace fa_host {
-
-static void leave_block(Worker& w) {  // abandons every fiber; their stacks are reused
-    w.failed = true;
-    void* unused;
-    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
-    fa_host_switch(&unused, w.home);
-    __builtin_unreachable();
-}
-
-static inline void leave_if_asked(Worker& w) {
-    if (__builtin_expect(stop_asked, 0)) leave_block(w);
-}
-
-// Prints "threads 0-63, 96" for the threads a predicate picks.
-template <class Pick> static void say_threads(Worker& w, Pick pick) {
-    const char* separator = "";
-    for (int t = 0; t < w.threads; ++t) {
-        if (!pick(t)) continue;
-        int last = t;
-        while (last + 1 < w.threads && pick(last + 1)) ++last;
-        last == t ? say("%s%d", separator, t) : say("%s%d-%d", separator, t, last);
-        separator = ", ";
-        t = last;
-    }
-}
-
-static void say_waiters(Worker& w, bool deadlock = false) {  // deadlock: the current one waits too
-    bool told[max_threads] = {};
-    auto waits = [&](unsigned t) { return !w.fiber[t].done && (deadlock || t != w.current) && !(w.warp[t / 32].ready >> t % 32 & 1); };
-    for (int t = 0; t < w.threads; ++t) {
-        Fiber& first = w.fiber[t];
-        if (told[t] || !waits(t)) continue;
-        auto same = [&](int i) {
-            Wait& a = w.fiber[i].wait;
-            return waits(i) && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
-                   !strcmp(a.file, first.wait.file);
-        };
-        say("  threads ");
-        say_threads(w, same);
-        say(" wait in %s at %s:%d", first.wait.word, first.wait.file, first.wait.line);
-        if (first.wait.mask) say(" for lanes 0x%08x", first.wait.mask);
-        say("\n");
-        for (int i = t; i < w.threads; ++i) told[i] |= same(i);
-    }
-    int ended = 0;
-    for (int t = 0; t < w.threads; ++t) ended += w.fiber[t].done;
-    if (ended) {
-        say("  threads ");
-        say_threads(w, [&](int t) { return w.fiber[t].done; });
-        say(" have ended\n");
-    }
-}
-
-static void begin_report(Worker& w, const char* what) {
-    pthread_mutex_lock(&job->lock);
-    if (job->outcome == fault) {  // another block has already told
-        pthread_mutex_unlock(&job->lock);
-        leave_block(w);
-    }
-    job->outcome = fault;
-    Dim3 b = w.fiber[0].self.block_idx;
-    say("%s in block (%u, %u, %u)", what, b.x, b.y, b.z);
-}
-
-static void end_report(Worker& w) {
-    pthread_mutex_unlock(&job->lock);
-    leave_block(w);
-}
-
-static void report_deadlock(Worker& w) {
-    begin_report(w, "deadlock: no thread can go on");
-    say("\n");
-    say_waiters(w, true);
-    end_report(w);
-}
-
-// -- the scheduler ----------------------------------------------------------------------------------------------------
-
-static inline void make_ready(Worker& w, int warp, unsigned lanes) {
-    w.warp[warp].ready |= lanes;
-    w.ready_warps |= 1u << warp;
-}
-
-static inline uint64_t draw(Worker& w) {  // xorshift64
-    w.random ^= w.random << 13;
-    w.random ^= w.random >> 7;
-    return w.random ^= w.random << 17;
-}
-
-static int nth_bit(unsigned bits, int n) {
-    while (n--) bits &= bits - 1;
-    return __builtin_ctz(bits);
-}
-
-// The next fiber to run, taken out of the ready set; -1 where there is none.
-static inline __attribute__((always_inline)) int pick(Worker& w) {
-    if (!w.ready_warps) return -1;
-    unsigned warp, lane;
-    if (__builtin_expect(w.random != 0, 0)) {
-        warp = nth_bit(w.ready_warps, draw(w) % __builtin_popcount(w.ready_warps));
-        lane = nth_bit(w.warp[warp].ready, draw(w) % __builtin_popcount(w.warp[warp].ready));
-    } else {  // stay in the warp, then the next warp: index order, wrapping around
-        warp = w.current / 32;
-        unsigned after = w.ready_warps & (~0u << warp);
-        warp = __builtin_ctz(after ? after : w.ready_warps);
-        unsigned ready = w.warp[warp].ready;
-        unsigned later = warp == w.current / 32 ? ready & (~0u << (w.current % 32)) : ready;
-        lane = __builtin_ctz(later ? later : ready);
-    }
-    Warp& of = w.warp[warp];
-    of.ready &= ~(1u << lane);
-    if (!of.ready) w.ready_warps &= ~(1u << warp);
-    return warp * 32 + lane;
-}
-
-// The running fiber cannot go on: the next one, until it is made ready and picked again.
-static inline Next go_on_with_another(Worker& w) {
-    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
-    if (__builtin_expect(stack_pointer() < bottom + 2048, 0)) {
-        begin_report(w, "stack overflow");
-        say(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
-        end_report(w);
-    }
-    unsigned self = w.current;
-    int next = pick(w);
-    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
-    if (unsigned(next) == self) return {nullptr, nullptr};
-    Fiber &from = w.fiber[self], &to = w.fiber[next];
-    w.current = next;
-    fa_host_self = &to.self;
-    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
-        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, w.stacks + size_t(next) * w.stack_bytes, w.stack_bytes);
-        fa_host_switch(&from.stack_pointer, to.stack_pointer);
-        __sanitizer_finish_switch_fiber(here->fiber[here->current].fake_stack, nullptr, nullptr);
-        return {nullptr, nullptr};
-    }
-    return {&from.stack_pointer, to.stack_pointer};
-}
-
-}  // namespace fa_host
-
-#include "async.hpp"
-
-namespace fa_host {
+constexpr uint64_t canary = 0xfa57ac4edead57acull;  // the last word of each stack: overwritten by an overflow
 
 static void release_barrier(Worker& w) {
     w.at_barrier = 0;
@@ -284,37 +52,79 @@ static void release_barrier(Worker& w) {
 }
 
 static void fiber_main() {
-    Worker& w = *here;
+    Worker& w = *this_worker;
     if (__sanitizer_finish_switch_fiber) {
-        bool first = w.home_bottom == nullptr;
-        __sanitizer_finish_switch_fiber(nullptr, first ? &w.home_bottom : nullptr, first ? &w.home_size : nullptr);
+        bool first = w.main_stack_bottom == nullptr;
+        __sanitizer_finish_switch_fiber(nullptr, first ? &w.main_stack_bottom : nullptr, first ? &w.main_stack_bytes : nullptr);
     }
     w.launch->entry(w.launch->parameters);
-    leave_if_asked(w);
+    abort_if_interrupted(w);
     if (w.async) w.async->end(w);
     Fiber& self = w.fiber[w.current];
     self.done = true;
     w.warp[w.current / 32].alive &= ~(1u << w.current % 32);
     if (--w.live == 0) {
-        if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.home_bottom, w.home_size);
-        fa_host_switch(&self.stack_pointer, w.home);
+        if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.main_stack_bottom, w.main_stack_bytes);
+        fa_host_switch(&self.stack_pointer, w.main_stack_pointer);
     }
-    if (w.at_barrier == w.live) {  // legal on some hardware, undefined in CUDA C++: the others must not wait for the ended
+    if (w.at_barrier == w.live) {  // works on some hardware, but is undefined in CUDA C++
         begin_report(w, "divergent barrier: threads ended without reaching a __syncthreads that others wait in");
-        say("\n");
-        say_waiters(w);
+        print("\n");
+        print_waiters(w);
         end_report(w);
     }
-    Next next = go_on_with_another(w);
+    Next next = switch_to_next(w);
     fa_host_switch(next.save, next.load);
     __builtin_unreachable();
 }
 
-static void run_block(Worker& w, uint64_t index) {
+// Prepares a fiber to start in fiber_main.
+static void init_fiber(Worker& w, int t, Dim3 block_index, Dim3 block, Dim3 grid) {
+    Fiber& f = w.fiber[t];
+    unsigned x = t % block.x, y = t / block.x % block.y, z = t / block.x / block.y;
+    bool whole_warp = w.threads - t / 32 * 32 >= 32;
+    f.self = Self{
+        .thread_idx = {x, y, z},
+        .block_idx = block_index,
+        .block_dim = block,
+        .grid_dim = grid,
+        .dynamic_shared = w.arena,
+        .dynamic_bytes = w.launch->dynamic_bytes,
+        .lane = t % 32,
+        .race = w.race != nullptr,
+        .scratch = whole_warp ? w.scratch[t / 32] : nullptr,
+    };
+    f.done = false;
+    f.fake_stack = nullptr;
+    char* bottom = w.stacks + size_t(t) * w.stack_bytes;
+    *reinterpret_cast<uint64_t*>(bottom) = canary;
+    // Cache colouring: the stack tops are spread over the cache sets. Page-aligned tops would all evict each other from L1.
+    char* top = bottom + w.stack_bytes - 64 - size_t(t) * 576 % 4096 / 64 * 64;
+#if defined(__x86_64__)
+    void** frame = reinterpret_cast<void**>(top) - 1;
+    *--frame = reinterpret_cast<void*>(&fiber_main);
+    for (int i = 0; i < saved_registers; ++i) *--frame = nullptr;
+#else
+    void** frame = reinterpret_cast<void**>(top - 160);
+    memset(static_cast<void*>(frame), 0, 160);
+    frame[11] = reinterpret_cast<void*>(&fiber_main);  // x30, the link register
+#endif
+    f.stack_pointer = frame;
+}
+
+static void init_warp(Worker& w, int i) {
+    int lanes = w.threads - i * 32 < 32 ? w.threads - i * 32 : 32;
+    w.warp[i].alive = w.warp[i].present = lanes == 32 ? ~0u : (1u << lanes) - 1;
+    w.warp[i].collectives = 0;
+    w.warp[i].ready = 0;
+    make_ready(w, i, w.warp[i].alive);
+}
+
+static void init_block(Worker& w, uint64_t index) {
     const Launch& launch = *w.launch;
     Dim3 grid{launch.grid[0], launch.grid[1], launch.grid[2]}, block{launch.block[0], launch.block[1], launch.block[2]};
     Dim3 at{unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
-    memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every type: what nobody wrote shows
+    memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every floating-point type
     if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
     if (w.race) w.race->new_block();
     if (w.async) w.async->new_block();
@@ -322,132 +132,104 @@ static void run_block(Worker& w, uint64_t index) {
     w.at_barrier = 0;
     w.failed = false;
     w.ready_warps = 0;
-    w.in_order = !launch.seed && !__sanitizer_start_switch_fiber;
+    w.fast_switch = !launch.seed && !__sanitizer_start_switch_fiber;
     w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
-    for (int t = 0; t < w.threads; ++t) {
-        Fiber& f = w.fiber[t];
-        unsigned x = t % block.x, y = t / block.x % block.y, z = t / block.x / block.y;
-        f.self = Self{{x, y, z},
-                      at,
-                      block,
-                      grid,
-                      w.arena,
-                      launch.dynamic_bytes,
-                      t % 32,
-                      w.race != nullptr,
-                      w.threads - t / 32 * 32 < 32 ? nullptr : w.scratch[t / 32]};
-        f.done = false;
-        f.fake_stack = nullptr;
-        char* bottom = w.stacks + size_t(t) * w.stack_bytes;
-        *reinterpret_cast<uint64_t*>(bottom) = canary;
-        // Stack tops are spread over the cache sets (coloured): page-aligned ones would all evict each other from L1.
-        char* top = bottom + w.stack_bytes - 64 - size_t(t) * 576 % 4096 / 64 * 64;
-#if defined(__x86_64__)
-        void** frame = reinterpret_cast<void**>(top) - 1;
-        *--frame = reinterpret_cast<void*>(&fiber_main);
-        for (int i = 0; i < saved_words; ++i) *--frame = nullptr;
-#else
-        void** frame = reinterpret_cast<void**>(top - 160);
-        memset(static_cast<void*>(frame), 0, 160);
-        frame[11] = reinterpret_cast<void*>(&fiber_main);  // x30, where ret goes
-#endif
-        f.stack_pointer = frame;
-    }
-    for (int i = 0; i < w.warps; ++i) {
-        int lanes = w.threads - i * 32 < 32 ? w.threads - i * 32 : 32;
-        w.warp[i].alive = w.warp[i].present = lanes == 32 ? ~0u : (1u << lanes) - 1;
-        w.warp[i].meetings = 0;
-        w.warp[i].ready = 0;
-        make_ready(w, i, w.warp[i].alive);
-    }
-    w.current = 0;
-    w.current = pick(w);
-    fa_host_self = &w.fiber[w.current].self;
-    if (__sanitizer_start_switch_fiber) {
-        w.home_bottom = nullptr;
-        __sanitizer_start_switch_fiber(&w.home_fake, w.stacks + size_t(w.current) * w.stack_bytes, w.stack_bytes);
-    }
-    fa_host_switch(&w.home, w.fiber[w.current].stack_pointer);
-    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake, nullptr, nullptr);
-    fa_host_self = nullptr;
-    for (int t = 0; t < w.threads && !w.failed; ++t)
+    for (int t = 0; t < w.threads; ++t) init_fiber(w, t, at, block, grid);
+    for (int i = 0; i < w.warps; ++i) init_warp(w, i);
+}
+
+static void check_canaries(Worker& w) {
+    for (int t = 0; t < w.threads; ++t)
         if (*reinterpret_cast<uint64_t*>(w.stacks + size_t(t) * w.stack_bytes) != canary) {
             pthread_mutex_lock(&job->lock);
             job->outcome = fault;
-            say("stack overflow: thread %d has used more than its %zu KB stack (large local arrays?)\n", t, w.stack_bytes >> 10);
+            print("stack overflow: thread %d has used more than its %zu KB stack (large local arrays?)\n", t, w.stack_bytes >> 10);
             pthread_mutex_unlock(&job->lock);
             return;
         }
 }
 
+void run_block(Worker& w, uint64_t index) {
+    init_block(w, index);
+    w.current = 0;
+    w.current = pop_ready(w);
+    fa_host_self = &w.fiber[w.current].self;
+    if (__sanitizer_start_switch_fiber) {
+        w.main_stack_bottom = nullptr;
+        __sanitizer_start_switch_fiber(&w.main_fake_stack, w.stacks + size_t(w.current) * w.stack_bytes, w.stack_bytes);
+    }
+    fa_host_switch(&w.main_stack_pointer, w.fiber[w.current].stack_pointer);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.main_fake_stack, nullptr, nullptr);
+    fa_host_self = nullptr;
+    if (!w.failed) check_canaries(w);
+}
+
 }  // namespace fa_host
 
-#include "workers.hpp"
-#include "signals.hpp"
-
-// -- what words call --------------------------------------------------------------------------------------------------
+// -- the functions that words call ------------------------------------------------------------------------------------
 
 using namespace fa_host;
 
-static __attribute__((noinline)) Next meet(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
-    Worker& w = *here;
-    leave_if_asked(w);
+// A lane arrives at a collective. The last lane of the mask executes it for all of them.
+static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
     unsigned self = w.current, lane = self % 32;
     Warp& warp = w.warp[self / 32];
-    mask &= warp.present;  // a full mask in a block that is no multiple of 32 means the lanes there are
+    mask &= warp.present;  // in the last warp of a block a full mask means the lanes that exist
     if (__builtin_expect(!(mask >> lane & 1), 0)) {
         begin_report(w, "lane outside its own mask");
-        say(": thread %d (lane %d) calls %s with mask 0x%08x at %s:%d\n", self, lane, word, mask, file, line);
+        print(": thread %d (lane %d) calls %s with mask 0x%08x at %s:%d\n", self, lane, word, mask, file, line);
         end_report(w);
     }
-    Meeting *m = warp.meeting, *end = m + warp.meetings;
-    while (m != end && m->mask != mask) ++m;
-    if (m == end) {
-        ++warp.meetings;
-        m->mask = mask;
-        m->arrived = 0;
-        m->apply = apply;
-        m->word = word;
-        m->file = file;
-        m->line = line;
-    } else if (__builtin_expect(m->apply != apply, 0)) {
-        begin_report(w, "lanes of one warp meet in different words");
-        say(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, m->arrived, m->word, m->file,
-            m->line);
+    Collective *c = warp.collective, *end = c + warp.collectives;
+    while (c != end && c->mask != mask) ++c;
+    if (c == end) {
+        ++warp.collectives;
+        c->mask = mask;
+        c->arrived = 0;
+        c->apply = apply;
+        c->word = word;
+        c->file = file;
+        c->line = line;
+    } else if (__builtin_expect(c->apply != apply, 0)) {
+        begin_report(w, "divergent collective: lanes of one warp call different functions");
+        print(":\n  lane %d is in %s at %s:%d\n  lanes 0x%08x are in %s at %s:%d\n", lane, word, file, line, c->arrived, c->word, c->file,
+              c->line);
         end_report(w);
     }
-    m->arrived |= 1u << lane;
-    m->lanes[lane] = mine;
+    c->arrived |= 1u << lane;
+    c->lanes[lane] = mine;
     w.fiber[self].wait = Wait{word, file, line, mask};
-    if (m->arrived == mask) {
-        if (apply) apply(m->lanes, mask);
-        else if (w.race) w.race->meet(self / 32 * 32, mask);
-        if (--warp.meetings && m != end - 1) *m = end[-1];
+    if (c->arrived == mask) {
+        if (apply) apply(c->lanes, mask);
+        else if (w.race) w.race->join(self / 32 * 32, mask);
+        if (--warp.collectives && c != end - 1) *c = end[-1];
         if (!w.random) {
             if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
             return {nullptr, nullptr};
         }
         make_ready(w, self / 32, mask);
     }
-    return go_on_with_another(w);
+    return switch_to_next(w);
 }
 
 extern "C" {
 
-Next fa_host_block_meet(const char* file, int line) {
-    Worker& w = *here;
-    leave_if_asked(w);
-    if (w.async) w.async->drift(w);
+Next fa_host_block_arrive(const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    if (w.async) w.async->complete_some(w);
     if (w.at_barrier && (w.barrier_line != line || (w.barrier_file != file && strcmp(w.barrier_file, file)))) {
-        begin_report(w, "divergent barrier: threads of one block meet at different __syncthreads");
-        say("\n  thread %d has come to %s:%d\n", w.current, file, line);
-        say_waiters(w);
+        begin_report(w, "divergent barrier: threads of one block wait in different __syncthreads");
+        print("\n  thread %d is at %s:%d\n", w.current, file, line);
+        print_waiters(w);
         end_report(w);
     }
     w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
     if (++w.at_barrier == w.live) {
         release_barrier(w);
-        if (!w.random) {  // the last to come goes on
+        if (!w.random) {  // the last thread to arrive continues
             Warp& own = w.warp[w.current / 32];
             own.ready &= ~(1u << w.current % 32);
             if (!own.ready) w.ready_warps &= ~(1u << w.current / 32);
@@ -457,19 +239,19 @@ Next fa_host_block_meet(const char* file, int line) {
         w.barrier_file = file;
         w.barrier_line = line;
     }
-    return go_on_with_another(w);
+    return switch_to_next(w);
 }
 
-Next fa_host_warp_meet(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
-    Worker& w = *here;
+Next fa_host_warp_arrive(unsigned mask, Apply apply, void* mine, const char* word, const char* file, int line) {
+    Worker& w = *this_worker;
     unsigned self = w.current, bit = 1u << self % 32;
     Warp& warp = w.warp[self / 32];
-    Meeting& m = warp.meeting[0];
-    // What is so 30 times of 32: the lane comes to its warp's only meeting, is not the last, and the next lane is ready.
+    Collective& c = warp.collective[0];
+    // The fast path, taken 30 times of 32: the warp has one collective, this lane is not the last to arrive, the next lane is ready.
     unsigned later = warp.ready & (~0u << self % 32);
-    if (warp.meetings == 1 && m.mask == mask && m.apply == apply && (m.arrived | bit) != mask && mask & bit && later && w.in_order) {
-        m.arrived |= bit;
-        m.lanes[self % 32] = mine;
+    if (warp.collectives == 1 && c.mask == mask && c.apply == apply && (c.arrived | bit) != mask && mask & bit && later && w.fast_switch) {
+        c.arrived |= bit;
+        c.lanes[self % 32] = mine;
         unsigned next = self / 32 * 32 + __builtin_ctz(later);
         if (!(warp.ready &= ~(later & -later))) w.ready_warps &= ~(1u << self / 32);
         Fiber &from = w.fiber[self], &to = w.fiber[next];
@@ -478,52 +260,54 @@ Next fa_host_warp_meet(unsigned mask, Apply apply, void* mine, const char* word,
         fa_host_self = &to.self;
         return {&from.stack_pointer, to.stack_pointer};
     }
-    return meet(mask, apply, mine, word, file, line);
+    return arrive(mask, apply, mine, word, file, line);
 }
 
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line) {
-    Worker& w = *here;
-    leave_if_asked(w);
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
     Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1};
     memcpy(copy.value, value, 16);
     Async::of(w)->start(w, copy);
 }
 
-void fa_host_cp_async_commit() { Async::of(*here)->commit(*here); }
+void fa_host_cp_async_commit() { Async::of(*this_worker)->commit(*this_worker); }
 
 void fa_host_cp_async_wait(int but) {
-    leave_if_asked(*here);
-    Async::of(*here)->wait(*here, unsigned(but));
+    abort_if_interrupted(*this_worker);
+    Async::of(*this_worker)->wait(*this_worker, unsigned(but));
 }
 
 void* fa_host_code() { return __builtin_return_address(0); }
 
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code) {
-    if (here->race) here->race->access(static_cast<const char*>(address), bytes, writes, code, here->current / 32 * 32 + lane);
+    if (this_worker->race)
+        this_worker->race->access(static_cast<const char*>(address), bytes, writes, code, this_worker->current / 32 * 32 + lane);
 }
 
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {
-    Worker& w = *here;
+    Worker& w = *this_worker;
     unsigned size = w.launch->dynamic_bytes, at = address - shared_base;
     bool outside = at > size || size - at < bytes;
     begin_report(w, outside ? "address outside shared memory" : "address not aligned");
-    say(": thread %d in %s at %s:%d, %u bytes from byte %d of %u", w.current, word, file, line, bytes, int(at), size);
-    if (!outside) say(", which must be a multiple of %u", alignment);
-    say("\n");
+    print(": thread %d in %s at %s:%d, %u bytes from byte %d of %u", w.current, word, file, line, bytes, int(at), size);
+    if (!outside) print(", which must be a multiple of %u", alignment);
+    print("\n");
     end_report(w);
 }
 
 void fa_host_fail(const char* what, const char* file, int line) {
-    Worker& w = *here;
+    Worker& w = *this_worker;
     begin_report(w, what);
-    say(": thread %d at %s:%d\n", w.current, file, line);
+    print(": thread %d at %s:%d\n", w.current, file, line);
     end_report(w);
 }
 
-// Blocks run on several OS threads, so these must be atomic. They are here, not inline, for the race check's sake.
+// Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
 static void atomic_access(void* address, int bytes, void* code) {
-    leave_if_asked(*here);
-    if (here->race) here->race->access(static_cast<char*>(address), bytes, true, code, here->current, Race::no_copy, true);
+    abort_if_interrupted(*this_worker);
+    if (this_worker->race)
+        this_worker->race->access(static_cast<char*>(address), bytes, true, code, this_worker->current, Race::no_copy, true);
 }
 
 float fa_host_atomic_add_f32(float* address, float value) {
@@ -576,26 +360,26 @@ int fa_host_atomic_max_i32(int* address, int value) {
 }
 
 int fa_host_run(const Launch* launch) {
-    Shared shared{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
-    static bool fork_is_watched;
-    pthread_mutex_lock(&one_at_a_time);
-    if (!fork_is_watched) fork_is_watched = !pthread_atfork(nullptr, nullptr, after_fork);
-    job = &shared;
+    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
+    static bool fork_is_handled;
+    pthread_mutex_lock(&launch_lock);
+    if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);
+    job = &launched;
     launch->report[0] = 0;
     int workers = launch->workers < 1 ? 1 : launch->workers;
     if (workers > max_workers) workers = max_workers;
-    if (uint64_t(workers) > shared.blocks) workers = int(shared.blocks);
-    watch_signals();
-    work_together(workers - 1);
-    leave_signals();
-    if (stop_asked) shared.outcome = interrupted;
+    if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
+    install_handlers();
+    run_on_pool(workers - 1);
+    restore_handlers();
+    if (interrupt_requested) launched.outcome = interrupted;
     job = nullptr;
-    pthread_mutex_unlock(&one_at_a_time);
-    return shared.outcome;
+    pthread_mutex_unlock(&launch_lock);
+    return launched.outcome;
 }
 
-// Static __shared__ arrays of a kernel library are its thread-local storage, one copy an OS thread, so one a running block.
-// Finds where that storage starts, relative to an address inside it, and its size.
+// Static __shared__ arrays are the thread-local storage of a kernel library: one copy for each OS thread, so one for each running block.
+// Finds the size of that storage, and the offset of a given address in it.
 int fa_host_module_shared(void* (*static_shared)(), long long* offset, long long* bytes) {
     struct Search {
         char* inside;

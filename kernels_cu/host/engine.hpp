@@ -1,5 +1,5 @@
-// The seam between a kernel compiled for the CPU and the engine that runs it: one CUDA thread is one fiber, the fibers of
-// a block share one OS thread, and blocks are spread over the cores in index order. Words call these; kernels never do.
+// The interface between a kernel compiled for the CPU and the engine that runs it. A CUDA thread is a fiber, the fibers of a block
+// share one OS thread, and blocks start in index order on all cores. The words call these functions; kernels never do.
 #pragma once
 
 namespace fa_host {
@@ -8,22 +8,22 @@ struct Dim3 {
     unsigned x, y, z;
 };
 
-// What a CUDA thread knows of itself. The engine points fa_host_self at the running fiber's.
+// The built-in variables of a CUDA thread. The engine points fa_host_self at those of the running fiber.
 struct Self {
     Dim3 thread_idx, block_idx, block_dim, grid_dim;
     char* dynamic_shared;
     unsigned dynamic_bytes;
     int lane;
-    bool race;     // the race check is on
-    void* scratch; // a place for the words of this warp that take all 32 lanes; null where there are fewer
+    bool race;      // the race check is on
+    void* scratch;  // memory of this warp for words that take all 32 lanes; null in a warp with fewer
 };
 
 constexpr int scratch_bytes = 4416;
 
-// Where the 32-bit addresses of dynamic shared memory start. Not at 0, nor do a GPU's.
+// The 32-bit address of the first byte of dynamic shared memory. It is not 0, and neither is a GPU's.
 constexpr unsigned shared_base = 1024;
 
-// Executes a warp collective for all lanes at once: lanes[i] is what lane i handed in (on its own stack), for i in mask.
+// Executes a warp collective for all lanes of the mask. lanes[i] is the argument of lane i, on the stack of that lane.
 using Apply = void (*)(void* const* lanes, unsigned mask);
 
 struct Launch {
@@ -35,9 +35,9 @@ struct Launch {
     unsigned grid[3], block[3];
     unsigned dynamic_bytes;
     unsigned checks;          // 1: race
-    unsigned long long seed;  // 0: threads run in index order; else a random order drawn from it
+    unsigned long long seed;  // 0: round-robin in index order; else the seed of a random schedule
     int workers;
-    char* report;  // receives what went wrong, in words
+    char* report;  // receives the report, as text
     int report_bytes;
 };
 
@@ -50,10 +50,11 @@ extern "C" {
 // initial-exec: the variable lives in the engine, so no kernel library needs static TLS of its own for it.
 extern __thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec")));
 
-// All threads of the block meet (barrier 0).
+// __syncthreads: barrier 0 of the block.
 void fa_host_syncthreads(const char* file, int line);
 
-// The lanes of mask meet; the last to come runs apply over what all of them brought. Without apply it orders memory (__syncwarp).
+// A warp collective: the last lane of mask to arrive executes apply over the arguments of all. apply is null for __syncwarp, which
+// orders memory instead.
 void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* word, const char* file, int line);
 
 float fa_host_atomic_add_f32(float* address, float value);
@@ -63,19 +64,19 @@ int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
 
-// Asynchronous copies to shared memory (async.hpp). The first `bytes` of the 16 at `value` have been read `from` memory, the rest are zero.
+// Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
 void fa_host_cp_async_commit();
 void fa_host_cp_async_wait(int but);
 
-// For the race check: the address of the caller's code, and an access to shared memory that a word makes for a lane of this warp.
+// For the race check: the caller's code address, and an access to shared memory that a word makes on behalf of a lane of this warp.
 void* fa_host_code();
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code);
 
-// Stops the block: a word's address is outside of dynamic shared memory, or not aligned.
+// Ends the block with a report: the address given to a word is outside dynamic shared memory, or not aligned.
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line);
 
-// Stops the block with a message (a word's own check failed).
+// Ends the block with a report: a check of a word failed.
 void fa_host_fail(const char* what, const char* file, int line);
 
 int fa_host_run(const fa_host::Launch* launch);

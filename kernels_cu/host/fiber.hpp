@@ -1,30 +1,33 @@
-// Switching from one fiber to another: the registers a call must keep go on the stack, and the stack is exchanged. Part of engine.cpp.
+// The fiber switch: the callee-saved registers go on the stack, then the stack pointer is exchanged.
 //
-// The two words that threads wait in most, fa_host_warp and fa_host_syncthreads, are written here in assembly around a function of the
-// engine that says whom to switch to, and go on by a jump where they have switched. A `ret` would be predicted to return where this
-// fiber was called from, but the next one resumes elsewhere: in unrolled code, one call behind. (15 ns a switch, as much as all else.)
+// Threads wait most in fa_host_warp and fa_host_syncthreads. Both are written here in assembly: they call a function of the engine that
+// selects the next fiber, switch to it, and end in a jump instead of a return. A `ret` would be predicted to return to this fiber's
+// caller, but the resumed fiber continues elsewhere: in unrolled code, one call further. The misprediction costs 15 ns a switch, as
+// much as everything else in it.
 #pragma once
 
 #include <stddef.h>
 
+#include "engine.hpp"
+
 namespace fa_host {
 
-// void fa_host_switch(void** save_stack_pointer, void* load_stack_pointer): callee-saved registers go on the stack.
+// void fa_host_switch(void** save_stack_pointer, void* load_stack_pointer)
 extern "C" void fa_host_switch(void**, void*);
 
-// Whom to switch to, and where to leave the stack pointer of the running fiber; null, null: it goes on itself.
+// Where the stack pointer of the running fiber is saved, and the stack pointer to load. Null, null: no switch.
 struct Next {
     void** save;
     void* load;
 };
-extern "C" __attribute__((visibility("hidden"))) Next fa_host_warp_meet(unsigned mask, Apply, void*, const char*, const char*, int);
-extern "C" __attribute__((visibility("hidden"))) Next fa_host_block_meet(const char*, int);
+extern "C" __attribute__((visibility("hidden"))) Next fa_host_warp_arrive(unsigned mask, Apply, void*, const char*, const char*, int);
+extern "C" __attribute__((visibility("hidden"))) Next fa_host_block_arrive(const char*, int);
 
 #if defined(__x86_64__)
 static inline char* stack_pointer() {
-    char* here;
-    asm volatile("mov %%rsp, %0" : "=r"(here));
-    return here;
+    char* top;
+    asm volatile("mov %%rsp, %0" : "=r"(top));
+    return top;
 }
 
 asm(R"(
@@ -50,12 +53,12 @@ fa_host_switch:
     ret
 .size fa_host_switch, .-fa_host_switch
 
-.macro fa_host_waiting name, meet
+.macro fa_host_waiting name, arrive
 .globl \name
 .type \name, @function
 \name:
     sub $8, %rsp
-    call \meet
+    call \arrive
     add $8, %rsp
     test %rax, %rax
     jz 1f
@@ -78,15 +81,15 @@ fa_host_switch:
 1:  ret
 .size \name, .-\name
 .endm
-fa_host_waiting fa_host_warp, fa_host_warp_meet
-fa_host_waiting fa_host_syncthreads, fa_host_block_meet
+fa_host_waiting fa_host_warp, fa_host_warp_arrive
+fa_host_waiting fa_host_syncthreads, fa_host_block_arrive
 )");
-constexpr int saved_words = 6;  // then the return address
+constexpr int saved_registers = 6;  // above them on the stack: the return address
 #elif defined(__aarch64__)
 static inline char* stack_pointer() {
-    char* here;
-    asm volatile("mov %0, sp" : "=r"(here));
-    return here;
+    char* top;
+    asm volatile("mov %0, sp" : "=r"(top));
+    return top;
 }
 
 asm(R"(
@@ -123,12 +126,12 @@ fa_host_switch:
     ret
 .size fa_host_switch, .-fa_host_switch
 
-.macro fa_host_waiting name, meet
+.macro fa_host_waiting name, arrive
 .globl \name
 .type \name, %function
 \name:
     stp x29, x30, [sp, #-16]!
-    bl \meet
+    bl \arrive
     ldp x29, x30, [sp], #16
     cbz x0, 1f
     sub sp, sp, #160
@@ -160,14 +163,14 @@ fa_host_switch:
 1:  ret
 .size \name, .-\name
 .endm
-fa_host_waiting fa_host_warp, fa_host_warp_meet
-fa_host_waiting fa_host_syncthreads, fa_host_block_meet
+fa_host_waiting fa_host_warp, fa_host_warp_arrive
+fa_host_waiting fa_host_syncthreads, fa_host_block_arrive
 )");
 #else
 #error "the host backend has a fiber switch for x86-64 and aarch64 only"
 #endif
 
-// AddressSanitizer must be told of stack switches; these exist only in a process that has it.
+// AddressSanitizer must be told of stack switches. These symbols are null in a process without it.
 extern "C" {
 void __sanitizer_start_switch_fiber(void** fake, const void* bottom, size_t size) __attribute__((weak));
 void __sanitizer_finish_switch_fiber(void* fake, const void** bottom, size_t* size) __attribute__((weak));

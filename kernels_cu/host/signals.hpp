@@ -1,59 +1,70 @@
-// What ends a launch from outside: Ctrl-C, and a kernel's bad address or division by zero. Part of engine.cpp.
+// Signal handlers during a launch: Ctrl-C (SIGINT), and a kernel's bad address or integer division by zero.
 #pragma once
+
+#include <signal.h>
+#include <stdint.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include "block.hpp"
+#include "fiber.hpp"
+#include "report.hpp"
 
 namespace fa_host {
 
-constexpr int watched[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE};
-static struct sigaction before[4];  // how they were handled before the launch
+constexpr int handled_signals[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE};
+static struct sigaction previous[4];  // the handlers installed before the launch
 
-// Ctrl-C: the launch is to end, and whoever handled it before (Python) is told too. A second one, which is not the same one
-// sent twice, means that the launch does not end.
-static void on_interrupt(int number, siginfo_t* info, void* context) {
+// Ctrl-C asks the launch to end, then calls the previous handler (Python's). A second one ends the process: the launch did not end.
+// One within 0.3 s is taken for the same Ctrl-C sent twice.
+static inline void on_interrupt(int number, siginfo_t* info, void* context) {
     static timespec first;
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    if (!stop_asked) first = now;
+    if (!interrupt_requested) first = now;
     else if (now.tv_sec - first.tv_sec + (now.tv_nsec - first.tv_nsec) * 1e-9 > 0.3) _exit(130);
-    stop_asked = 1;
-    before[0].sa_flags& SA_SIGINFO ? before[0].sa_sigaction(number, info, context) : before[0].sa_handler(number);
+    interrupt_requested = 1;
+    previous[0].sa_flags& SA_SIGINFO ? previous[0].sa_sigaction(number, info, context) : previous[0].sa_handler(number);
 }
 
-// A fault of a kernel is reported and ends the launch; any other, one of the report itself too, is left to the old handler.
-static void on_fault(int number, siginfo_t* info, void* context) {
-    if (!here || here->faulted) {
+// A fault in a kernel is reported and ends the launch. Any other fault, also one in the report itself, is left to the previous handler.
+static inline void on_fault(int number, siginfo_t* info, void* context) {
+    if (!this_worker || this_worker->faulted) {
         for (int i = 0; i < 4; ++i)
-            if (watched[i] == number) sigaction(number, &before[i], nullptr);
-        return;  // to the faulting instruction, which now meets the old handler
+            if (handled_signals[i] == number) sigaction(number, &previous[i], nullptr);
+        return;  // the faulting instruction runs again, now under the previous handler
     }
-    here->faulted = true;
+    this_worker->faulted = true;
     auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
 #if defined(__x86_64__)
     auto code = machine.gregs[REG_RIP];
 #else
     auto code = machine.pc;
 #endif
-    begin_report(*here, number == SIGFPE ? "integer division by zero" : "illegal memory access");
-    say(": thread %d at pc:%p", here->current, reinterpret_cast<void*>(code + 1));  // as a return address: after the instruction
-    if (number != SIGFPE) say(", address %p", info->si_addr);
-    say("\n");
-    end_report(*here);
+    auto return_address = reinterpret_cast<void*>(code + 1);  // what reports expect: it lies after the instruction
+    begin_report(*this_worker, number == SIGFPE ? "integer division by zero" : "illegal memory access");
+    print(": thread %d at pc:%p", this_worker->current, return_address);
+    if (number != SIGFPE) print(", address %p", info->si_addr);
+    print("\n");
+    end_report(*this_worker);
 }
 
-static void watch_signals() {
-    stop_asked = 0;
+static inline void install_handlers() {
+    interrupt_requested = 0;
     for (int i = 0; i < 4; ++i) {
         struct sigaction old, ours = {};
         ours.sa_sigaction = i ? on_fault : on_interrupt;
         ours.sa_flags = SA_SIGINFO | (i ? SA_NODEFER : SA_RESTART);
-        sigaction(watched[i], nullptr, &old);
-        if (old.sa_sigaction != ours.sa_sigaction) before[i] = old;  // the same in a child forked during a launch
-        bool handled = before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN;
-        if (i ? !__sanitizer_start_switch_fiber : handled) sigaction(watched[i], &ours, nullptr);
+        sigaction(handled_signals[i], nullptr, &old);
+        if (old.sa_sigaction != ours.sa_sigaction) previous[i] = old;  // they are ours in a child forked during a launch
+        bool handled = previous[i].sa_handler != SIG_DFL && previous[i].sa_handler != SIG_IGN;
+        if (i ? !__sanitizer_start_switch_fiber : handled) sigaction(handled_signals[i], &ours, nullptr);
     }
 }
 
-static void leave_signals() {
-    for (int i = 0; i < 4; ++i) sigaction(watched[i], &before[i], nullptr);
+static inline void restore_handlers() {
+    for (int i = 0; i < 4; ++i) sigaction(handled_signals[i], &previous[i], nullptr);
 }
 
 }  // namespace fa_host

@@ -1,12 +1,24 @@
-// The OS threads that run blocks: one worker each, with the stacks and the shared memory of the block it runs. Part of engine.cpp.
+// The workers: OS threads that run blocks. Each has the fiber stacks and the shared memory of the one block that it runs.
 #pragma once
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "block.hpp"
+#include "fiber.hpp"
+#include "race.hpp"
 
 namespace fa_host {
 
 constexpr int max_workers = 1024;
 
-// Number 0 is the thread that launches, whichever that is; the others are the pool's.
-static Worker& worker(int number) {
+// Worker 0 is the launching thread, whichever that is. The others belong to the pool.
+static inline Worker& worker(int number) {
     static Worker* workers[max_workers];
     if (workers[number]) return *workers[number];
     auto map = [](size_t bytes) {
@@ -15,14 +27,14 @@ static Worker& worker(int number) {
         return static_cast<char*>(memory);
     };
     Worker& w = *reinterpret_cast<Worker*>(map(sizeof(Worker)));
-    w.stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the compiler refuses frames over 96 KB (host.py)
+    w.stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the kernels are compiled with a limit of 96 KB a frame
     w.stacks = map(max_threads * w.stack_bytes);
-    w.arena = map(arena_bytes);  // page-aligned, so 1024-byte aligned tiles hold
+    w.arena = map(arena_bytes);  // page-aligned, so tiles aligned to 1024 bytes are aligned here too
     return *(workers[number] = &w);
 }
 
-// The processor's floating-point modes. Kernels run with subnormals flushed to zero, as CuPy's -ftz=true has it.
-static void set_modes(unsigned long modes) {
+// The processor's floating-point modes. Kernels run with subnormals flushed to zero, as CuPy's -ftz=true does on the GPU.
+static inline void set_modes(unsigned long modes) {
 #if defined(__x86_64__)
     _mm_setcsr(unsigned(modes));
 #else
@@ -30,7 +42,7 @@ static void set_modes(unsigned long modes) {
 #endif
 }
 
-static unsigned long flush_subnormals() {
+static inline unsigned long flush_subnormals() {
 #if defined(__x86_64__)
     unsigned long modes = _mm_getcsr(), flush = 0x8040;
 #else
@@ -41,7 +53,8 @@ static unsigned long flush_subnormals() {
     return modes;
 }
 
-static void work(int number) {
+// Runs blocks in index order until none is left or the launch ends early.
+static inline void run_blocks(int number) {
     Worker& w = worker(number);
     const Launch& launch = *job->launch;
     w.launch = &launch;
@@ -54,45 +67,45 @@ static void work(int number) {
         __asan_poison_memory_region(w.arena + launch.dynamic_bytes, arena_bytes - launch.dynamic_bytes);
     }
     w.faulted = false;
-    here = &w;
+    this_worker = &w;
     unsigned long modes = flush_subnormals();
-    while (job->outcome != fault && !stop_asked) {
+    while (job->outcome != fault && !interrupt_requested) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;
         run_block(w, index);
     }
     set_modes(modes);
-    here = nullptr;
+    this_worker = nullptr;
 }
 
-struct Pool {  // OS threads kept between launches; the caller of run() works too
+struct Pool {  // OS threads kept between launches, beside the launching thread
     pthread_mutex_t lock;
     pthread_cond_t start, finish;
     int size, wanted, busy;
-    uint64_t turn;
+    uint64_t generation;  // counts launches
 };
-constexpr Pool no_threads = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0};
-static Pool pool = no_threads;
-static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+constexpr Pool empty_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0};
+static Pool pool = empty_pool;
+static pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;  // one launch at a time
 
-// In the child of a fork there are no other threads: not the pool's, and not one that launches. What they held is made anew.
-static void after_fork() {
-    pool = no_threads;
-    one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+// The child of a fork has one thread: the pool's threads and a launch of another thread are gone. Their state is reset.
+static inline void after_fork() {
+    pool = empty_pool;
+    launch_lock = PTHREAD_MUTEX_INITIALIZER;
     job = nullptr;
 }
 
-static void* pool_thread(void* number) {
+static inline void* pool_thread(void* number) {
     uint64_t seen = 0;
     for (;;) {
         pthread_mutex_lock(&pool.lock);
-        while (pool.turn == seen || reinterpret_cast<intptr_t>(number) >= pool.wanted) {
-            seen = pool.turn;
+        while (pool.generation == seen || reinterpret_cast<intptr_t>(number) >= pool.wanted) {
+            seen = pool.generation;
             pthread_cond_wait(&pool.start, &pool.lock);
         }
-        seen = pool.turn;
+        seen = pool.generation;
         pthread_mutex_unlock(&pool.lock);
-        work(1 + int(reinterpret_cast<intptr_t>(number)));
+        run_blocks(1 + int(reinterpret_cast<intptr_t>(number)));
         pthread_mutex_lock(&pool.lock);
         if (--pool.busy == 0) pthread_cond_signal(&pool.finish);
         pthread_mutex_unlock(&pool.lock);
@@ -100,7 +113,8 @@ static void* pool_thread(void* number) {
     return nullptr;
 }
 
-static void work_together(int helpers) {
+// Runs the job on the calling thread and `helpers` threads of the pool.
+static inline void run_on_pool(int helpers) {
     pthread_mutex_lock(&pool.lock);
     while (pool.size < helpers) {
         pthread_t thread;
@@ -109,10 +123,10 @@ static void work_together(int helpers) {
         ++pool.size;
     }
     pool.wanted = pool.busy = helpers < pool.size ? helpers : pool.size;
-    ++pool.turn;
+    ++pool.generation;
     pthread_cond_broadcast(&pool.start);
     pthread_mutex_unlock(&pool.lock);
-    work(0);
+    run_blocks(0);
     pthread_mutex_lock(&pool.lock);
     while (pool.busy) pthread_cond_wait(&pool.finish, &pool.lock);
     pool.wanted = 0;

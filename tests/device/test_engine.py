@@ -230,7 +230,7 @@ ENDLESS = {
 
 def interrupted(folder: Path, body: str, times: int) -> tuple[int, str, float]:
     """Exit code, output and seconds of a process whose kernel gets SIGINT while it runs, again after half a second."""
-    code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests" / "device"), folder=str(folder), body=RUNNING + body, before=BEFORE)
+    code = SCRIPT.format(root=str(ROOT), support=str(ROOT / "tests" / "support"), folder=str(folder), body=RUNNING + body, before=BEFORE)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         try:

@@ -1,4 +1,4 @@
-"""What editors are told: every kernel file is clean C++ under .clangd's flags, and the tasks are commands that exist."""
+"""What editors are told: kernel files and the engine's headers are clean C++ under .clangd's flags, the tasks are commands that exist."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def test_every_kernel_is_clean(folder: Path) -> None:
     for path in sorted(ROOT.glob("kernels_cu/*.cu")):
         done = subprocess.run(
             [str(COMPILER), *flags(path), "-fsyntax-only", str(path)], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: apt install g++")
+def test_every_header_of_the_engine_includes_what_it_uses() -> None:
+    """Each compiles by itself."""
+    for path in sorted(ROOT.glob("kernels_cu/host/*.hpp")):
+        unit = f'#include "{path}"\n'
+        done = subprocess.run(
+            [str(COMPILER), *flags(path), "-Wno-psabi", "-fsyntax-only", "-"], input=unit, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "warning" not in done.stderr, done.stderr

@@ -17,7 +17,7 @@ namespace host {
 
 template <int WIDTH, class T, class Combine> inline void reduce(void* const* lanes, unsigned mask) {
     T value[32];
-    for (int i = 0; i < 32; ++i) value[i] = mask >> i & 1 ? *static_cast<T*>(lanes[i]) : fa_host::nobody<T>();
+    for (int i = 0; i < 32; ++i) value[i] = mask >> i & 1 ? *static_cast<T*>(lanes[i]) : fa_host::inactive_lane<T>();
     for (int step = WIDTH / 2; step > 0; step /= 2) {
         T next[32];
         for (int i = 0; i < 32; ++i) next[i] = Combine::of(value[i], value[i ^ step]);

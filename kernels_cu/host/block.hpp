@@ -1,0 +1,96 @@
+// The state of a block under execution: a fiber for each thread, a record for each warp, and the worker that runs the block.
+// The headers of the engine are compiled once, into engine.cpp: what they define is static.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine.hpp"
+
+namespace fa_host {
+
+constexpr int max_threads = 1024, max_warps = 32;
+constexpr size_t arena_bytes = 256 << 10;  // dynamic shared memory of one block
+
+struct Wait {
+    const char* word;  // the function that the fiber last waited in
+    const char* file;
+    int line;
+    unsigned mask;  // the lanes it waits for, 0 for the whole block
+};
+
+struct alignas(64) Fiber {
+    void* stack_pointer;
+    Wait wait;
+    void* fake_stack;  // AddressSanitizer's
+    bool done;
+    Self self;
+};
+
+struct Collective {  // a warp collective in progress: some lanes of the mask have arrived
+    unsigned mask, arrived;
+    Apply apply;
+    const char* word;
+    const char* file;
+    int line;
+    void* lanes[32];
+};
+
+struct Warp {
+    unsigned ready;    // lanes in the ready queue
+    unsigned alive;    // lanes that have not returned
+    unsigned present;  // lanes that exist: the last warp of a block may have fewer than 32
+    int collectives;   // in progress, one for each mask
+    Collective collective[32];
+};
+
+struct Race;   // race.hpp
+struct Async;  // async.hpp
+
+// One OS thread, and the block it runs.
+struct Worker {
+    const Launch* launch;
+    char* stacks;
+    size_t stack_bytes;
+    char* arena;
+    char* static_shared;
+    int threads, warps, live;
+    unsigned current;      // the running fiber
+    unsigned ready_warps;  // warps with a ready lane
+    int at_barrier;        // threads that wait in __syncthreads
+    const char* barrier_file;
+    int barrier_line;
+    uint64_t random;   // the state of the random schedule, 0 in index order
+    bool fast_switch;  // index order, and no sanitizer that must be told of stack switches
+    bool failed, faulted;
+    void* main_stack_pointer;  // the worker's own stack, suspended while fibers run
+    void* main_fake_stack;
+    const void* main_stack_bottom;
+    size_t main_stack_bytes;
+    Race* race;         // null without the race check
+    Race* race_memory;  // its storage, allocated by the first launch that needs it
+    Async* async;       // copies in flight, allocated by the first copy
+    Fiber fiber[max_threads];
+    Warp warp[max_warps];
+    alignas(64) char scratch[max_warps][scratch_bytes];
+};
+
+// One launch, shared by all workers.
+struct Job {
+    const Launch* launch;
+    uint64_t blocks, next;  // next: the first block that no worker has taken
+    int outcome;
+    int report_used;
+    pthread_mutex_t lock;  // guards outcome and report
+};
+
+static __thread Worker* this_worker __attribute__((tls_model("initial-exec"))) = nullptr;
+static Job* job;
+static volatile sig_atomic_t interrupt_requested;  // Ctrl-C during this launch
+
+// Runs one block to its end, or until it fails.
+void run_block(Worker& w, uint64_t index) __attribute__((visibility("hidden")));
+
+}  // namespace fa_host

@@ -1,0 +1,94 @@
+// Reports: what went wrong, in which block, and which threads wait where. A report ends the block.
+#pragma once
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "block.hpp"
+#include "fiber.hpp"
+
+namespace fa_host {
+
+// Abandons every fiber of the block and returns to the worker's own stack. The fibers' stacks are reused.
+static inline void abort_block(Worker& w) {
+    w.failed = true;
+    void* unused;
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.main_stack_bottom, w.main_stack_bytes);
+    fa_host_switch(&unused, w.main_stack_pointer);
+    __builtin_unreachable();
+}
+
+static inline void abort_if_interrupted(Worker& w) {
+    if (__builtin_expect(interrupt_requested, 0)) abort_block(w);
+}
+
+// Appends to the report of the launch. The caller holds the job's lock.
+static inline void print(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    int room = job->launch->report_bytes - job->report_used;
+    int wrote = vsnprintf(job->launch->report + job->report_used, room > 0 ? room : 0, format, arguments);
+    job->report_used += wrote < room ? wrote : (room > 0 ? room - 1 : 0);
+    va_end(arguments);
+}
+
+// Prints "threads 0-63, 96" for the threads that a predicate selects.
+template <class Select> static void print_threads(Worker& w, Select select) {
+    const char* separator = "";
+    for (int t = 0; t < w.threads; ++t) {
+        if (!select(t)) continue;
+        int last = t;
+        while (last + 1 < w.threads && select(last + 1)) ++last;
+        last == t ? print("%s%d", separator, t) : print("%s%d-%d", separator, t, last);
+        separator = ", ";
+        t = last;
+    }
+}
+
+// Prints the waiting threads, grouped by where they wait. In a deadlock the current thread is one of them.
+static inline void print_waiters(Worker& w, bool deadlock = false) {
+    bool printed[max_threads] = {};
+    auto waits = [&](unsigned t) { return !w.fiber[t].done && (deadlock || t != w.current) && !(w.warp[t / 32].ready >> t % 32 & 1); };
+    for (int t = 0; t < w.threads; ++t) {
+        Fiber& first = w.fiber[t];
+        if (printed[t] || !waits(t)) continue;
+        auto same = [&](int i) {
+            Wait& a = w.fiber[i].wait;
+            return waits(i) && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
+                   !strcmp(a.file, first.wait.file);
+        };
+        print("  threads ");
+        print_threads(w, same);
+        print(" wait in %s at %s:%d", first.wait.word, first.wait.file, first.wait.line);
+        if (first.wait.mask) print(" for lanes 0x%08x", first.wait.mask);
+        print("\n");
+        for (int i = t; i < w.threads; ++i) printed[i] |= same(i);
+    }
+    int ended = 0;
+    for (int t = 0; t < w.threads; ++t) ended += w.fiber[t].done;
+    if (ended) {
+        print("  threads ");
+        print_threads(w, [&](int t) { return w.fiber[t].done; });
+        print(" have ended\n");
+    }
+}
+
+// Takes the job's lock and prints the first line. Only the first faulty block of a launch reports; any later one just ends.
+static inline void begin_report(Worker& w, const char* what) {
+    pthread_mutex_lock(&job->lock);
+    if (job->outcome == fault) {
+        pthread_mutex_unlock(&job->lock);
+        abort_block(w);
+    }
+    job->outcome = fault;
+    Dim3 b = w.fiber[0].self.block_idx;
+    print("%s in block (%u, %u, %u)", what, b.x, b.y, b.z);
+}
+
+static inline void end_report(Worker& w) {
+    pthread_mutex_unlock(&job->lock);
+    abort_block(w);
+}
+
+}  // namespace fa_host

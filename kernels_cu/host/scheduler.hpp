@@ -1,0 +1,81 @@
+// The scheduler of a block: cooperative, with a ready queue of one bit per lane and one bit per warp.
+//
+// There is no scheduler fiber: a fiber that must wait switches directly to the next ready one. The default order is round-robin by
+// thread index and prefers the warp of the running fiber. With a seed, each decision is random.
+#pragma once
+
+#include "block.hpp"
+#include "fiber.hpp"
+#include "report.hpp"
+
+namespace fa_host {
+
+static inline void make_ready(Worker& w, int warp, unsigned lanes) {
+    w.warp[warp].ready |= lanes;
+    w.ready_warps |= 1u << warp;
+}
+
+static inline uint64_t next_random(Worker& w) {  // xorshift64
+    w.random ^= w.random << 13;
+    w.random ^= w.random >> 7;
+    return w.random ^= w.random << 17;
+}
+
+static inline int nth_bit(unsigned bits, int n) {
+    while (n--) bits &= bits - 1;
+    return __builtin_ctz(bits);
+}
+
+// Takes the next fiber out of the ready queue; -1 where the queue is empty.
+static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
+    if (!w.ready_warps) return -1;
+    unsigned warp, lane;
+    if (__builtin_expect(w.random != 0, 0)) {
+        warp = nth_bit(w.ready_warps, next_random(w) % __builtin_popcount(w.ready_warps));
+        lane = nth_bit(w.warp[warp].ready, next_random(w) % __builtin_popcount(w.warp[warp].ready));
+    } else {  // round-robin: the next lane of this warp, then the next warp, wrapping around
+        warp = w.current / 32;
+        unsigned after = w.ready_warps & (~0u << warp);
+        warp = __builtin_ctz(after ? after : w.ready_warps);
+        unsigned ready = w.warp[warp].ready;
+        unsigned later = warp == w.current / 32 ? ready & (~0u << (w.current % 32)) : ready;
+        lane = __builtin_ctz(later ? later : ready);
+    }
+    Warp& of = w.warp[warp];
+    of.ready &= ~(1u << lane);
+    if (!of.ready) w.ready_warps &= ~(1u << warp);
+    return warp * 32 + lane;
+}
+
+static inline void report_deadlock(Worker& w) {
+    begin_report(w, "deadlock: no thread can go on");
+    print("\n");
+    print_waiters(w, true);
+    end_report(w);
+}
+
+// The running fiber must wait: selects the fiber to switch to. Null, null: the running fiber itself was the next.
+static inline Next switch_to_next(Worker& w) {
+    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
+    if (__builtin_expect(stack_pointer() < bottom + 2048, 0)) {
+        begin_report(w, "stack overflow");
+        print(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
+        end_report(w);
+    }
+    unsigned self = w.current;
+    int next = pop_ready(w);
+    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
+    if (unsigned(next) == self) return {nullptr, nullptr};
+    Fiber &from = w.fiber[self], &to = w.fiber[next];
+    w.current = next;
+    fa_host_self = &to.self;
+    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
+        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, w.stacks + size_t(next) * w.stack_bytes, w.stack_bytes);
+        fa_host_switch(&from.stack_pointer, to.stack_pointer);
+        __sanitizer_finish_switch_fiber(this_worker->fiber[this_worker->current].fake_stack, nullptr, nullptr);
+        return {nullptr, nullptr};
+    }
+    return {&from.stack_pointer, to.stack_pointer};
+}
+
+}  // namespace fa_host
