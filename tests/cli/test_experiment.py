@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from planted import edited
 
 from harness import experiment, run
 from harness.backends import ContextLost
@@ -97,7 +98,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
         ("200", "REFUSED", False),
     ]
     text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
-    (tmp_path / "wrong_forward.cu").write_text(text.replace("* inverse;", "* inverse * 1.001f;"))
+    (tmp_path / "wrong_forward.cu").write_text(edited(text, ("? 1 / ", "? 1.001f / ")))
     result = fa_cli("experiment", sweep, "--compute", "./wrong_forward.cu", "--only", "D16", "--json")
     assert result.exit_code == 1
     (row,) = json.loads(result.stdout)["rows"]
