@@ -39,9 +39,9 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Replace a folder that holds other data.")
 @options.printing
 @click.pass_context
-def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **shape: Any) -> int:
+def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: Any) -> int:
     """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
-    written = harness.dataset.write(options.problem_of(shape), shape["seed"], output_dir, force)
+    written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
     return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
 
 
@@ -69,50 +69,18 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **s
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
-def run(
-    context: Context,
-    /,
-    compute: list[str],
-    mode: str,
-    data: Path | None,
-    output_dir: Path,
-    causal: bool,
-    scale: float | None,
-    device: str,
-    tile: dict[str, int],
-    deterministic: bool,
-    tolerance: float | None,
-    allow_nonfinite: bool,
-    check: str | None,
-    schedule_seed: int | None,
-    watch: bool,
-    json: bool,
-    **shape: Any,
-) -> int:
+def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: Any) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    again = [__file__, *context.obj["arguments"]]
     if watch and not harness.terminal.watch.watched():
-        return harness.terminal.watch.watch([__file__, *context.obj["arguments"]], compute or ["fa2"], mode, json)
-    if harness.run.asan_child_needed(check):
-        return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
+        return harness.terminal.watch.watch(again, compute or ["fa2"], mode, json)
+    if harness.run.asan_child_needed(given["check"]):
+        return harness.run.run_under_asan(again)
     if data:
-        options.refuse_shape_beside_data(context, shape)
-    results = harness.run.run(
-        compute or ["fa2"],
-        mode,
-        data_folder=data,
-        problem=None if data else options.problem_of(shape, causal, scale),
-        seed=shape["seed"],
-        data_root=output_dir,
-        device=device,
-        tolerance=tolerance,
-        allow_nonfinite=allow_nonfinite,
-        tiles=tile,
-        check=check,
-        schedule_seed=schedule_seed,
-        causal=causal,
-        scale=scale,
-        deterministic=deterministic,
-    )
+        options.refuse_shape_beside_data(context)
+    problem = options.problem_of(given)
+    given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
+    results = harness.run.run(compute or ["fa2"], mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
     return harness.terminal.show.results(results, json, context.obj["verbosity"])
 
@@ -148,41 +116,17 @@ def experiment(
     /,
     name: str | None,
     seqlen: bool,
-    mode: str | None,
     compute: list[str],
     peers: str | None,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    output_dir: Path,
-    record: bool,
-    resume: bool,
-    dry_run: bool,
-    full: bool,
     no_gpu_reference: bool,
-    device: str,
-    deterministic: bool,
     json: bool,
+    **given: Any,
 ) -> int:
     """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
-    wanted = "none" if no_gpu_reference else peers
-    outcome = harness.experiment.run_sweep(
-        harness.experiment.Options(
-            "seqlen" if seqlen else name or mode or "forward",
-            mode,
-            tuple(compute),
-            options.names(wanted),
-            device,
-            output_dir,
-            record,
-            full,
-            resume,
-            dry_run,
-            only,
-            skip,
-            deterministic,
-        ),
-        harness.terminal.printing.progress(context.obj["verbosity"]),
-    )
+    sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
+    others = options.names("none" if no_gpu_reference else peers)
+    wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
+    outcome = harness.experiment.run_sweep(wanted, harness.terminal.printing.progress(context.obj["verbosity"]))
     return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
 
 
@@ -200,34 +144,13 @@ def experiment(
 @options.checks
 @options.printing
 @click.pass_context
-def verify(
-    context: Context,
-    kernels: tuple[str, ...],
-    compute: list[str],
-    mode: str,
-    matrix: str,
-    case: int | None,
-    deterministic: bool,
-    device: str,
-    check: str | None,
-    schedule_seed: int | None,
-    json: bool,
-) -> int:
+def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: Any) -> int:
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
-    if harness.run.asan_child_needed(check):
+    if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     step = harness.terminal.printing.progress(context.obj["verbosity"])
-    cases = harness.verify.verify(
-        options.expanded([*kernels, *compute], () if mode == "both" else (mode,), None, deterministic),
-        matrix,
-        mode=mode,
-        device=device,
-        check=check,
-        schedule_seed=schedule_seed,
-        case=case,
-        deterministic=deterministic,
-        progress=lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}"),
-    )
+    given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
+    cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
     return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
 
 
@@ -243,7 +166,7 @@ def verify(
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.printing.progress(context.obj["verbosity"])
-    rows = harness.compile.compile_all(options.expanded([*kernels, *compute], ()), every, step, arch)
+    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
     return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
 
 
@@ -274,32 +197,10 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.option("--output-dir", type=options.folder, help="Add the variants to tune.csv there.")
 @options.printing
 @click.pass_context
-def tune(
-    context: Context,
-    /,
-    name: str,
-    pass_: str,
-    tile: dict[str, list[int]],
-    causal: bool,
-    scale: float | None,
-    device: str,
-    deterministic: bool,
-    output_dir: Path | None,
-    json: bool,
-    **shape: Any,
-) -> int:
+def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: Any) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
-    found = harness.tune.tune(
-        name,
-        pass_,
-        options.problem_of(shape, causal, scale),
-        tiles=tile,
-        device=device,
-        seed=shape["seed"],
-        deterministic=deterministic,
-        output_dir=output_dir,
-        progress=harness.terminal.printing.progress(context.obj["verbosity"]),
-    )
+    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
 
 
@@ -318,38 +219,12 @@ def tune(
 @click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
 @options.printing
 @click.pass_context
-def profile(
-    context: Context,
-    /,
-    compute: list[str],
-    mode: str,
-    tool: str,
-    causal: bool,
-    scale: float | None,
-    device: str,
-    tile: dict[str, int],
-    deterministic: bool,
-    output_dir: Path,
-    json: bool,
-    **shape: Any,
-) -> int:
+def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: Any) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
-    if harness.profile.is_child():
-        return harness.profile.launch()
-    problem = options.problem_of(shape, causal, scale)
-    rows = harness.profile.profile(
-        options.expanded(compute or ["fa2"], harness.run.MODES[mode], problem, deterministic),
-        mode,
-        problem,
-        tool=tool,
-        output_dir=output_dir,
-        seed=shape["seed"],
-        device=device,
-        tiles=tile,
-        deterministic=deterministic,
-        progress=harness.terminal.printing.progress(context.obj["verbosity"]),
-    )
-    return harness.terminal.show.counters(rows, output_dir, json, context.obj["verbosity"])
+    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
+    rows = harness.profile.profile(kernels, problem, tiles=tile, progress=progress, **options.without_mask(given))
+    return harness.terminal.show.counters(rows, given["output_dir"], json, context.obj["verbosity"])
 
 
 @main.command(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what the command line opens
+    from . import choose as choose
     from . import compare as compare
     from . import compile as compile
     from . import dataset as dataset

@@ -1,44 +1,134 @@
-"""Ranges of the ladder: "08-14" is every kernel numbered from 8 to 14 that can do what is asked."""
+"""What --compute means: names, numbers, ranges, aliases, paths, peers and `auto`, resolved once into contenders.
+
+"08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
+problem on this device. A path is as good as a name. After this no text travels: a Contender holds the kernels themselves.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from . import peers
+from .check.contender import Contender
 from .fault import UsageFault
-from .kernel.kernel import catalogue, find
-from .problem import Problem
+from .kernel import Device, Kernel, NoSuchPass, catalogue, find
+from .problem import MODES, Problem
 
 _RANGE = re.compile(r"(\d{1,2})-(\d{1,2})")
+AUTO = "auto"
 
 
-def expand(
-    specs: Iterable[str], passes: Sequence[str], problems: Sequence[Problem] = (), deterministic: bool = False
-) -> tuple[list[str], list[str]]:
-    """Specs in which each range of numbers ("08-14") has become the names of its kernels, and a sentence for each that is left out.
+def choose(
+    specs: Iterable[str],
+    passes: Sequence[str],
+    problems: Sequence[Problem] = (),
+    device: Device | None = None,
+    *,
+    deterministic: bool = False,
+    tiles: Mapping[str, int] | None = None,
+) -> tuple[list[Contender], list[str]]:
+    """The contenders of some specs, those of a range once, and a sentence for what a reader should know of the choice.
 
-    A range means those that can: that have the passes and take one of the problems (if any are given) in the form asked for.
-    Raises UsageFault where a range has no such kernel.
+    A range means those that can: that have the passes and take one of the problems (if any are given) in the form asked for; the
+    rest is told. `auto` needs a problem and a device. Raises UsageFault for a name that is nobody's, a range without a kernel
+    that can, and NoSuchPass for a kernel that lacks a pass.
     """
-    found: list[str] = []
-    left_out: list[str] = []
+    found: list[Contender] = []
+    notes: list[str] = []
     for spec in specs:
-        if not (ends := _RANGE.fullmatch(spec)):
-            found.append(spec)
+        if ends := _RANGE.fullmatch(spec):
+            names, some = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
+        elif spec == AUTO:
+            names, some = _auto(passes, problems, device, deterministic)
+        else:  # what is named twice is there twice: a kernel beside itself shows the noise
+            found.append(contender(spec, passes, deterministic=deterministic, tiles=tiles))
             continue
-        within = [k.name for k in catalogue() if k.number is not None and int(ends[1]) <= k.number <= int(ends[2])]
-        why = {name: _cannot(name, passes, problems, deterministic) for name in dict.fromkeys(within)}
-        left_out += [f"{spec} without {name}: {reason}" for name, reason in why.items() if reason]
-        able = [name for name, reason in why.items() if not reason]
-        if not able:
-            reason = "; ".join(dict.fromkeys(filter(None, why.values()))) or "no kernel has a number in it"
-            raise UsageFault(f"no kernel of the range {spec} can do this", reason, "fa-cli list shows numbers, passes and dtypes")
-        found += [name for name in able if name not in found]
-    return found, left_out
+        there = {kernel.path for each in found for kernel in each.kernels.values()}
+        several = [contender(name, passes, deterministic=deterministic, tiles=tiles) for name in names]
+        found += [each for each in several if not there & {kernel.path for kernel in each.kernels.values()}]
+        notes += some
+    return found, notes
 
 
-def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool) -> str:
-    """Why a kernel cannot do the passes of any of the problems; empty where it can."""
+def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, tiles: Mapping[str, int] | None = None) -> Contender:
+    """The contender of one name, number, alias or path. Raises UsageFault and NoSuchPass as :func:`choose` does."""
+    if peer := peers.find(spec):
+        return Contender(peer.name, peer=peer, deterministic=deterministic)
+    kernels = {pass_: find(spec, pass_, deterministic) for pass_ in passes}
+    return Contender(next(iter(kernels.values())).name, kernels, tiles=dict(tiles or {}), deterministic=deterministic)
+
+
+def kernels(
+    specs: Iterable[str], passes: Sequence[str], wanted: Sequence[str] = (), *, deterministic: bool = False
+) -> tuple[list[Kernel], list[str]]:
+    """The kernels of some specs, peers not among them, in each of the passes that there is; and notes as :func:`choose`.
+
+    wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name, NoSuchPass where a kernel has none
+    of the passes.
+    """
+    found: list[Kernel] = []
+    notes: list[str] = []
+    for spec in specs:
+        if ends := _RANGE.fullmatch(spec):
+            some, left_out = _range(spec, int(ends[1]), int(ends[2]), wanted, (), deterministic)
+            notes += left_out
+        else:
+            some = [spec]
+        for name in some:
+            there, missing = [], []
+            for pass_ in passes:
+                try:
+                    there.append(find(name, pass_, deterministic))
+                except NoSuchPass as fault:
+                    missing.append(fault)
+            if not there:
+                raise missing[0]
+            found += there
+    return found, notes
+
+
+def kernels_for(specs: Iterable[str], mode: str, problem: Problem, *, deterministic: bool, note: Callable[[str], None]) -> list[Kernel]:
+    """The kernels of some specs for the passes of a mode on a problem. Raises UsageFault for a peer, and as :func:`choose`."""
+    found, notes = choose(specs, MODES[mode], [problem], deterministic=deterministic)
+    for text in notes:
+        note(text)
+    if peer := next((each for each in found if each.peer), None):
+        raise UsageFault(f"{peer.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    return [kernel for each in found for kernel in each.kernels.values()]
+
+
+def _range(
+    spec: str, first: int, last: int, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool
+) -> tuple[list[str], list[str]]:
+    """The names of a range's kernels that can, and a sentence for each that cannot."""
+    within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
+    why = {name: _cannot(name, passes, problems, deterministic) for name in within}
+    able = [name for name, reason in why.items() if not reason]
+    if not able:
+        reason = "; ".join(dict.fromkeys(filter(None, why.values()))) or "no kernel has a number in it"
+        raise UsageFault(f"no kernel of the range {spec} can do this", reason, "fa-cli list shows numbers, passes and dtypes")
+    return able, [f"{spec} without {name}: {reason}" for name, reason in why.items() if reason]
+
+
+def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
+    """The highest step that takes a problem on the device, for each of the problems."""
+    if device is None or not problems:
+        raise UsageFault("auto needs a problem", "which kernel is the highest step depends on it", "name a kernel: fa-cli list")
+    numbers = {k.name: k.number for k in catalogue() if k.number is not None}
+    ladder = sorted(numbers, key=lambda name: -numbers[name])
+    found: dict[str, str] = {}
+    for problem in problems:
+        name = next((name for name in ladder if not _cannot(name, passes, (problem,), deterministic, device)), None)
+        if name is None:
+            why = f"each of them refuses {problem.describe()} {' and '.join(passes)}"
+            raise UsageFault(f"no kernel of the ladder takes this on {device.name}", why, "fa-cli list shows what each takes")
+        found.setdefault(name, f"auto is {numbers[name]:02} {name}, the highest step that takes {problem.describe()} on {device.name}")
+    return list(found), list(found.values())
+
+
+def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool, device: Device | None = None) -> str:
+    """Why a kernel cannot do the passes of any of the problems (on a device, if one is given); empty where it can."""
     try:
         kernels = [find(name, pass_, deterministic) for pass_ in passes]
     except UsageFault as fault:
@@ -48,6 +138,10 @@ def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deter
         try:
             for each in kernels:
                 each.refuse(problem)
+                if device is not None:
+                    if device.kind == "cuda" and not each.runs_on(device.arch, problem.dtype):
+                        raise UsageFault(f"{each.label} does not run on {device.arch}")
+                    each.plan(problem, device)
             return ""
         except UsageFault as fault:
             reason = fault.what

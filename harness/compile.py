@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .backends import CompileError, nvrtc
+from .choose import kernels
 from .fault import UsageFault
+from .kernel import Device, Kernel, catalogue, is_path
 from .kernel.expression import ExpressionError, evaluate
-from .kernel.kernel import Device, Kernel, catalogue, find
 from .problem import PASSES, Problem
 
 #: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.
@@ -60,17 +61,26 @@ def compile_all(
     everything: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     arch: str | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[CompileRow]:
-    """Compile kernels by name, number or path: both passes of a name, one file of a path; without any, the whole tree.
+    """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
-    Raises UsageFault for a kernel that does not exist, and as :func:`compile_kernels` does.
+    note is told what a range leaves out. Raises UsageFault for a kernel that does not exist, and as :func:`compile_kernels` does.
     """
-    kernels = [kernel for spec in computes for kernel in _find(spec)] if computes else catalogue()
-    return compile_kernels(kernels, everything, progress, arch)
+    found: list[Kernel] = []
+    for spec in computes:
+        if is_path(spec):
+            found.append(Kernel.read(Path(spec).resolve()))
+        else:
+            some, left_out = kernels([spec], PASSES)
+            found += some
+            for text in left_out:
+                note(text)
+    return compile_kernels(found if computes else catalogue(), everything, progress, arch)
 
 
 def compile_kernels(
-    kernels: Sequence[Kernel],
+    wanted: Sequence[Kernel],
     everything: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     arch: str | None = None,
@@ -87,7 +97,7 @@ def compile_kernels(
             raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
         raise UsageFault(f"unknown architecture {arch!r}", why, "choose one of these")
     archs = nvrtc.architectures() if arch is None else (arch,)
-    cases = [case for kernel in kernels for case in _cases(kernel, archs, everything)]
+    cases = [case for kernel in wanted for case in _cases(kernel, archs, everything)]
     rows = []
     with ThreadPoolExecutor(2) as pool:  # NVRTC lets go of the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
@@ -95,20 +105,6 @@ def compile_kernels(
             progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtype} {row.arch}")
     progress("")
     return rows
-
-
-def _find(spec: str) -> list[Kernel]:
-    if spec.endswith(".cu") or "/" in spec:
-        return [Kernel.read(Path(spec).resolve())]
-    found = []
-    for pass_ in PASSES:
-        try:
-            found.append(find(spec, pass_))
-        except UsageFault as fault:
-            missing = fault
-    if not found:
-        raise missing
-    return found
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool) -> list[_Case]:

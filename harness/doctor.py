@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from .backends import cache_dir, nvidia_driver, nvrtc
-from .backends.cuda import Cuda, driver_cuda, pip_line
+from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
+from .backends.nvml import driver_cuda
 from .fault import Fault
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"

@@ -8,21 +8,23 @@ it costs its own row: the rest is measured by a fresh process.
 from __future__ import annotations
 
 import fnmatch
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import backends, choose, environment, files, peers, results, run
+from . import backends, child, environment, files, peers, results, run
 from .backends import Backend, ContextLost
+from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
+from .choose import choose
 from .fault import DiskFault, EnvironmentFault, UsageFault
-from .kernel.kernel import catalogue, find
+from .kernel import catalogue
 from .measure import ceilings
-from .problem import Problem
-from .row import TYPES, Row, append_row, read_rows
+from .problem import MODES, Problem
+from .row import CEILING, TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
 SEED = 42
@@ -32,7 +34,10 @@ _LOST = ("illegal memory access", "unspecified launch failure", "misaligned addr
 
 @dataclass(frozen=True)
 class Options:
-    """What to run and where to write it; the fields are the flags of `fa-cli experiment`. peers None: all; only, skip: patterns of test names."""
+    """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
+
+    peers None: all of the kind of device. only, skip: patterns of test names.
+    """
 
     name: str = "forward"
     mode: str | None = None
@@ -81,7 +86,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     small = backend.name == "cpu" and not options.full
     shapes = _selected(sweep.cpu_shapes if small else sweep.shapes, options)
     notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
-    contenders, left_out = _contenders(options, sweep, mode, shapes, backend.name)
+    contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
     if options.dry_run:
         return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
@@ -95,7 +100,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             stale.unlink(missing_ok=True)
     _write_environment(folder / "env.json", backend, run_id, options.resume)
     try:
-        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith("ceiling-") for row in rows):
+        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
             rows += _keep(folder, ceilings.rows(backend, run_id), [])
         for number, ((test, problem), computes) in enumerate(zip(shapes, contenders, strict=True)):
             left = [c for c in computes if not _done(rows, test, c, mode, problem)]
@@ -103,7 +108,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
                 progress(f"{step} {text}")
 
-            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell, options.deterministic):
+            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
                 rows += _keep(folder, results.with_peak(found, rows), samples)
     except _Lost:
         rows = _in_a_fresh_process(options, table, run_id)
@@ -113,28 +118,27 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
 
 def _shape(
     backend: Backend,
-    computes: Sequence[str],
+    contenders: Sequence[Contender],
     mode: str,
     test: str,
     problem: Problem,
     run_id: str,
     progress: Callable[[str], None],
-    deterministic: bool,
 ) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
-    for compute in computes:
-        progress(f"checks {compute}")
+    for contender in contenders:
+        progress(f"checks {contender.name}")
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
-            good.append(run.check_in_memory(compute, mode, problem, backend, SEED, oracle, deterministic))
+            good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
         except DiskFault:
             raise  # every other row would meet it too
         except Exception as error:
             absent = isinstance(error, EnvironmentFault)
             status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
-            yield results.rows_without(test, compute, mode, problem, backend, run_id, SEED, status, str(error), deterministic), []
+            yield results.rows_without(test, contender, mode, problem, backend, run_id, SEED, status, str(error)), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost from error
     for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
@@ -152,25 +156,22 @@ def _keep(folder: Path, rows: list[Row], samples: list[dict[str, Any]]) -> list[
     return rows
 
 
-def _done(rows: Sequence[Row], test: str, compute: str, mode: str, problem: Problem) -> bool:
+def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem) -> bool:
     """Whether a resumed run has this cell already. Rows of a shape are written last pass last, so the mode's own row is enough."""
-    name = compute if peers.find(compute) else find(compute, run.MODES[mode][0]).name
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     return any(
-        (row.Test, row.Kernel, row.Type) == (test, name, TYPES[mode])
+        (row.Test, row.Kernel, row.Type) == (test, contender.name, TYPES[mode])
         and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
         for row in rows
     )
 
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
-    child = multiprocessing.get_context("spawn").Process(target=run_sweep, args=(replace(options, resume=True),))
-    child.start()
-    child.join()
-    if child.exitcode:
-        raise EnvironmentFault(
-            "the sweep could not go on", f"the fresh process ended with {child.exitcode}", "fa-cli experiment … --resume"
-        )
+    try:
+        child.run(partial(run_sweep, replace(options, resume=True)))
+    except child.Ended as fault:
+        why = f"the fresh process ended with {fault.code}"
+        raise EnvironmentFault("the sweep could not go on", why, "fa-cli experiment … --resume") from fault
     return [row for row in read_rows(table) if row.run_id == run_id]
 
 
@@ -190,35 +191,32 @@ def _selected(shapes: Sequence[tuple[str, Problem]], options: Options) -> list[t
 
 
 def _contenders(
-    options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], device: str
-) -> tuple[list[list[str]], list[str]]:
+    options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], backend: Backend
+) -> tuple[list[list[Contender]], list[str]]:
     """The kernels, then the peers of each shape, and what to say of those that ranges leave out.
 
-    Kernels asked for must exist and have the passes; by default all that have them and a shape's dtype. A range is, for each
-    shape, those of it that take it.
+    Kernels asked for must exist and have the passes; by default all that have them and a shape's dtype. A range, and auto, is for
+    each shape those that take it.
     """
-    passes, problems = run.MODES[mode], [problem for _, problem in shapes]
+    passes, problems = MODES[mode], [problem for _, problem in shapes]
     having = [{k.name for k in catalogue() if k.pass_ == pass_ and {p.dtype for p in problems} & set(k.dtypes)} for pass_ in passes]
     usual = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
     asked = [options.computes or sweep.names("kernels", test) or usual for test, _ in shapes]
-    several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), device) for test, _ in shapes]
+    several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), backend.name) for test, _ in shapes]
     specs = list(dict.fromkeys(spec for some in asked for spec in some))
-    computes, left_out = choose.expand(specs, passes, problems, options.deterministic)
-    for spec in computes:
-        for pass_ in passes:
-            if not peers.find(spec):
-                find(spec, pass_, options.deterministic)
+    notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]
     for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
             raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
     found = []
     for some, others, problem in zip(asked, several, problems, strict=True):
-        able: list[str] = []
-        for spec in some:
+        able: list[Contender] = []
+        for spec in dict.fromkeys((*some, *others)):
             with suppress(UsageFault):  # a range none of which takes this shape
-                able += choose.expand([spec], passes, [problem], options.deterministic)[0]
-        found.append(list(dict.fromkeys([*able, *others])))
-    return found, left_out
+                several_of_it, _ = choose([spec], passes, [problem], backend.device(), deterministic=options.deterministic)
+                able += [each for each in several_of_it if each not in able]
+        found.append(able)
+    return found, notes
 
 
 def _peers(named: Sequence[str] | None, device: str) -> Sequence[str]:
@@ -227,11 +225,12 @@ def _peers(named: Sequence[str] | None, device: str) -> Sequence[str]:
     return found if found or named == () else peers.usual(device)
 
 
-def _plan(shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[str]], mode: str) -> list[str]:
+def _plan(shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[Contender]], mode: str) -> list[str]:
     """What --dry-run says: each shape with its memory, its work and its contenders."""
-    every = list(dict.fromkeys(name for names in contenders for name in names))
+    several = [[each.name for each in some] for some in contenders]
+    every = list(dict.fromkeys(name for names in several for name in names))
     lines = [f"{len(shapes)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"]
-    for (test, p), names in zip(shapes, contenders, strict=True):
+    for (test, p), names in zip(shapes, several, strict=True):
         some = f" by {', '.join(names)}" if names != every else ""
         lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run{some}")
     return lines
@@ -247,10 +246,7 @@ def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
     folder = SWEEPS / sweep.name if options.record else options.output_dir
     pictures = ROOT / "plots" if options.record else options.output_dir
     for made in (folder, pictures):
-        try:
-            made.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DiskFault(f"cannot make the folder {made}", error.strerror or str(error), "choose another --output-dir") from None
+        files.make_folder(made)
     return folder, pictures
 
 

@@ -139,6 +139,14 @@ def _stage(path: Path, data: memoryview) -> None:
         raise OSError(errno.EIO, f"{written} of {len(data)} bytes reached the disk")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it where they are not there. Raises DiskFault."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+
+
 def disk_fault(place: Path, error: OSError) -> DiskFault:
     """What an OSError while writing means to a user."""
     reason = error.strerror or str(error)

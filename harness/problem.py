@@ -16,6 +16,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 PASSES = ("forward", "backward")
 
+#: Modes of a run and the passes each consists of.
+MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
+
 #: The tensors each pass reads and writes, in the order they are passed to plain kernels and shown in tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
@@ -29,7 +32,9 @@ class Problem:
 
     Q, O, dO, dQ: (batch, heads_q, seq_q, head_dim); K, V, dK, dV: (batch, heads_kv, seq_kv, head_dim);
     logsumexp: (batch, heads_q, seq_q), natural logarithm of the scaled scores. Query head h reads key head
-    h * heads_kv // heads_q (grouped-query attention). Build one with :meth:`of`, which checks.
+    h * heads_kv // heads_q (grouped-query attention). Under the causal mask key k is visible to query q iff
+    k <= q + causal_shift; a query that sees no key gives O = 0, logsumexp = -inf and zero gradients. Build one with
+    :meth:`of`, which checks, and change one with :meth:`with_`: equal masks then give equal problems.
     """
 
     batch: int
@@ -41,6 +46,7 @@ class Problem:
     dtype: str
     causal: bool
     scale: float
+    causal_shift: int
 
     @classmethod
     def of(
@@ -54,8 +60,14 @@ class Problem:
         dtype: str = "float32",
         causal: bool = False,
         scale: float | None = None,
+        causal_shift: int | None = None,
     ) -> Problem:
-        """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim).
+        """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
+
+        That default is the bottom-right alignment of FlashAttention; 0 is torch's top-left; a shard of a longer sequence has
+        the position of its first query less that of its first key. The shift is stored between -seq (no key is visible) and
+        seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel can overflow.
+        Without causal it means nothing and is the default.
 
         Raises UsageFault for empty or negative sizes, heads that do not group, an unknown dtype or a scale that is not finite.
         """
@@ -79,7 +91,8 @@ class Problem:
             raise UsageFault(f"unknown dtype {dtype!r}", f"known: {', '.join(DTYPE_BYTES)}", "use --dtype float32")
         if scale is not None and not math.isfinite(scale):
             raise UsageFault(f"scale is {scale}", "the softmax scale must be finite", "leave --scale out for 1/sqrt(dim)")
-        return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, dim**-0.5 if scale is None else float(scale))
+        scale = dim**-0.5 if scale is None else float(scale)
+        return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, _shift(seq, seq_kv, causal, causal_shift))
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -105,14 +118,18 @@ class Problem:
         return cls.of(int(b), int(h), int(s), int(d), int(hkv) if hkv else None, int(skv) if skv else None, dtype or "float32")
 
     def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        """A copy with some fields changed. The default causal_shift follows the lengths, any other is kept; None is the default."""
+        made = replace(self, **changes)  # type: ignore[arg-type]
+        given = "causal_shift" in changes or self.causal_shift != self.default_shift
+        return replace(made, causal_shift=_shift(made.seq_q, made.seq_kv, made.causal, made.causal_shift if given else None))
 
     def describe(self) -> str:
-        """One line for people: the folder name, and causal and scale where they are not the default."""
+        """One line for people: the folder name, and causal, causal_shift and scale where they are not the default."""
         text = self.folder
         if self.causal:
             text += " causal"
+        if self.causal_shift != self.default_shift:
+            text += f" causal_shift={self.causal_shift}"
         if self.scale != self.head_dim**-0.5:
             text += f" scale={self.scale:g}"
         return text
@@ -140,8 +157,8 @@ class Problem:
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     @property
-    def causal_shift(self) -> int:
-        """Key k is visible to query q iff k <= q + causal_shift: bottom-right alignment, as FlashAttention has it."""
+    def default_shift(self) -> int:
+        """The causal_shift of bottom-right alignment: the last query sees every key, as FlashAttention has it."""
         return self.seq_kv - self.seq_q
 
     @property
@@ -149,9 +166,10 @@ class Problem:
         """(query, key) pairs a head computes: all of them, or under the causal mask the visible ones."""
         if not self.causal:
             return self.seq_q * self.seq_kv
-        first = max(0, -self.causal_shift)  # rows before it see no key
-        rows = self.seq_q - first
-        return rows * ((first + self.causal_shift + 1) + self.seq_kv) // 2
+        first = max(0, -self.causal_shift)  # queries before it see no key
+        full = min(self.seq_q, self.seq_kv - self.causal_shift)  # queries from it on see every key
+        rising = (full - first) * (first + full + 2 * self.causal_shift + 1) // 2  # query q sees q + causal_shift + 1 keys
+        return rising + (self.seq_q - full) * self.seq_kv
 
     def flops(self, pass_: str) -> int:
         """Floating-point operations of a pass: 4 B H D pairs forward, 2.5 times that backward, 3.5 times for both.
@@ -166,3 +184,10 @@ class Problem:
         if pass_ == "both":
             return self.bytes("forward") + self.bytes("backward")
         return sum(self.tensor_bytes(t) for t in READS[pass_] + WRITES[pass_])
+
+
+def _shift(seq_q: int, seq_kv: int, causal: bool, given: int | None) -> int:
+    """The causal_shift a problem stores: see :meth:`Problem.of`."""
+    if given is None or not causal:
+        return seq_kv - seq_q
+    return max(-seq_q, min(int(given), seq_kv - 1))

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from .backends import Backend
-from .check.contender import PassResult
+from .check.contender import Contender, PassResult
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
-from .row import SHAPE, TYPES, Row
+from .row import CEILING, SHAPE, TYPES, Row
 from .run import Result
 
 
@@ -67,13 +67,14 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
 
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
     """The rows with pct_of_peak: of the matrix products of their dtype measured in the same run, where they were."""
-    most = {row.Kernel.removeprefix("ceiling-gemm-"): row.TFLOPS for row in ceilings if row.Kernel.startswith("ceiling-gemm-")}
+    gemm = f"{CEILING}gemm-"
+    most = {row.Kernel.removeprefix(gemm): row.TFLOPS for row in ceilings if row.Kernel.startswith(gemm)}
     return [replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows]
 
 
 def rows_without(
     test: str,
-    kernel: str,
+    contender: Contender,
     mode: str,
     problem: Problem,
     backend: Backend,
@@ -81,13 +82,15 @@ def rows_without(
     seed: int,
     status: str,
     why: str,
-    deterministic: bool = False,
 ) -> list[Row]:
-    """The rows of a kernel that gave no result: status REFUSED, ERROR or ABSENT, and why."""
+    """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     message = " ".join(why.split())
     facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
-    return [Row(**_of_problem(test, kernel, m, problem, deterministic), Status=status, ErrorMessage=message, **facts) for m in modes]
+    return [
+        Row(**_of_problem(test, contender.name, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
+        for m in modes
+    ]
 
 
 def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:
@@ -173,9 +176,11 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str:
-    """The command that runs this row again."""
+def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+    """The command that runs this row again. None of a causal_shift but the default, which no option sets."""
     p = problem
+    if p.causal_shift != p.default_shift:
+        return None
     words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)

@@ -73,6 +73,9 @@ class Row:
 #: The columns that say which problem a row is of.
 SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
 
+#: How the names of measured ceilings begin: ceiling-gemm-bfloat16, ceiling-copy …
+CEILING = "ceiling-"
+
 #: What the column Type says of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 

@@ -8,19 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import choose, dataset, kernel, peers
+from . import choose, dataset
 from .backends import Backend, pick
 from .check import budget
-from .check.contender import PassResult, run_kernel, run_peer
+from .check.contender import Contender, PassResult
 from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
-from .fault import EnvironmentFault, UsageFault
+from .fault import UsageFault
 from .files import disk_fault, locked
 from .measure import sampling as measure
-from .problem import DTYPE_BYTES, PASSES, READS, Problem
-
-#: Modes of a run and the passes each consists of.
-MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
+from .problem import MODES, PASSES, Problem
 
 
 @dataclass(frozen=True)
@@ -70,36 +67,18 @@ class Result:
 
 
 def contend(
-    backend: Backend,
-    compute: str,
-    mode: str,
-    oracle: Oracle,
-    forward: Mapping[str, Any] | None,
-    tiles: Mapping[str, int] | None = None,
-    deterministic: bool = False,
+    backend: Backend, contender: Contender, mode: str, oracle: Oracle, forward: Mapping[str, Any] | None = None, chained: bool = False
 ) -> dict[str, PassResult]:
-    """The passes of a mode by a kernel or a peer, checked, not yet timed.
+    """The passes of a mode by a contender, checked, not yet timed.
 
-    A kernel's backward pass reads `forward` (O and logsumexp), or in mode both, where it is None, its own. A peer's makes its own.
+    A kernel's backward pass reads the O and logsumexp of `forward` (None: the reference's), or where chained those that its own
+    forward pass has just written.
     """
     passes: dict[str, PassResult] = {}
-    if peer := find_peer(compute, backend.name):
-        return {pass_: run_peer(peer, oracle, pass_) for pass_ in MODES[mode]}
-    chosen = {pass_: kernel.find(compute, pass_, deterministic) for pass_ in MODES[mode]}  # a missing pass is told before anything runs
-    for pass_, each in chosen.items():
-        inputs = dict(oracle.inputs)
-        if pass_ == "backward":
-            inputs |= forward if forward is not None else passes["forward"].outputs
-        passes[pass_] = run_kernel(backend, each, oracle, {name: inputs[name] for name in READS[pass_]}, tiles)
+    for pass_ in MODES[mode]:
+        given = passes["forward"].outputs if chained and "forward" in passes else forward
+        passes[pass_] = contender.run(backend, oracle, pass_, given)
     return passes
-
-
-def find_peer(compute: str, device: str) -> peers.Peer | None:
-    """The peer of that name; None where it names no peer. Raises EnvironmentFault where the peer cannot run here."""
-    peer = peers.find(compute)
-    if peer and (absent := peer.absent(device)):
-        raise EnvironmentFault(f"{compute} is not here", absent[0], absent[1])
-    return peer
 
 
 def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
@@ -146,7 +125,8 @@ def run(
     scale: float | None = None,
     deterministic: bool = False,
 ) -> list[Result]:
-    """Run computes (names, numbers, ranges, paths) on a data folder (or a problem, generated under data_root or reused there) and write the first one's outputs.
+    """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
+    or reused there, and write the first one's outputs.
 
     The folder is locked meanwhile. All that pass are then timed in turn, warm. Raises Fault: usage, data, environment, kernel
     or disk; a failed check is no exception, it is Result.passed.
@@ -157,8 +137,9 @@ def run(
     assert shape is not None, "either a folder or a problem"
     problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
     dataset.check_size(problem)
-    computes, left_out = choose.expand(computes, MODES[mode], (problem,), deterministic)
-    names = [_refuse(compute, mode, problem, backend, tiles, deterministic) for compute in computes]  # before a byte is written
+    contenders, notes = choose.choose(computes, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
+    for each in contenders:  # before a byte is written
+        each.refuse(problem, MODES[mode], backend)
     found = found or dataset.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
         raise disk_fault(found.folder, PermissionError(13, "permission denied"))
@@ -167,64 +148,42 @@ def run(
         forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
         oracle = Oracle(problem, inputs, tolerance, backend.xp)
         results: list[Result] = []
-        for name, compute in zip(names, computes, strict=True):
-            passes = contend(backend, compute, mode, oracle, forward, tiles, deterministic)
-            result = Result(
-                name,
-                mode,
-                backend.name,
-                backend.device().name,
-                problem,
-                passes,
-                oracle.reference.share,
-                found.folder,
-                (*found.warnings, *left_out),
-                found.seed,
-                deterministic,
-            )
-            if not results:
+        for each in contenders:
+            passes = contend(backend, each, mode, oracle, forward, chained=mode == "both")
+            result = _result(each, mode, backend, oracle, passes, found.seed)
+            results.append(replace(result, outputs=found.folder, notes=(*found.warnings, *notes)))
+            if len(results) == 1:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
                 dataset.write_outputs(found, outputs, _record(result))
-            results.append(result)
     return results if check else time_together(results, backend, "warm")  # instrumented code has no speed worth printing
 
 
-def _refuse(
-    compute: str, mode: str, problem: Problem, backend: Backend, tiles: Mapping[str, int] | None = None, deterministic: bool = False
-) -> str:
-    """The canonical name of a compute. Raises Fault where it cannot do this problem in this mode here."""
-    if peer := find_peer(compute, backend.name):
-        for pass_ in MODES[mode]:
-            peer.refuse(problem, pass_)
-        return peer.name
-    chosen = [kernel.find(compute, pass_, deterministic) for pass_ in MODES[mode]]
-    for each in chosen:
-        spaces = each.plan(problem, backend.device(), tiles).workspaces
-        if backend.name == "cpu":  # a GPU says itself what does not fit
-            dataset.check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
-    return chosen[0].name
-
-
 def check_in_memory(
-    compute: str,
-    mode: str,
-    problem: Problem,
-    backend: Backend,
-    seed: int = 42,
-    oracle: Oracle | None = None,
-    deterministic: bool = False,
+    contender: Contender, mode: str, problem: Problem, backend: Backend, seed: int = 42, oracle: Oracle | None = None
 ) -> Result:
-    """Check a compute on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
+    """Check a contender on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
     written, and it is not timed (:func:`time_together`).
 
-    oracle: one made by :func:`oracle_for` may be given to save computing it again for another kernel.
+    oracle: one made by :func:`oracle_for` may be given to save computing it again for another contender.
     """
     oracle = oracle or oracle_for(problem, backend, mode, seed)
-    name = _refuse(compute, mode, problem, backend, None, deterministic)
-    forward = oracle.forward_outputs() if mode != "forward" else None
-    passes = contend(backend, compute, mode, oracle, forward, None, deterministic)
+    contender.refuse(problem, MODES[mode], backend)
+    return _result(contender, mode, backend, oracle, contend(backend, contender, mode, oracle), seed)
+
+
+def _result(
+    contender: Contender, mode: str, backend: Backend, oracle: Oracle, passes: Mapping[str, PassResult], seed: int | None
+) -> Result:
     return Result(
-        name, mode, backend.name, backend.device().name, problem, passes, oracle.reference.share, seed=seed, deterministic=deterministic
+        compute=contender.name,
+        mode=mode,
+        device=backend.name,
+        device_name=backend.device().name,
+        problem=oracle.problem,
+        passes=passes,
+        share=oracle.reference.share,
+        seed=seed,
+        deterministic=contender.deterministic,
     )
 
 
@@ -234,6 +193,7 @@ def _record(result: Result) -> dict[str, Any]:
         "kernel": result.compute,
         "mode": result.mode,
         "causal": problem.causal,
+        "causal_shift": problem.causal_shift,
         "scale": problem.scale,
         "dtype": problem.dtype,
         "device": result.device,

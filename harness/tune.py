@@ -22,12 +22,13 @@ from .backends import Backend, CompileError, ContextLost, nvrtc, pick
 from .check import budget
 from .check.contender import PassResult, run_kernel
 from .check.oracle import oracle_for
+from .choose import choose
 from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
-from .files import disk_fault, json_bytes, write_files
-from .kernel.kernel import Kernel, Plan, find
+from .files import disk_fault, json_bytes, make_folder, write_files
+from .kernel import Kernel, Plan
 from .measure.sampling import POLICY, Timing, measure
-from .problem import READS, Problem
+from .problem import Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
@@ -37,7 +38,10 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Variant:
-    """One combination of tile values and what came of it; None is unknown or not measured. vs_default is the default's time over this one's."""
+    """One combination of tile values and what came of it; None is unknown or not measured.
+
+    vs_default is the default's time over this one's.
+    """
 
     kernel: str
     pass_: str
@@ -103,24 +107,13 @@ def tune(
     The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
     Raises UsageFault for an unknown or refused kernel or tile, ContextLost where a variant takes the GPU with it, DiskFault.
     """
-    kernel = find(spec, pass_, deterministic)
     backend = pick(device)
+    kernel = _chosen(spec, pass_, problem, backend, deterministic)
     default, swept = _swept(kernel, problem, backend, tiles or {})
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
     oracle = oracle_for(problem, backend, pass_, seed)
-    inputs = dict(oracle.inputs) | (oracle.forward_outputs() if pass_ == "backward" else {})
-    inputs = {name: inputs[name] for name in READS[pass_]}
-    done = 0
-
-    def prune(row: Variant) -> Variant:
-        nonlocal done
-        pruned = _prune(kernel, problem, backend, row)
-        done += 1
-        progress(f"compiled {done}/{len(found)}")
-        return pruned
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # compilers let go of the interpreter lock
-        found = list(pool.map(prune, found))
+    inputs = oracle.inputs_of(pass_)
+    found = _pruned(found, lambda row: _prune(kernel, problem, backend, row), progress)
     right: dict[int, PassResult] = {}
     for i, row in enumerate(found):
         if row.status == PASS:
@@ -138,6 +131,24 @@ def tune(
     if output_dir:
         _write(tuned, output_dir, backend)
     return tuned
+
+
+def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> list[Variant]:
+    """The rows as prune leaves them, several at a time: compilers let go of the interpreter lock."""
+    found = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for done, row in enumerate(pool.map(prune, rows), 1):
+            found.append(row)
+            progress(f"compiled {done}/{len(rows)}")
+    return found
+
+
+def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, deterministic: bool) -> Kernel:
+    """The one kernel to tune. Raises UsageFault for a range, a peer and an unknown name."""
+    found, _ = choose([spec], [pass_], [problem], backend.device(), deterministic=deterministic)
+    if len(found) != 1 or found[0].peer:
+        raise UsageFault(f"{spec} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are")
+    return found[0].kernels[pass_]
 
 
 def _order(row: Variant) -> tuple[int, float, str]:
@@ -251,8 +262,8 @@ def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
         values = vars(row) | {"tiles": " ".join(f"{name}={value}" for name, value in row.tiles.items())} | facts
         writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
     path = folder / "tune.csv"
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
     except OSError as error:
         raise disk_fault(folder, error) from None

@@ -22,8 +22,9 @@ from .backends import Backend
 from .check import budget
 from .check.contender import run_kernel
 from .check.oracle import oracle_for
+from .choose import kernels
 from .fault import Fault, UsageFault
-from .problem import PASSES, READS, Problem
+from .problem import MODES, Problem
 from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
@@ -215,27 +216,31 @@ def verify(
     schedule_seed: int | None = None,
     case: int | None = None,
     deterministic: bool = False,
-    progress: Callable[[CaseResult], None] | None = None,
+    progress: Callable[[CaseResult], None] = lambda result: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[CaseResult]:
-    """Run each kernel (a name, number or path; none: the whole tree; every pass it has among mode's) over its matrix, failures or not.
+    """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
 
-    case runs one case alone. A kernel with two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels.
+    case runs one case alone. A kernel with two forms is checked in both, or with deterministic in that one. A backward pass reads
+    the reference's O and logsumexp. note is told what a range leaves out. Raises UsageFault for unknown kernels.
     """
     first = open_backend(device, check, schedule_seed)
     backends: dict[int, Backend] = {0: first} if schedule_seed is None else {schedule_seed: first}
     results = []
-    every = list(dict.fromkeys(each.name for each in kernel.catalogue()))
-    for chosen in _kernels(list(computes) or every, mode, deterministic):
+    every = dict.fromkeys(each.name for each in kernel.catalogue())
+    wanted = () if mode == "both" else MODES[mode]
+    found, left_out = kernels(list(computes) or every, MODES[mode], wanted, deterministic=deterministic)
+    for text in left_out:
+        note(text)
+    for chosen in found:
         cases = [each for each in matrix(chosen, which, first.name) if case is None or each.number == case]
         compile_ahead(first, chosen, cases)
         for each in cases:
             schedule = schedule_seed if schedule_seed is not None else each.schedule
             if schedule not in backends:
                 backends[schedule] = open_backend(device, check, schedule)
-            result = run_case(backends[schedule], chosen, each, which, deterministic)
-            results.append(result)
-            if progress:
-                progress(result)
+            results.append(run_case(backends[schedule], chosen, each, which, deterministic))
+            progress(results[-1])
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify without --case shows the numbers")
     return results
@@ -264,34 +269,16 @@ def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
 def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False) -> CaseResult:
     """One case; a fault is a failed result, not an exception."""
     start = time.perf_counter()
-    spec = str(chosen.path) if chosen.number is None else chosen.name
-    repro = f"fa-cli verify {shlex.quote(spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
+    repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
     repro += " --deterministic" * deterministic
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
         oracle = oracle_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
-        inputs = dict(oracle.inputs)
-        if chosen.pass_ == "backward":
-            inputs |= oracle.forward_outputs()
-        done = run_kernel(backend, in_form(chosen, case), oracle, {name: inputs[name] for name in READS[chosen.pass_]})
+        done = run_kernel(backend, in_form(chosen, case), oracle, oracle.inputs_of(chosen.pass_))
         largest = {name: v.max_abs for name, v in done.verdicts.items()}
         message = "; ".join(budget.message(v) for v in done.verdicts.values() if not v.passed)
         code = 1 if message else 0
     except Fault as fault:
         message, code = str(fault), fault.exit_code
     return CaseResult(chosen.name, chosen.pass_, case, not message, message, time.perf_counter() - start, repro, largest, code)
-
-
-def _kernels(computes: Iterable[str], mode: str, deterministic: bool) -> Iterator[kernel.Kernel]:
-    """The kernels of mode's passes; in mode both, those of the two that there are."""
-    for compute in computes:
-        found, absent = [], []
-        for pass_ in PASSES if mode == "both" else (mode,):
-            try:
-                found.append(kernel.find(compute, pass_, deterministic))
-            except kernel.NoSuchPass as fault:
-                absent.append(fault)
-        if not found:
-            raise absent[0]
-        yield from found

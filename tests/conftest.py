@@ -35,6 +35,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"  .venv/bin/python -m pytest -m '' '{nodeid}'")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--write-frozen is cli/test_frozen.py's."""
+    parser.addoption("--write-frozen", action="store_true", help="Write tests/cli/frozen/ anew instead of comparing with it.")
+
+
 @pytest.fixture
 def fa_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """The command line, called in this process from an empty folder: fa_cli("run", "--seq", 64) -> exit_code, stdout, stderr."""

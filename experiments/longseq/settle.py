@@ -15,9 +15,9 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import backends, peers
-from harness.check import contender
-from harness.kernel import kernel
+from harness import backends
+from harness.check.oracle import oracle_for
+from harness.choose import contender
 from harness.problem import Problem
 
 SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)
@@ -28,18 +28,15 @@ def main() -> None:
     """One line a contender: TFLOP/s and the clock behind each settling time."""
     backend = backends.pick("cuda")
     problem = Problem.of(4, 16, 4096, 128, dtype="bfloat16")
-    oracle = contender.oracle_for(problem, backend, "forward")
+    oracle = oracle_for(problem, backend, "forward")
     click.echo(f"{problem.folder} forward on {backend.device().name}: TFLOP/s (MHz at the end) after settling for … seconds")
     click.echo(f"{'':16}" + "".join(f"{seconds:>14}" for seconds in SETTLE))
     for name in NAMES:
-        peer = peers.find(name)
-        if peer and peer.absent("cuda"):
+        one = contender(name, ["forward"])
+        if one.peer and one.peer.absent("cuda"):
             click.echo(f"{name:16}absent")
             continue
-        if peer:
-            timed = contender.run_peer(peer, oracle, "forward").timed
-        else:
-            timed = contender.run_kernel(backend, kernel.find(name, "forward"), oracle, oracle.inputs).timed
+        timed = one.run(backend, oracle, "forward").timed
         cells = []
         for settle in SETTLE:
             time.sleep(1.0)

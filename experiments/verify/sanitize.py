@@ -13,9 +13,11 @@ import numpy as np
 import planted
 
 from harness.backends import pick
-from harness.check import contender
+from harness.check.contender import run_kernel
+from harness.check.oracle import Oracle
+from harness.dataset.generate import generate
 from harness.kernel import kernel
-from harness.problem import READS, Problem
+from harness.problem import Problem
 
 
 def main() -> int:
@@ -31,9 +33,8 @@ def main() -> int:
         forms = [chosen.made_deterministic() if deterministic else chosen for deterministic in chosen.forms]
         for form, dtype in ((form, d) for form in forms for d in dtypes if d in ("float32", "bfloat16")):
             problem = Problem.of(1, 3, 65, 64, heads_kv=1, dtype=dtype, causal=True)
-            oracle = contender.Oracle(problem, contender.data.generate(problem, 42), None, np)
-            inputs = dict(oracle.inputs) | (oracle.forward_outputs() if chosen.pass_ == "backward" else {})
-            done = contender.run_kernel(backend, form, oracle, {name: inputs[name] for name in READS[chosen.pass_]})
+            oracle = Oracle(problem, generate(problem, 42), None, np)
+            done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
             sys.stdout.write(f"{'PASS' if done.passed else 'FAIL'} {form.label} deterministic={form.deterministic} {problem.describe()}\n")
             wrong += not done.passed
     return int(wrong > 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..fault import UsageFault
+from .nvml import nvidia_driver as nvidia_driver
 from .protocol import Backend as Backend
 from .protocol import Call as Call
 from .protocol import CompileError as CompileError
@@ -13,7 +14,6 @@ from .protocol import Fill as Fill
 from .protocol import Loaded as Loaded
 from .protocol import Step as Step
 from .protocol import cache_dir as cache_dir
-from .protocol import nvidia_driver as nvidia_driver
 
 
 def pick(spec: str = "auto", **host_options: Any) -> Backend:

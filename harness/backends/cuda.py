@@ -1,8 +1,8 @@
 """The CUDA backend: kernels through cupy.RawModule, timed with events, on CuPy's current stream.
 
 The only module that imports cupy; the others get the array module from a backend's `xp`. Facts about CuPy that this file
-leans on: a numpy array of one element is passed to a kernel by value from its own buffer; compiled cubins are kept by
-CuPy itself (CUPY_CACHE_DIR); over 48 KB of shared memory a block must be asked for, function by function.
+leans on: compiled cubins are kept by CuPy itself (CUPY_CACHE_DIR), and functions by device; over 48 KB of shared memory a
+block must be asked for, function by function; cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 from . import nvml, nvrtc
-from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step, nvidia_driver
+from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
 #: Shared memory (bytes) a block may use without asking.
 SHARED_DEFAULT = 48 << 10
@@ -30,20 +31,9 @@ SHARED_DEFAULT = 48 << 10
 _REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
 
 
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version the NVIDIA driver serves, (13, 0); None without a driver. Starts no process and no context."""
-    version = ctypes.c_int(0)
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
-
-
 def pip_line() -> str:
     """What to type to get the CuPy wheel that fits this machine's driver."""
-    driver = driver_cuda()
+    driver = nvml.driver_cuda()
     return f"pip install 'fa-cli[{'cuda13' if driver and driver[0] >= 13 else 'cuda12'}]'"
 
 
@@ -64,6 +54,8 @@ class Cuda(Backend):
             raise EnvironmentFault("CuPy cannot use the GPU", str(error), "fa-cli doctor, or use --device cpu") from None
         if index >= count:
             raise EnvironmentFault(f"no GPU cuda:{index}", f"CUDA shows {count} of them", "use --device cuda:0, or --device cpu")
+        self._index = index
+        self._thread = threading.local()
         self.xp.cuda.Device(index).use()
         sanitized = os.environ.get("FA_CLI_NO_POOL") == "1"
         if sanitized:
@@ -111,8 +103,11 @@ class Cuda(Backend):
                 f"its header says arch {kernel.arch_for(problem.dtype)}; this GPU is {self._device.arch}",
                 "use another kernel: fa-cli list",
             )
-        plan = kernel.plan(problem, self._device, overrides)
-        exact = nvrtc.pinned_arch(kernel, problem.dtype)
+        with self.xp.cuda.Device(self._index):  # CuPy compiles for the current one
+            return self._load(kernel, kernel.plan(problem, self._device, overrides))
+
+    def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
+        exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
         given = nvrtc.options(kernel, plan, exact)  # None: CuPy adds the device's own
         path = str(kernel.path).replace("\\", "\\\\").replace('"', '\\"')
         code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8")}'  # messages name the real file and line
@@ -161,6 +156,34 @@ class Cuda(Backend):
 
     # -- running ------------------------------------------------------------------------------------------------------
 
+    def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
+        """Enqueue the steps on this GPU, whichever is current, and wait for nothing. Raises as launch does."""
+        runtime = self.xp.cuda.runtime
+        current = runtime.getDevice()
+        if current != self._index:
+            runtime.setDevice(self._index)
+        try:
+            if not hasattr(self._thread, "has_context"):  # a new thread gets one from its first call of the CUDA runtime, not the driver
+                runtime.memGetInfo()
+                self._thread.has_context = True
+            self._submit(loaded, steps, self.xp.cuda.get_current_stream().ptr if stream is None else stream)
+        except RuntimeError as error:  # CuPy's CUDADriverError
+            raise _run_fault(loaded.kernel, steps, error) from None
+        finally:
+            if current != self._index:
+                runtime.setDevice(current)
+
+    def _submit(self, loaded: Loaded, steps: Sequence[Step], stream: int) -> None:
+        launch = self.xp.cuda.driver.launchKernel  # CuPy's own call of a function first makes an object of every parameter
+        for step in steps:
+            if isinstance(step, Fill):
+                self.xp.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
+                continue
+            # Pointers to the bytes' own memory, which the driver reads before it returns.
+            pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)
+            function = loaded.functions[step.entry].kernel.ptr
+            launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
+
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel dies."""
         self.call(loaded, steps)
@@ -168,13 +191,13 @@ class Cuda(Backend):
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Enqueue the steps between two events; what is returned waits and gives device seconds. Both raise as launch does."""
         with self._faults(loaded, steps):
-            return self._between_events(lambda: self._enqueue(loaded, steps), lambda: self._faults(loaded, steps))
+            return self._between_events(lambda: self.submit(loaded, steps), lambda: self._faults(loaded, steps))
 
     def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
         """Run the steps once and return the host seconds it took to enqueue them. Raises as launch does."""
         with self._faults(loaded, steps):
             began = clock.perf_counter()
-            self._enqueue(loaded, steps)
+            self.submit(loaded, steps)
             enqueued = clock.perf_counter() - began
             self.xp.cuda.get_current_stream().synchronize()
         return enqueued
@@ -184,7 +207,7 @@ class Cuda(Backend):
         stream = self.xp.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
-            self._enqueue(loaded, steps)
+            self.submit(loaded, steps)
             captured = stream.end_capture()
         null = self.xp.cuda.Stream.null
         return lambda: self._between_events(lambda: captured.launch(null), lambda: self._faults(loaded, steps))
@@ -208,14 +231,6 @@ class Cuda(Backend):
     def state(self) -> dict[str, Any]:
         """What NVML says of clocks, power, temperature and throttling now; empty without NVML."""
         return nvml.state(self.xp.cuda.Device().pci_bus_id)
-
-    def _enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> None:
-        for step in steps:
-            if isinstance(step, Fill):
-                step.buffer.data.memset_async(0, step.buffer.nbytes)
-            else:
-                parameters = tuple(map(_parameter, step.parameters))
-                loaded.functions[step.entry](step.grid, (step.block, 1, 1), parameters, shared_mem=step.shared)
 
     def _between_events(
         self, work: Callable[[], None], faults: Callable[[], contextlib.AbstractContextManager[None]]
@@ -241,7 +256,7 @@ class Cuda(Backend):
 
 
 def _cupy() -> Any:
-    if not nvidia_driver():
+    if not nvml.nvidia_driver():
         raise EnvironmentFault("no NVIDIA GPU", "there is no NVIDIA driver on this machine", "use --device cpu")
     hint = f"{pip_line()}, or use --device cpu"
     try:
@@ -262,14 +277,6 @@ def _ready(function: Any, entry: str, plan: Plan) -> int:
     if static + dynamic > SHARED_DEFAULT and int(function.max_dynamic_shared_size_bytes) < dynamic:
         function.max_dynamic_shared_size_bytes = dynamic
     return static + dynamic
-
-
-def _parameter(value: Any) -> Any:
-    """A kernel parameter as CuPy passes by value: a numpy array of one element, whatever the bytes mean."""
-    if isinstance(value, int):
-        value = np.uint64(value)  # an address
-    raw = value.tobytes() if isinstance(value, (np.ndarray, np.generic)) else bytes(value)
-    return np.frombuffer(bytearray(raw), dtype=[("bytes", "u1", (len(raw),))])
 
 
 def _load_fault(kernel: Kernel, plan: Plan, entry: str, error: RuntimeError) -> KernelFault:

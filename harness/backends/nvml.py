@@ -1,8 +1,27 @@
-"""The state of a GPU as NVML tells it, without root: clocks, power, temperature, throttle reasons."""
+"""What the NVIDIA driver says without a CUDA context: whether it is there, its CUDA version, and the state of a GPU by NVML."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+from pathlib import Path
 from typing import Any
+
+
+def nvidia_driver() -> bool:
+    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version the NVIDIA driver serves, (13, 0); None without a driver. Starts no process and no context."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def state(bus: str) -> dict[str, Any]:

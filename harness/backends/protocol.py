@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..fault import KernelFault
 from ..kernel.kernel import Device, Kernel, Plan
@@ -46,22 +45,21 @@ class Loaded:
     log: str = ""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One launch ready to go: the packed kernel parameters, one bytes-like per parameter (fa::Args is the only one)."""
+class Call(NamedTuple):
+    """One launch ready to go, with its packed kernel parameters: fa::Args alone, or plain ones (launch.py makes both)."""
 
     entry: str
     grid: tuple[int, int, int]
     block: int
     shared: int
-    parameters: tuple[Any, ...]
+    parameters: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class Fill:
-    """Zero a device buffer: part of a pass, and of its time, where a kernel's workspace must start as zero."""
+class Fill(NamedTuple):
+    """Zero so many bytes of device memory: part of a pass, and of its time, where a kernel's workspace must start as zero."""
 
-    buffer: Any
+    address: int
+    size: int
 
 
 Step = Call | Fill
@@ -91,6 +89,10 @@ class Backend(Protocol):
         ...
 
     def address(self, buffer: Any) -> int: ...
+
+    def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
+        """Enqueue the steps on a stream, given by its handle (None: the current one), and wait for nothing. What all others use."""
+        ...
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
@@ -123,11 +125,6 @@ class Backend(Protocol):
     def state(self) -> dict[str, Any]:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
-
-
-def nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def cache_dir() -> Path:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import Backend, Loaded
+from ..dataset.folder import check_size
 from ..dataset.storage import widen
-from ..fault import UsageFault
+from ..fault import EnvironmentFault, UsageFault
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
-from ..problem import Problem
+from ..peers import Peer
+from ..problem import DTYPE_BYTES, Problem
 from . import budget
 from .oracle import Oracle
 from .tensors import Bound
-
-if TYPE_CHECKING:
-    from ..peers import Peer
 
 #: A peer is not ours to fail: one within so many budgets keeps its speed, and the row says what it exceeds.
 PEER_BUDGETS = 8.0
@@ -58,6 +57,39 @@ class PassResult:
     def with_timing(self, timing: Timing) -> PassResult:
         """A copy with a timing more."""
         return replace(self, timings={**self.timings, timing.timing: timing})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What can be checked and timed under one name: kernels of ours, a file a pass in one form with tile values, or a peer.
+
+    choose.py makes it of the text of --compute; tiles override those of the headers; deterministic is the form asked for.
+    """
+
+    name: str
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)  # by pass; empty for a peer
+    peer: Peer | None = None
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    deterministic: bool = False
+
+    def refuse(self, problem: Problem, passes: Sequence[str], backend: Backend) -> None:
+        """Raise UsageFault where it does not take the passes of a problem, EnvironmentFault where a peer cannot run here."""
+        if self.peer:
+            if absent := self.peer.absent(backend.name):
+                raise EnvironmentFault(f"{self.name} is not here", *absent)
+            for pass_ in passes:
+                self.peer.refuse(problem, pass_)
+        for kernel in self.kernels.values():
+            spaces = kernel.plan(problem, backend.device(), self.tiles).workspaces
+            if backend.name == "cpu":  # a GPU says itself what does not fit
+                check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
+
+    def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Any] | None = None) -> PassResult:
+        """Run a pass once on poisoned outputs, checked, not yet timed. A kernel's backward pass reads O and logsumexp of `forward`,
+        by default the reference's; a peer makes its own. Raises as :func:`run_kernel` and Peer.prepare do."""
+        if self.peer:
+            return run_peer(self.peer, oracle, pass_)
+        return run_kernel(backend, self.kernels[pass_], oracle, oracle.inputs_of(pass_, forward), self.tiles)
 
 
 def run_kernel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..backends import Backend
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to
-from ..problem import Problem
+from ..problem import READS, Problem
 from . import budget, reference
 
 
@@ -50,8 +51,17 @@ class Oracle:
         failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
         return {name: budget.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
 
+    def inputs_of(self, pass_: str, forward: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The host storage arrays a pass reads, by name. O and logsumexp of a backward pass are those of `forward`, by default
+        the reference's, rounded to storage."""
+        given = dict(self.inputs)
+        if pass_ == "backward":
+            given |= self.forward_outputs if forward is None else forward
+        return {name: given[name] for name in READS[pass_]}
+
+    @cached_property
     def forward_outputs(self) -> dict[str, Any]:
-        """The reference's O and logsumexp, rounded to storage: what verify and experiment feed a backward pass."""
+        """The reference's O and logsumexp rounded to storage, host arrays."""
         found = {}
         for name in ("O", "logsumexp"):
             dtype = self.problem.tensor_dtype(name)

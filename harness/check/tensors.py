@@ -1,4 +1,4 @@
-"""Tensors in device memory and the calls that use them: where a launch plan meets real buffers.
+"""Tensors in device memory, poisoned and guarded, and a kernel bound to them: what a run is checked with, above backends/launch.py.
 
 Device layout (design, section 2): rows start 16-byte aligned, so a row has a pitch; the pitch's extra columns of inputs, guard
 bands around every tensor, outputs before a run and workspaces are poisoned with 0xFF bytes, NaN in every type.
@@ -12,26 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Backend, Call, Fill, Loaded, Step
+from ..backends import Backend, Loaded
+from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
 from ..fault import KernelFault
 from ..kernel.expression import round_up
-from ..kernel.header import PLAIN_SIZES
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 
-_TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
-#: The order of the tensors in fa::Args.
-ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
-_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
-#: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_tile_words.py compares them on every backend).
-ARGS = np.dtype(
-    {
-        "names": [*ARGS_TENSORS, "workspace", *_SIZES, "scale"],
-        "formats": [*([_TENSOR] * 9), ("<u8", (8,)), *(["<i4"] * 7), "<f8"],
-        "offsets": [*(32 * i for i in range(9)), 288, *(352 + 4 * i for i in range(7)), 384],
-        "itemsize": 448,
-    }
-)
 POISON = 0xFF
 _ALIGN = 256
 
@@ -92,10 +79,10 @@ class Tensor:
         before, after = self._raw[: self._start], self._raw[self._start + self.bytes :]
         return bool((before == POISON).all()) and bool((after == POISON).all())
 
-    def strides(self) -> tuple[int, int, int]:
-        """Elements from one batch, head and row to the next."""
+    def view(self) -> View:
+        """Where it is, and the elements from one batch, head and row to the next (a tensor of three dimensions or more)."""
         rows, heads = self.shape[2], self.shape[1]
-        return heads * rows * self.pitch, rows * self.pitch, self.pitch
+        return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
 
 
 class Bound:
@@ -109,7 +96,8 @@ class Bound:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
         self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
-        plain = any(launch.args for launch in loaded.plan.launches)
+        launcher = prepare(backend, loaded, problem)
+        plain = any(launcher.plain)
         self.tensors: dict[str, Tensor] = {}
         for name in (*READS[self.pass_], *WRITES[self.pass_]):
             pitch = (problem.head_dim if name != "logsumexp" else 1) if plain else row_pitch(problem, name)
@@ -121,42 +109,13 @@ class Bound:
         for space, tensor in self.workspaces:
             if space.init != "none":
                 tensor.buffer[:] = 0
-        fills = [Fill(tensor.buffer) for space, tensor in self.workspaces if space.init == "zero"]
-        self.steps: list[Step] = [
-            *fills,
-            *(Call(p.entry, p.grid, p.block, p.shared, self._parameters(p.args)) for p in loaded.plan.launches),
-        ]
+        views = {name: tensor.view() for name, tensor in self.tensors.items()}
+        self.steps = launcher.steps(views, [tensor.address for _, tensor in self.workspaces])
 
     @property
     def device_bytes(self) -> int:
         """Device memory the tensors and workspaces take."""
         return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
-
-    def _parameters(self, plain: tuple[str, ...]) -> tuple[Any, ...]:
-        problem = self.problem
-        if plain:
-            return tuple(self._plain(name) for name in plain)
-        args = np.zeros(1, ARGS)
-        for name, tensor in self.tensors.items():
-            batch, head, row = tensor.strides() if name != "logsumexp" else (problem.heads_q * problem.seq_q, problem.seq_q, 1)
-            args[name] = (tensor.address, batch, head, row)
-        for i, (_, space) in enumerate(self.workspaces):
-            args["workspace"][0, i] = space.address
-        for name in _SIZES:
-            args[name] = getattr(problem, name)
-        args["scale"] = problem.scale
-        return (args,)
-
-    def _plain(self, name: str) -> Any:
-        if name in self.tensors:
-            return np.array([self.tensors[name].address], np.uint64)
-        if name == "scale":
-            return np.array([self.problem.scale], np.float64 if self.problem.dtype == "float64" else np.float32)
-        if name in PLAIN_SIZES:
-            return np.array([getattr(self.problem, name)], np.int32)
-        raise KernelFault(
-            f"{self.loaded.kernel.label} asks for {name}", f"a {self.pass_} kernel is not given it", "see kernels_cu/README.md, Header"
-        )
 
     def run(self) -> dict[str, Any]:
         """Poison the outputs, launch, check guard bands and inputs; the outputs as host storage arrays."""

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ..fault import DataFault, UsageFault
-from ..files import disk_fault, json_bytes, locked, read_exact, read_json, sha256, write_files
+from ..files import json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
 from .storage import STORAGE, Array
@@ -30,7 +30,7 @@ ONES = "ones"
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data folder that was opened. problem holds shape and dtype (not causal, not scale); meta is None where there is no meta.json.
+    """A data folder that was opened. problem holds shape and dtype (not the mask, not scale); meta is None where there is no meta.json.
 
     tensors are the input files present. warnings are sentences for the user. hashes fills as tensors are read.
     """
@@ -95,10 +95,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
         return _unchanged(folder, problem, seed)
     check_size(problem, root)
     created = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(folder, error) from None
+    make_folder(folder)
     try:
         with locked(folder):
             data = generate(problem, seed)
@@ -174,6 +171,7 @@ def _parse(path: Path, meta: Mapping[str, Any], hint: str) -> tuple[Problem, int
 
 
 def _shape(problem: Problem) -> dict[str, int]:
+    """What meta.json says of a problem besides its dtype: the inputs' sizes. Mask and scale belong to a run (outputs.json)."""
     p = problem
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
@@ -194,7 +192,7 @@ def _remake(problem: Problem | None) -> str:
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, Any]) -> None:
     """Write a run's outputs beside its inputs and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
+    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
     backward run keeps the forward's O and logsumexp listed, and under "forward" what the earlier record said of them.
     """
     files: dict[str, Any] = {f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1) for name, array in outputs.items()}
@@ -213,15 +211,16 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
     """The folder's O and logsumexp, for a backward pass of this problem on the dataset's inputs.
 
     Raises DataFault where they are missing, not listed in outputs.json, of another hash, or were made from other inputs,
-    causal, scale or dtype.
+    causal, causal_shift, scale or dtype. A record without causal_shift, as earlier versions wrote it, is of the default.
     """
     hint, folder = "run both passes: --mode both", dataset.folder
     record = read_json(folder / OUTPUTS, hint)
     inputs, listed = record.get("inputs"), record.get("outputs")
     if not isinstance(inputs, dict) or not isinstance(listed, dict):
         raise DataFault(f"{folder / OUTPUTS} is not a record of outputs", "it lacks inputs or outputs", hint)
+    record = {"causal_shift": problem.default_shift} | record
     for what, made, wanted in (
-        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "scale", "dtype")),
+        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "dtype")),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):
         if made != wanted or type(made) is not type(wanted):
@@ -254,7 +253,7 @@ def available_memory() -> int:
 
 
 def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
-    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the available memory, or of the free disk at folder."""
+    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the free memory, or of the free disk at folder."""
     need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
     room = [("memory", available_memory())]
     if folder is not None:

@@ -8,6 +8,7 @@ from .kernel import NoSuchPass as NoSuchPass
 from .kernel import catalogue as catalogue
 from .kernel import find as find
 from .kernel import include_closure as include_closure
+from .kernel import is_path as is_path
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan

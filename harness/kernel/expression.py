@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 
 class ExpressionError(ValueError):
@@ -58,7 +59,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     """The integer value of a header expression, of 64 bits at most. Raises ExpressionError with the offending part quoted."""
     try:
-        value = expression if isinstance(expression, int) else int(_value(ast.parse(expression, mode="eval").body, names))
+        value = expression if isinstance(expression, int) else int(_value(_parsed(expression), names))
     except ExpressionError:
         raise
     except (SyntaxError, ValueError) as error:
@@ -70,6 +71,12 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     if not -(2**63) <= value < 2**63:
         raise ExpressionError(f"{expression!r} has a value beyond 64 bits")
     return value
+
+
+@lru_cache(maxsize=4096)
+def _parsed(expression: str) -> ast.expr:
+    """An expression's syntax tree, parsed once: headers hold a few dozen, evaluated again for each problem and tile."""
+    return ast.parse(expression, mode="eval").body
 
 
 def _value(node: ast.expr, names: Mapping[str, int]) -> int:

@@ -18,9 +18,9 @@ from ..problem import DTYPE_BYTES, READS, WRITES
 #: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
 ARITHMETIC = ("f32", "p16", "tf32")
 
-#: What a plain-parameter launch may name besides tensors and scale: 32-bit integers.
-PLAIN_SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
-_PLAIN = {*READS["backward"], *WRITES["backward"], *PLAIN_SIZES, "scale"}
+#: The sizes a kernel is told, 32-bit integers: in fa::Args in this order, and what a plain launch may name besides tensors and scale.
+SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+_PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
 _BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", re.M)
 _ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")

@@ -25,6 +25,7 @@ from .plan import Workspace as Workspace
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
 INCLUDE = KERNELS / "include"
 
+_TENSOR_PTX = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|wmma\.mma)\b|\bnvcuda::wmma\b")
 _FILE = re.compile(r"^(?:(?P<number>\d\d)_)?(?P<name>\w+?)(?:_(?P<pass>forward|backward))?$")
 
 
@@ -56,6 +57,10 @@ class Kernel:
     workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
     forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
+
+    def __hash__(self) -> int:
+        """Of the file and the form, for caches; kernels are equal where their whole headers are, so an edited header is another kernel."""
+        return hash((self.path, self.deterministic))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -95,6 +100,11 @@ class Kernel:
         return f"{self.name}_{self.pass_}"
 
     @property
+    def spec(self) -> str:
+        """What --compute takes for it: the name of a kernel of the tree, the path of any other."""
+        return str(self.path) if self.number is None else self.name
+
+    @property
     def entries(self) -> dict[str, tuple[str, ...]]:
         """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
         return {launch.entry: launch.args for launch in self.launches}
@@ -102,7 +112,10 @@ class Kernel:
     @property
     def takes_scale(self) -> bool:
         """Whether the kernel is told the scale: fa::Args holds it, plain parameters only where args names it."""
-        return any(not launch.args or "scale" in launch.args for launch in self.launches)
+        return self._is_told("scale")
+
+    def _is_told(self, name: str) -> bool:
+        return any(not launch.args or name in launch.args for launch in self.launches)
 
     @functools.cached_property
     def source_hash(self) -> str:
@@ -111,6 +124,13 @@ class Kernel:
         for file in include_closure(self.path):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def tensor_cores(self) -> bool:
+        """Whether its products run on tensor cores: it includes the words of mma.sync, WMMA or wgmma, or has them in inline PTX."""
+        closure = include_closure(self.path)
+        words = {INCLUDE / "fa" / f"{name}.cuh" for name in ("mma", "wmma", "wgmma")}
+        return not words.isdisjoint(closure) or bool(_TENSOR_PTX.search(self.path.read_text(encoding="utf-8")))
 
     def arch_for(self, dtype: str) -> str:
         """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
@@ -157,6 +177,12 @@ class Kernel:
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
+            # a kernel of equal lengths may know that key <= query is the mask, one that is not told the shift may work it out
+            (
+                problem.causal_shift != problem.default_shift,
+                self.cross and self._is_told("causal_shift"),
+                "a causal_shift but seq_kv - seq_q",
+            ),
             (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         ):
             if wanted and not promised:
@@ -197,7 +223,13 @@ class Kernel:
         return names
 
     def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
-        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched."""
+        """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched.
+
+        A plan is kept: asked for again with the same values, it is the same object.
+        """
+        return _kept_plan(self, problem, device, tuple(sorted((overrides or {}).items())))
+
+    def _plan(self, problem: Problem, device: Device, overrides: Mapping[str, int]) -> Plan:
         self.refuse(problem)
         names = self.names(problem, device, overrides)
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
@@ -246,6 +278,12 @@ class Kernel:
             raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
 
 
+@functools.lru_cache(maxsize=1024)
+def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tuple[str, int], ...]) -> Plan:
+    """A plan follows from these values alone: the header is part of the kernel's, the rest of the file does not matter."""
+    return kernel._plan(problem, device, dict(tiles))
+
+
 # -- the catalogue ----------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +303,13 @@ def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
     return found.made_deterministic() if deterministic else found
 
 
+def is_path(spec: str) -> bool:
+    """Whether a spec is the path of a kernel file, and no name."""
+    return spec.endswith(".cu") or "/" in spec
+
+
 def _find(spec: str, pass_: str) -> Kernel:
-    if spec.endswith(".cu") or "/" in spec:
+    if is_path(spec):
         return _from_path(Path(spec), pass_)
     wanted = spec.lower().replace("-", "_")
     same = [

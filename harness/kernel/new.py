@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ..fault import UsageFault
-from ..files import disk_fault, write_files
+from ..files import make_folder, write_files
 from ..problem import PASSES
 from .kernel import Kernel, catalogue, find
 
@@ -29,10 +29,7 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     if path.exists() or path.is_symlink():
         raise UsageFault(f"{path} exists", "new never writes over a file", f"choose another name, or move it away: mv {path} {path}.old")
     text = _rename(kernel.path.read_text(encoding="utf-8"), kernel, name, path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(folder, error) from None
+    make_folder(folder)
     write_files(folder, {path.name: text.encode()})
     return path
 

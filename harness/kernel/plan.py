@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..problem import DTYPE_BYTES
+
 
 @dataclass(frozen=True)
 class Device:
@@ -36,6 +38,11 @@ class Workspace:
     dtype: str
     elements: int
     init: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it."""
+        return self.elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

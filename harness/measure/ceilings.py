@@ -9,10 +9,11 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..backends import Backend
-from ..row import Row
+from ..row import CEILING, Row
 from .sampling import POLICY, measure
 
 SIZE = 8192  # of the square products
@@ -40,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(256) products(const unsigned* in, f
     for (int n = 0; n < 1024; ++n)
 #pragma unroll
         for (int i = 0; i < 16; ++i)
-            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                          : "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     float all = 0;
@@ -81,57 +83,75 @@ class _Work:
         """Long enough to be launched as it is."""
 
 
-def rows(backend: Backend, run_id: str) -> list[Row]:
-    """One row a ceiling: ceiling-gemm-<dtype>, ceiling-mma-bfloat16 (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp (10^12 a second, as TFLOPS)."""
-    xp = backend.xp
-    work: dict[str, tuple[Callable[[], object], float, float]] = {}  # name: work, operations, bytes
-    flops = 2.0 * SIZE**3
-    if importlib.util.find_spec("torch"):
-        import torch
+@dataclass(frozen=True)
+class _Ceiling:
+    """Work that is timed, and the operations and bytes of a run of it."""
 
-        for dtype in ("bfloat16", "float16", "float32"):
-            a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
-            work[f"ceiling-gemm-{dtype}"] = (functools.partial(torch.matmul, a, b), flops, 0.0)
-    else:
-        a32, b32 = (xp.random.standard_normal((SIZE, SIZE), dtype="float32") for _ in range(2))
-        a16, b16 = a32.astype("float16"), b32.astype("float16")
-        work["ceiling-gemm-float32"] = (lambda: xp.matmul(a32, b32), flops, 0.0)
-        work["ceiling-gemm-float16"] = (lambda: xp.matmul(a16, b16), flops, 0.0)
-    source, target = xp.ones(COPY_BYTES // 4, "float32"), xp.empty(COPY_BYTES // 4, "float32")
-    work["ceiling-copy"] = (lambda: xp.copyto(target, source), 0.0, 2.0 * COPY_BYTES)
-    kernel, out = xp.RawKernel(_EXP, "exponentials"), xp.zeros(1, "float32")
-    work["ceiling-exp"] = (lambda: kernel((_EXP_GRID,), (_EXP_BLOCK,), (out,)), 512.0 * 8 * _EXP_GRID * _EXP_BLOCK, 0.0)
-    if int(xp.cuda.Device().compute_capability) >= 80:
-        numbers = xp.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
-        pairs = (numbers.view("uint32") >> 16).astype("uint16").view("uint32")  # as bfloat16, rounded towards zero
-        mma = xp.RawKernel(_MMA, "products")
-        work["ceiling-mma-bfloat16"] = (lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS, 0.0)
-    timings = measure({name: _Work(xp, w) for name, (w, _, _) in work.items()}, backend, "warm", POLICY["cuda"])
+    work: Callable[[], object]
+    operations: float = 0.0
+    bytes: float = 0.0
+
+
+def rows(backend: Backend, run_id: str) -> list[Row]:
+    """One row a ceiling: ceiling-gemm-<dtype> and ceiling-mma-bfloat16 (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp
+    (10^12 a second, as TFLOPS)."""
+    found = {CEILING + name: each for name, each in (_products(backend.xp) | _others(backend.xp)).items()}
+    timings = measure({name: _Work(backend.xp, each.work) for name, each in found.items()}, backend, "warm", POLICY["cuda"])
+    shape: dict[str, Any] = {"Batch": 1, "Heads": 1, "SeqLen": SIZE, "HeadDim": SIZE, "heads_kv": 1, "seq_kv": SIZE}
+    where: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "run_id": run_id}
     return [
         Row(
             Test="ceiling",
             Kernel=name,
             Type="FOR",
-            Batch=1,
-            Heads=1,
-            SeqLen=SIZE,
-            HeadDim=SIZE,
             Status="PASS",
-            heads_kv=1,
-            seq_kv=SIZE,
             dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32",
             causal=False,
             scale=1.0,
-            device=backend.name,
-            device_name=backend.device().name,
             timing="warm",
             KernelTime_ms=t.median_ms,
             p20_ms=t.p20_ms,
             p80_ms=t.p80_ms,
             n_samples=len(t.seconds),
-            TFLOPS=work[name][1] / (t.median_ms * 1e9) or None,
-            Bandwidth_GBps=work[name][2] / (t.median_ms * 1e6) or None,
-            run_id=run_id,
+            TFLOPS=found[name].operations / (t.median_ms * 1e9) or None,
+            Bandwidth_GBps=found[name].bytes / (t.median_ms * 1e6) or None,
+            **shape,
+            **where,
         )
         for name, t in timings.items()
     ]
+
+
+def _products(xp: Any) -> dict[str, _Ceiling]:
+    """Square matrix products: torch's where it is installed, which has bfloat16, else CuPy's."""
+    flops = 2.0 * SIZE**3
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        found = {}
+        for dtype in ("bfloat16", "float16", "float32"):
+            a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+            found[f"gemm-{dtype}"] = _Ceiling(functools.partial(torch.matmul, a, b), flops)
+        return found
+    a32, b32 = (xp.random.standard_normal((SIZE, SIZE), dtype="float32") for _ in range(2))
+    a16, b16 = a32.astype("float16"), b32.astype("float16")
+    return {
+        "gemm-float32": _Ceiling(lambda: xp.matmul(a32, b32), flops),
+        "gemm-float16": _Ceiling(lambda: xp.matmul(a16, b16), flops),
+    }
+
+
+def _others(xp: Any) -> dict[str, _Ceiling]:
+    """A copy, exponentials, and mma.sync alone where the GPU has it."""
+    source, target = xp.ones(COPY_BYTES // 4, "float32"), xp.empty(COPY_BYTES // 4, "float32")
+    kernel, out = xp.RawKernel(_EXP, "exponentials"), xp.zeros(1, "float32")
+    found = {
+        "copy": _Ceiling(lambda: xp.copyto(target, source), bytes=2.0 * COPY_BYTES),
+        "exp": _Ceiling(lambda: kernel((_EXP_GRID,), (_EXP_BLOCK,), (out,)), 512.0 * 8 * _EXP_GRID * _EXP_BLOCK),
+    }
+    if int(xp.cuda.Device().compute_capability) >= 80:
+        values = xp.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
+        pairs = (values.view("uint32") >> 16).astype("uint16").view("uint32")  # as bfloat16, rounded towards zero
+        mma = xp.RawKernel(_MMA, "products")
+        found["mma-bfloat16"] = _Ceiling(lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS)
+    return found

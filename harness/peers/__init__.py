@@ -16,9 +16,9 @@ __all__ = ["Peer", "Prepared", "find", "names", "usual"]
 @functools.cache
 def _all() -> dict[str, Peer]:
     """Every peer by name, imported when first asked for: `--help` has no use for numpy."""
-    from . import flash, fused, on_numpy, sdpa, xformers
+    from . import flash, on_numpy, sdpa, triton, xformers
 
-    families: tuple[tuple[Peer, ...], ...] = (sdpa.PEERS, flash.PEERS, fused.PEERS, xformers.PEERS, on_numpy.PEERS)
+    families: tuple[tuple[Peer, ...], ...] = (sdpa.PEERS, flash.PEERS, triton.PEERS, xformers.PEERS, on_numpy.PEERS)
     return {peer.name: peer for family in families for peer in family}
 
 

@@ -75,9 +75,9 @@ class Library:
     """The part all peers share: the promises below, and how their absence and their refusals read.
 
     modules are what must be importable ("a.b" is looked up without importing a); install is the pip line that brings them.
-    A head dim may be `widest` at most, and its row a multiple of row_bytes. causal says which shapes the causal mask is
-    right for, aligned bottom-right as everywhere here: "any"; "seen", where every query sees a key (seq_q <= seq_kv);
-    "square", where seq_q == seq_kv. arch is the least and the greatest compute capability, major * 10 + minor.
+    A head dim may be `widest` at most, and its row a multiple of row_bytes. causal says which causal masks are right: "any";
+    "seen", where every query sees a key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0.
+    bottom_right: of these only the default causal_shift. arch is the least and the greatest compute capability, major * 10 + minor.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Library:
     row_bytes: int = 1
     gqa: bool = True
     causal: str = "any"
+    bottom_right: bool = False
     arch: tuple[int, int] = (0, 999)
 
     def absent(self, device: str) -> tuple[str, str] | None:
@@ -124,10 +125,16 @@ class Library:
             raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use --dim {-(-problem.head_dim // step) * step}")
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
+        shifted = problem.causal_shift != problem.default_shift
+        if shifted and self.bottom_right:
+            raise no(f"its causal mask is aligned bottom-right: causal_shift {problem.default_shift}", "leave causal_shift out")
+        if shifted and self.causal == "square":
+            raise no("its causal mask is for equal sequence lengths and causal_shift 0", "leave causal_shift out")
         if problem.causal and problem.causal_shift and self.causal == "square":
             raise no("its causal mask is aligned top-left where seq-q != seq-kv, ours bottom-right", "use equal sequence lengths")
         if problem.causal and problem.causal_shift < 0 and self.causal == "seen":
-            raise no("it promises nothing for a query that sees no key", "use a --seq-kv of at least --seq")
+            hint = "use a causal_shift of at least 0" if shifted else "use a --seq-kv of at least --seq"
+            raise no("it promises nothing for a query that sees no key", hint)
 
 
 def installed(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""The FlashAttention packages by their own interfaces: 2 (CUDA), 3 (Hopper) and 4 (CuTe DSL). Causal is bottom-right, as ours."""
+"""The FlashAttention packages by their own interfaces: 2 (CUDA), 3 (Hopper) and 4 (CuTe DSL). Causal is bottom-right, our default."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Flash(TorchPeer):
     distribution: str
     lse: str = "return_attn_probs"
     heads_first: bool = False
+    bottom_right: bool = True
 
     def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
         """The function; of what it returns, O and logsumexp."""

@@ -135,7 +135,7 @@ class TorchPrepared:
         return found
 
     def enqueue(self) -> Callable[[], float]:
-        """Enqueue a run between two events in torch's current stream; what is returned waits and gives device seconds (on a CPU, seconds)."""
+        """Enqueue a run between two events in torch's current stream; what is returned waits and gives device (on a CPU: CPU) seconds."""
         if not self._on_gpu:
             seconds = self.call()
             return lambda: seconds

@@ -20,7 +20,7 @@ class Sdpa(TorchPeer):
     """One backend of scaled_dot_product_attention. backend is torch's SDPBackend name ("" leaves the choice to torch).
 
     operator is the one that must have run ("" for math, which is written in others; any for no forced backend). Torch's
-    is_causal is aligned top-left, so where seq_q != seq_kv the bottom-right mask is given as a tensor, or refused.
+    is_causal is aligned top-left, which is causal_shift 0: any other mask is given as a tensor, or refused.
     """
 
     backend: str

@@ -16,6 +16,7 @@ class Xformers(TorchPeer):
     """memory_efficient_attention on (B, S, H, D) tensors; its bottom-right mask is an object, not a tensor."""
 
     heads_first: bool = False
+    bottom_right: bool = True
 
     def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
         """The function, with its mask made."""

@@ -12,7 +12,7 @@ import pandas as pd
 
 from .. import environment
 from ..fault import DataFault
-from ..files import disk_fault, write_files
+from ..files import disk_fault, make_folder, write_files
 from ..row import read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
@@ -99,10 +99,7 @@ def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: st
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
-    try:
-        pictures.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_fault(pictures, error) from None
+    make_folder(pictures)
     write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
     return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
 

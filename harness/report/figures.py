@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
+from ..row import CEILING
 from . import style
 from .style import GREY, HOLLOW, MARK, NOTE, RED, ceiling, look_of
 from .views import View, flops_an_exp, gemm, intensity, problem_of, roofs, shape_of
@@ -172,7 +173,7 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     xs = np.geomspace(min(*at, ridge) / 3, max(*at, ridge) * 2, 200)
     if copy and copy.Bandwidth_GBps:
         slope = copy.Bandwidth_GBps / 1e3
-        axis.plot(xs[xs <= ridge], xs[xs <= ridge] * slope, color="0.2", linestyle="--", linewidth=1, label="ceiling-copy", zorder=1.5)
+        axis.plot(xs[xs <= ridge], xs[xs <= ridge] * slope, color="0.2", linestyle="--", linewidth=1, label=f"{CEILING}copy", zorder=1.5)
         axis.annotate(f"copy {copy.Bandwidth_GBps:,.0f} GB/s, measured in this run", (xs[0], xs[0] * slope), **NOTE, va="top", color="0.2")
     if product and product.TFLOPS:
         ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s, measured in this run")

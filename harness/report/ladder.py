@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from ..row import Row
 
 _WHITE = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-#: What does a kernel's products, by the arithmetic of its header: colour and words.
-UNITS = {
-    "f32": (style.COLOURS[3], "CUDA cores"),
-    "p16": (style.COLOURS[8], "tensor cores"),
-    "tf32": (style.COLOURS[8], "tensor cores"),
-}
+#: What does a kernel's products: colour and words.
+UNITS = {False: (style.COLOURS[3], "CUDA cores"), True: (style.COLOURS[8], "tensor cores")}
 
 
 def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
@@ -56,14 +52,14 @@ def _rate(view: View) -> tuple[str, float]:
 
 def _bars(axis: Axes, view: View) -> dict[str, Patch]:
     """Draw the steps; returns what the legend says of their colours."""
-    arithmetic = {k.name: k.arithmetic for k in catalogue() if k.pass_ == view.mode or view.mode == "both"}
+    tensor_cores = {k.name: k.tensor_cores for k in catalogue() if k.pass_ == view.mode or view.mode == "both"}
     one = _rate(view)[1]
     units: dict[str, Patch] = {}
     before: Row | None = None
     found = steps(view)
     for place, (_, row) in enumerate(found):
         height = (row.TFLOPS or 0) * one
-        colour, words = UNITS[arithmetic.get(row.Kernel, "f32")]
+        colour, words = UNITS[tensor_cores.get(row.Kernel, False)]
         units.setdefault(words, Patch(color=colour, label=f"products on {words}"))
         axis.bar(place, height, width=0.72, color=colour, zorder=2)
         ends = [height * (row.KernelTime_ms or 1) / t for t in (row.p80_ms, row.p20_ms) if t]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..row import Row
+from ..row import CEILING, Row
 from .views import HOST_TIME, PASS_WORDS, Key, View, geometric_mean, limiter, shape_of, views
 
 
@@ -19,7 +19,7 @@ def summary(rows: Sequence[Row], env: Mapping[str, Any], title: str = "Results")
         if sentences:
             parts.append("What limits them:\n\n" + "\n".join(f"- {text}" for text in sentences))
         parts += _remarks(view)
-    if ceilings := [row for row in rows if row.Kernel.startswith("ceiling-")]:
+    if ceilings := [row for row in rows if row.Kernel.startswith(CEILING)]:
         parts.append("Ceilings measured in the same run: " + "; ".join(_ceiling(row) for row in ceilings) + ".")
     return "\n\n".join([*parts, _environment(rows, env)]) + "\n"
 
@@ -116,7 +116,7 @@ def _remarks(view: View) -> list[str]:
 
 
 def _ceiling(row: Row) -> str:
-    name = row.Kernel.removeprefix("ceiling-")
+    name = row.Kernel.removeprefix(CEILING)
     if row.Bandwidth_GBps and not row.TFLOPS:
         return f"{name} {row.Bandwidth_GBps:,.0f} GB/s"
     return f"{name} {row.TFLOPS:,.4g} {'T exp/s' if name == 'exp' else 'TFLOP/s'}" if row.TFLOPS else f"{name} {row.Status}"

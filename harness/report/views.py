@@ -12,7 +12,7 @@ from typing import Any
 
 from ..kernel.kernel import catalogue
 from ..problem import Problem
-from ..row import SHAPE, TYPES, Row
+from ..row import CEILING, SHAPE, TYPES, Row
 
 #: What makes two rows the same question on the same device.
 KEY = ("Kernel", "Type", *SHAPE, "timing")
@@ -20,7 +20,6 @@ MODES = {short: mode for mode, short in TYPES.items()}
 PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names, as seed 002 has it
 PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (host backend), not GPU performance"
-CEILING = "ceiling-"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.

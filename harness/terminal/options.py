@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -166,25 +166,25 @@ def names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def expanded(computes: Sequence[str], passes: Sequence[str], problem: Problem | None = None, deterministic: bool = False) -> list[str]:
-    """Computes with the names of ranges; what a range leaves out, by the passes and the problem, is said on stderr."""
-    from ..choose import expand
-
-    found, left_out = expand(computes, passes, [problem] if problem else (), deterministic)
-    for text in left_out:
-        click.echo(f"note: {text}", err=True)
-    return found
+def note(text: str) -> None:
+    """What the user should know of a choice, on stderr."""
+    click.echo(f"note: {text}", err=True)
 
 
-def problem_of(shape: dict[str, Any], causal: bool = False, scale: float | None = None) -> Problem:
-    """The problem that the shape options state."""
-    sizes = {name: shape[name] for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
-    return Problem.of(**sizes, heads_kv=shape["kv_heads"], causal=causal, scale=scale)
+def problem_of(given: dict[str, Any]) -> Problem:
+    """The problem that the shape options state, and the mask options where the verb has them; the sizes are taken out of `given`."""
+    sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
+    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.get("causal", False), scale=given.get("scale"))
 
 
-def refuse_shape_beside_data(context: click.Context, shape: dict[str, Any]) -> None:
+def without_mask(given: dict[str, Any]) -> dict[str, Any]:
+    """What is left of the options once the problem is made of them."""
+    return {name: value for name, value in given.items() if name not in ("causal", "scale")}
+
+
+def refuse_shape_beside_data(context: click.Context) -> None:
     """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
-    for name in shape:
+    for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UsageFault(

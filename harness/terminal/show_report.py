@@ -18,19 +18,11 @@ if TYPE_CHECKING:
 
 
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
-    """compare: a line a row both runs have, means of each kernel, and what only one of them has. Exit code 1 where --fail-if found something."""
+    """compare: a line a row both runs have, means of each kernel, and what only one has. Exit code 1 where --fail-if found something."""
     code = 0 if found.passed else 1
     if as_json:
-        rest = {
-            "geomean": found.geomean,
-            "geomeans": found.geomeans,
-            "untimed": found.untimed,
-            "only_a": found.only_a,
-            "only_b": found.only_b,
-        }
-        document(
-            {"passed": found.passed, "rows": found.pairs, "counts": found.counts, "failures": found.failures, **rest, "notes": found.notes}
-        )
+        names = ("counts", "failures", "geomean", "geomeans", "untimed", "only_a", "only_b", "notes")
+        document({"passed": found.passed, "rows": found.pairs, **{name: getattr(found, name) for name in names}})
         return code
     if verbosity > QUIET:
         table(

@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choose import expand
+from .. import child
+from ..choose import kernels
 from ..fault import UsageFault
-from ..kernel.kernel import find, include_closure
-from ..problem import PASSES, WRITES
+from ..kernel import include_closure
+from ..problem import MODES, WRITES
 from .printing import line, near, note
 
 if TYPE_CHECKING:
@@ -59,17 +57,17 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
     """
     if as_json:
         raise UsageFault("--watch and --json together", "watching has no end, and so no one document", "leave out --json or --watch")
-    kernels = kernel_files(computes, PASSES if mode == "both" else (mode,))
-    note(f"watching {', '.join(str(near(path)) for path in kernels)} and what they include; Ctrl-C ends")
+    files = kernel_files(computes, MODES[mode])
+    note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
     good: dict[str, Any] = {}
-    for number, changed in enumerate(saves(lambda: sources(kernels), lambda: time.sleep(POLL_SECONDS))):
+    for number, changed in enumerate(saves(lambda: sources(files), lambda: time.sleep(POLL_SECONDS))):
         if changed:
             line(f"\nsaved    {', '.join(str(near(path)) for path in changed)}")
         code, found = _run(arguments)
         if code in HOPELESS and number == 0:
             return code
         if code < 0:
-            line(f"FAIL the run died: {signal.Signals(-code).name}")
+            line(f"FAIL the run died: {child.signal_name(code)}")
         for name, now in found.items():
             line(change(name, good.get(name), now))
         good |= found
@@ -81,12 +79,11 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
 def kernel_files(computes: Sequence[str], passes: Sequence[str]) -> list[Path]:
     """The files of those computes that are kernels of ours. Raises UsageFault where none is."""
     found, faults = dict[Path, None](), []
-    for compute in expand(computes, passes)[0]:
-        for pass_ in passes:
-            try:
-                found[find(compute, pass_).path] = None
-            except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
-                faults.append(fault)
+    for compute in computes:
+        try:
+            found |= dict.fromkeys(kernel.path for kernel in kernels([compute], passes)[0])
+        except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
+            faults.append(fault)
     if not found:
         raise faults[0]
     return list(found)
@@ -152,7 +149,5 @@ def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         told = Path(folder) / "results.json"
-        code = subprocess.run([sys.executable, *arguments], env=os.environ | {WATCHED: str(told)}).returncode
-        if code == 130:  # Ctrl-C found it first
-            raise KeyboardInterrupt
+        code, _ = child.again(arguments, {WATCHED: str(told)})
         return code, json.loads(told.read_text()) if told.exists() else {}

@@ -20,6 +20,7 @@ from planted import edited
 
 from harness import experiment, run
 from harness.backends import ContextLost
+from harness.check.contender import Contender
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., Result]
@@ -140,10 +141,10 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
     """The process that lost its CUDA context measures nothing more: a fresh one does the rest, and the row says ERROR."""
     right = run.check_in_memory
 
-    def dies(compute: str, *more: Any) -> Any:
-        if compute == "fa1":
+    def dies(contender: Contender, *more: Any) -> Any:
+        if contender.name == "fa1":
             raise ContextLost("fa1 died while it ran", "an illegal memory access; this process's CUDA context is dead", "")
-        return right(compute, *more)
+        return right(contender, *more)
 
     monkeypatch.setattr(run, "check_in_memory", dies)
     sweep.write_text('kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]')

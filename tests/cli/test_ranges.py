@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import choose as ladder
 from harness import sweep
+from harness.choose import AUTO, choose
 from harness.fault import UsageFault
-from harness.kernel import kernel
-from harness.kernel.kernel import catalogue
+from harness.kernel import Device, catalogue, find
 from harness.problem import Problem
 
 Run = Callable[..., Result]
@@ -31,37 +30,78 @@ def names(dtype: str, pass_: str, first: int = 0, last: int = 99) -> list[str]:
     ]
 
 
+def chosen(specs: list[str], passes: list[str], problems: list[Problem]) -> list[str]:
+    """The names of the contenders of some specs."""
+    return [one.name for one in choose(specs, passes, problems)[0]]
+
+
 @pytest.mark.parametrize(("dtype", "pass_"), [("float32", "forward"), ("float64", "forward"), ("bfloat16", "backward")])
 def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
-    """By pass and dtype, in ladder order; why the others are left out is said; what is no range stays as it is."""
-    found, left_out = ladder.expand(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
-    assert found == names(dtype, pass_)
-    others = dict.fromkeys(k.name for k in catalogue() if k.name not in found)
+    """By pass and dtype, in ladder order, each once; why the others are left out is said; what is named twice is there twice."""
+    found, left_out = choose(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
+    assert [one.name for one in found] == names(dtype, pass_)
+    assert all(list(one.kernels) == [pass_] and not one.peer for one in found)
+    others = dict.fromkeys(k.name for k in catalogue() if k.name not in names(dtype, pass_))
     assert [text.partition(":")[0] for text in left_out] == [f"00-99 without {name}" for name in others]
     assert all(dtype in text or f"no {pass_} pass" in text for text in left_out)
-    assert ladder.expand(["5-7", "naive", "./a.cu", "torch-flash"], [pass_], [Problem.of(dtype="float32")])[0][-3:] == [
-        "naive",
-        "./a.cu",
-        "torch-flash",
-    ]
+    problems = [Problem.of(dtype="float32")]
+    assert chosen(["fa2", "5-7", "naive", "torch-flash", "naive"], [pass_], problems)[-3:] == ["naive", "torch-flash", "naive"]
+    assert chosen(["fa2", "5-7"], [pass_], problems).count("fa2") == 1
+
+
+def test_a_path_is_as_good_as_a_name(tmp_path: Path) -> None:
+    """A user's file is a contender beside the kernel of the tree that has its name; a pass it lacks is told."""
+    (tmp_path / "fa2_forward.cu").write_text(find("fa2", "forward").path.read_text())
+    both, _ = choose([str(tmp_path / "fa2_forward.cu"), "fa2"], ["forward"])
+    assert [one.kernels["forward"].path.parent == tmp_path for one in both] == [True, False]
+    with pytest.raises(UsageFault, match="backward"):
+        choose([str(tmp_path / "fa2_forward.cu")], ["forward", "backward"])
 
 
 def test_a_range_without_a_kernel_is_refused() -> None:
     """Nothing is numbered so, or nothing there can do it; several problems: one is enough."""
     with pytest.raises(UsageFault, match="90-99"):
-        ladder.expand(["90-99"], ["forward"])
+        choose(["90-99"], ["forward"])
     small, wide = Problem.of(1, 1, 16, 16), Problem.of(1, 1, 16, 256)
     with pytest.raises(UsageFault, match="03-05") as caught:
-        ladder.expand(["03-05"], ["forward"], [wide])
+        choose(["03-05"], ["forward"], [wide])
     assert "does not take head dim 256" in caught.value.why
-    assert "fa1" in ladder.expand(["03-05"], ["forward"], [wide, small])[0]
+    assert "fa1" in chosen(["03-05"], ["forward"], [wide, small])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "passes", "arch", "name"),
+    [
+        ("float32", 64, ["forward", "backward"], "sm_90", "fa2"),
+        ("bfloat16", 64, ["forward"], "sm_90", "mma_qreg_async"),
+        ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
+        ("float32", 256, ["forward"], "sm_90", "naive"),
+        ("float64", 64, ["backward"], "sm_90", "naive"),
+    ],
+)
+def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[str], arch: str, name: str) -> None:
+    """By dtype, head dim, passes and architecture; it is said once, whatever the number of problems."""
+    device = Device("cuda", "a GPU", arch)
+    problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (64, 128)]
+    found, notes = choose([AUTO], passes, problems, device)
+    above = [k for k in catalogue() if k.name != name and (k.number or 0) > (find(name, passes[0]).number or 0)]
+    assert [one.name for one in found] == [name] and len(notes) == 1 and f" {name}, " in notes[0]
+    assert all(
+        dtype not in k.dtypes or dim > k.head_dims[-1] or not k.runs_on(arch, dtype) or len(passes) > 1 for k in above if k.pass_ in passes
+    )
+
+
+def test_auto_without_a_problem_is_refused() -> None:
+    """Which step is the highest depends on the problem."""
+    with pytest.raises(UsageFault, match="auto needs a problem"):
+        choose([AUTO], ["forward"])
 
 
 def test_one_kernel_has_many_names() -> None:
     """Number, name and every alias of every kernel mean that kernel."""
     for each in catalogue():
         for spec in (each.name, *each.aliases, *([str(each.number), f"{each.number:02}"] if each.number is not None else [])):
-            assert kernel.find(spec, each.pass_) is each, spec
+            assert find(spec, each.pass_) is each, spec
 
 
 @needs_compiler

@@ -113,7 +113,7 @@ def test_json_of_one_kernel(fa_cli: Run, tmp_path: Path) -> None:
     assert result.stderr == ""
     assert list(found) == ["compute", "mode", "device", "problem", "passed", "time_ms", "tflops", "gbps", "errors", "outputs"]
     assert (found["compute"], found["mode"], found["device"], found["passed"]) == ("naive", "forward", "cpu", True)
-    assert found["problem"]["causal"] is True and found["problem"]["seq_q"] == 33
+    assert found["problem"]["causal"] is True and found["problem"]["seq_q"] == 33 and found["problem"]["causal_shift"] == 0
     assert found["time_ms"]["forward"] > 0 and found["time_ms"]["backward"] is None
     assert list(found["errors"]["O"]) == ["max_abs", "mean_abs", "mse", "max_rel", "budget", "passed"]
     assert found["outputs"] == str(tmp_path / "data" / "B1_H2_S33_D16")

@@ -11,7 +11,7 @@ from harness.check.oracle import Oracle
 from harness.check.reference import round_to
 from harness.dataset import folder as dataset
 from harness.kernel.kernel import Device, find
-from harness.problem import READS, Problem
+from harness.problem import Problem
 
 
 def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, tiles: dict[str, int] | None = None) -> PassResult:
@@ -21,8 +21,7 @@ def run(backend: Backend, pass_: str, problem: Problem, magnitude: float = 1.0, 
         values = random.randn(*problem.shape(name)) * (magnitude if name != "dO" else 1.0)
         inputs[name] = round_to(np, values, problem.dtype).view(dataset.STORAGE[problem.dtype])
     oracle = Oracle(problem, inputs)
-    given = inputs | oracle.forward_outputs()
-    return run_kernel(backend, find("fa2", pass_), oracle, {name: given[name] for name in READS[pass_]}, tiles)
+    return run_kernel(backend, find("fa2", pass_), oracle, oracle.inputs_of(pass_), tiles)
 
 
 def assert_right(result: PassResult) -> None:

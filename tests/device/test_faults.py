@@ -17,16 +17,13 @@ from harness.check.oracle import oracle_for
 from harness.fault import KernelFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
-from harness.problem import READS, Problem
+from harness.problem import Problem
 
 
 def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
     """Run a kernel on a problem made in memory, checks and all."""
     oracle = oracle_for(problem, backend, chosen.pass_)
-    inputs = dict(oracle.inputs)
-    if chosen.pass_ == "backward":
-        inputs |= oracle.forward_outputs()
-    return run_kernel(backend, chosen, oracle, {name: inputs[name] for name in READS[chosen.pass_]})
+    return run_kernel(backend, chosen, oracle, oracle.inputs_of(chosen.pass_))
 
 
 PLAIN = Problem.of(1, 2, 129, 64)
@@ -99,7 +96,7 @@ def test_wrong_numbers_are_caught_by_the_error_budget(fault: planted.Planted, ba
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:
     """16-bit outputs hide one zero key among many; the float32 logsumexp does not."""
     oracle = oracle_for(Problem.of(1, 1, 513, 64, dtype="bfloat16"), backend, "forward")
-    right = oracle.forward_outputs()
+    right = oracle.forward_outputs
     assert all(v.passed for v in oracle.judge(right, "p16", 64).values())
     logsumexp = np.logaddexp(right["logsumexp"].astype(np.float64), 0.0)  # a key of zeros scores 0
     less = right["O"].astype(np.float64) * np.exp(right["logsumexp"] - logsumexp)[..., None]

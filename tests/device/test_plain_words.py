@@ -16,7 +16,7 @@ import pytest
 from word_kernel import TYPES, UNWRITTEN, f32, integers, run
 
 from harness.backends import Backend
-from harness.check.tensors import ARGS
+from harness.backends.launch import ARGS
 from harness.kernel.kernel import INCLUDE
 
 # -- args.cuh ---------------------------------------------------------------------------------------------------------

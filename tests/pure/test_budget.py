@@ -63,6 +63,18 @@ def test_a_right_kernel_passes_long_and_cross(length: int, other: int, dim: int,
         assert verdict.passed, f"{problem.describe()}: {budget.message(verdict)}"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shift", [0, 7, -20, -60, -64, 69])
+def test_any_causal_shift_is_judged(shift: int, dtype: str) -> None:
+    """A right kernel passes on every shard, also on one that sees nothing; one key too many fails wherever a key is hidden."""
+    problem = Problem.of(1, 2, 64, 16, heads_kv=1, seq_kv=70, dtype=dtype, causal=True, causal_shift=shift)
+    for verdict in judge(problem).values():
+        assert verdict.passed, f"{problem.describe()}: {budget.message(verdict)}"
+    failed = {name for name, verdict in judge(problem, mutant="causal off by one").items() if not verdict.passed}
+    one_key = {"O", "logsumexp", "dV"}  # -64 and one more: the last query sees one key, whose score has no gradient
+    assert failed == {69: set(), -64: one_key}.get(shift, one_key | {"dQ", "dK"})
+
+
 def test_a_stored_value_half_way_may_go_either_way() -> None:
     """O = (V0 + V1) / 2 lies half-way between two bfloat16: a right kernel may store the other one, which is all of its dK."""
     problem = Problem.of(1, 2, 2, 1, heads_kv=1, dtype="bfloat16", causal=True)

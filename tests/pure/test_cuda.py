@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +15,7 @@ import planted
 import pytest
 
 from harness import backends
-from harness.backends import Call, CompileError, Loaded, cuda, nvrtc
+from harness.backends import Call, CompileError, Fill, Loaded, Step, cuda, nvml, nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.problem import Problem
 
@@ -25,19 +27,30 @@ class CompileException(Exception):
 
 
 class Function:
-    """A RawKernel: attributes, and a call that is written down."""
+    """A RawKernel: attributes, and its CUfunction's handle."""
 
     shared_size_bytes, local_size_bytes, num_regs = 1024, 0, 40
+    kernel = SimpleNamespace(ptr=0xF00)
 
     def __init__(self) -> None:
         self.max_dynamic_shared_size_bytes = 48 << 10
-        self.calls: list[tuple[Any, ...]] = []
-        self.error: Exception | None = None
 
-    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int) -> None:
-        if self.error:
-            raise self.error
-        self.calls.append((grid, block, args, shared_mem))
+
+class FakeDevice:
+    """cupy.cuda.Device."""
+
+    def __init__(self, cupy: Fake, index: int) -> None:
+        self.cupy, self.index, self.before = cupy, index, 0
+
+    def use(self) -> None:
+        self.cupy.used.append(self.index)
+        self.cupy.current = self.index
+
+    def __enter__(self) -> None:
+        self.before, self.cupy.current = self.cupy.current, self.index
+
+    def __exit__(self, *error: object) -> None:
+        self.cupy.current = self.before
 
 
 class Fake:
@@ -45,6 +58,10 @@ class Fake:
 
     def __init__(self) -> None:
         self.function = Function()
+        self.current, self.threads = 0, []  # the current device, and the threads that have called the runtime
+        self.sizes: tuple[int, ...] = ()  # of the parameters, which the driver reads from the function
+        self.launches: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
         self.modules: list[dict[str, Any]] = []
         self.used: list[int] = []
         self.allocators: list[Any] = []
@@ -62,19 +79,44 @@ class Fake:
         module.RawModule = self._module
         module.asarray, module.asnumpy, module.empty = np.array, np.array, np.empty
         module.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(getDeviceCount=lambda: 2, getDeviceProperties=lambda i: self.facts, memGetInfo=lambda: (10, 100)),
-            Device=lambda i: SimpleNamespace(use=lambda: self.used.append(i)),
+            runtime=SimpleNamespace(
+                getDeviceCount=lambda: 2,
+                getDeviceProperties=lambda i: self.facts,
+                memGetInfo=self._memory,
+                getDevice=lambda: self.current,
+                setDevice=lambda i: setattr(self, "current", i),
+                memsetAsync=lambda *given: self.launches.append(("memset", self.current, *given)),
+            ),
+            driver=SimpleNamespace(launchKernel=self._launch),
+            Device=self._device,
             set_allocator=self.allocators.append,
             compiler=SimpleNamespace(CompileException=CompileException),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             Event=lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: self.synchronize()),
-            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: self.synchronize()),
+            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: self.synchronize(), ptr=0x5),
             get_elapsed_time=lambda start, stop: 2.5,
         )
         self.module = module
 
+    def _memory(self) -> tuple[int, int]:
+        self.threads.append(threading.get_ident())
+        return 10, 100
+
+    def _device(self, index: int) -> Any:
+        return FakeDevice(self, index)
+
+    def _launch(self, function: int, *given: int) -> None:
+        """As cuLaunchKernel: three sizes of the grid, three of the block, shared bytes, stream, void** parameters, extra."""
+        if self.error:
+            raise self.error
+        *sizes, shared, stream, parameters, extra = given
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
+        values = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
+        assert extra == 0 and threading.get_ident() in self.threads, "a thread without a context"
+        self.launches.append((function, self.current, tuple(sizes), shared, stream, values))
+
     def _module(self, **given: Any) -> Any:
-        self.modules.append(given)
+        self.modules.append(given | {"device": self.current})
         return SimpleNamespace(get_function=lambda name: self.get_function(name))
 
 
@@ -82,7 +124,7 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     stand_in = Fake()
     monkeypatch.setitem(sys.modules, "cupy", stand_in.module)
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: True)
     monkeypatch.delenv("FA_CLI_NO_POOL", raising=False)
     monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "cache"))
     return stand_in
@@ -166,38 +208,53 @@ def test_an_entry_that_is_not_there_is_named(fake: Fake, tmp_path: Path) -> None
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def ready(fake: Fake, tmp_path: Path, *parameters: Any) -> tuple[cuda.Cuda, Loaded, list[Call]]:
-    backend = cuda.Cuda()
-    return backend, backend.load(planted.kernel(tmp_path), PROBLEM), [Call("forward", (64, 1, 1), 128, 256, parameters)]
+def ready(fake: Fake, tmp_path: Path, *parameters: bytes, index: int = 0) -> tuple[cuda.Cuda, Loaded, list[Step]]:
+    """A backend, a loaded kernel and one call of it."""
+    backend = cuda.Cuda(index)
+    fake.sizes = tuple(map(len, parameters))
+    return backend, backend.load(planted.kernel(tmp_path), PROBLEM), [Call("forward", (64, 2, 3), 128, 256, parameters)]
 
 
-def test_every_parameter_is_an_array_of_one_element_with_its_own_bytes(fake: Fake, tmp_path: Path) -> None:
-    """CuPy passes a numpy array of size 1 by value, a Python int as 64 bits, a numpy float32 as itself: one way serves all."""
-    args = np.zeros(1, dtype=[("Q", "<u8"), ("scale", "<f8")])
-    args["Q"], args["scale"] = 0x1234, 0.125
-    backend, loaded, calls = ready(fake, tmp_path, args, np.float32(0.5), np.int64(-3), 0x7F0000001000, b"\1\2\3")
+def test_a_launch_is_the_driver_s_with_pointers_to_every_parameter(fake: Fake, tmp_path: Path) -> None:
+    """Sizes as the plan has them, CuPy's current stream, and each parameter's own bytes, zeros among them."""
+    given = [bytes(range(200)) + bytes(248), b"\0\0\0\1", (0x7F0000001000).to_bytes(8, "little")]
+    backend, loaded, calls = ready(fake, tmp_path, *given)
     backend.launch(loaded, calls)
-    ((grid, block, given, shared),) = fake.function.calls
-    assert (grid, block, shared) == ((64, 1, 1), (128, 1, 1), 256)
-    assert all(type(p) is np.ndarray and p.size == 1 for p in given)
-    assert [p.tobytes() for p in given] == [
-        args.tobytes(),
-        np.float32(0.5).tobytes(),
-        np.int64(-3).tobytes(),
-        (0x7F0000001000).to_bytes(8, "little"),
-        b"\1\2\3",
-    ]
+    assert fake.launches == [(0xF00, 0, (64, 2, 3, 128, 1, 1), 256, 0x5, given)]
+
+
+def test_a_given_stream_and_the_backend_s_own_device_are_used(fake: Fake, tmp_path: Path) -> None:
+    """Also from a new thread, while another device is current: it is current again afterwards, after a fault too."""
+    backend, loaded, calls = ready(fake, tmp_path, index=1)
+    assert fake.modules[-1]["device"] == 1
+    fake.current = 0
+    thread = threading.Thread(target=backend.submit, args=(loaded, [Fill(0x1000, 48), *calls], 0x77))
+    thread.start()
+    thread.join()
+    assert fake.launches == [("memset", 1, 0x1000, 0, 48, 0x77), (0xF00, 1, (64, 2, 3, 128, 1, 1), 256, 0x77, [])]
+    assert fake.current == 0
+    fake.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+    with pytest.raises(KernelFault, match="refused to launch"):
+        backend.submit(loaded, calls, 0x77)
+    assert fake.current == 0
+
+
+def test_a_kernel_is_loaded_on_the_backend_s_own_device(fake: Fake, tmp_path: Path) -> None:
+    """CuPy compiles for the device that is current when a function is asked for."""
+    first, _ = cuda.Cuda(0), cuda.Cuda(1)
+    first.load(planted.kernel(tmp_path), PROBLEM)
+    assert (fake.modules[-1]["device"], fake.current) == (0, 1)
 
 
 def test_time_is_in_seconds(fake: Fake, tmp_path: Path) -> None:
     backend, loaded, calls = ready(fake, tmp_path)
     assert backend.time(loaded, calls) == 2.5e-3
-    assert len(fake.function.calls) == 1
+    assert len(fake.launches) == 1
 
 
 def test_a_refused_launch_says_what_was_asked_for(fake: Fake, tmp_path: Path) -> None:
     backend, loaded, calls = ready(fake, tmp_path)
-    fake.function.error = RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch")
+    fake.error = RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch")
     with pytest.raises(KernelFault, match=r"refused to launch it[\s\S]*forward: grid .* 128 threads, 256 bytes"):
         backend.launch(loaded, calls)
 
@@ -247,7 +304,7 @@ def test_the_pool_can_be_left_out_for_the_sanitizer(fake: Fake, monkeypatch: pyt
 
 
 def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: False)
     with pytest.raises(EnvironmentFault, match="no NVIDIA GPU") as caught:
         cuda.Cuda()
     assert (caught.value.exit_code, caught.value.hint) == (4, "use --device cpu")
@@ -257,9 +314,9 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_without_cupy_gets_the_pip_line_that_fits_it(monkeypatch: pytest.MonkeyPatch, driver: Any, extra: str) -> None:
     """And auto does not fall back to the CPU in silence."""
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises ModuleNotFoundError
-    monkeypatch.setattr(cuda, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(nvml, "nvidia_driver", lambda: True)
     monkeypatch.setattr(backends, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(cuda, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(nvml, "driver_cuda", lambda: driver)
     with pytest.raises(EnvironmentFault, match="CuPy is not installed") as caught:
         backends.pick("auto")
     assert f"pip install 'fa-cli[{extra}]'" in caught.value.hint

@@ -278,11 +278,25 @@ def test_backward_refuses_another_forward(folder: Path, case: str) -> None:
     assert fault.exit_code == 3 and "--mode both" in fault.hint
 
 
-@pytest.mark.parametrize("change", [{"causal": True}, {"scale": 0.25}, {"dtype": "float16"}, {"causal": 0}])
+@pytest.mark.parametrize("change", [{"causal": True}, {"causal_shift": 1}, {"scale": 0.25}, {"dtype": "float16"}, {"causal": 0}])
 def test_backward_refuses_other_settings(folder: Path, change: dict[str, Any]) -> None:
     """A forward made with another mask, scale or type is not this problem's."""
     data.write_outputs(data.open_(folder), outputs(), record(**change))
     fails(DataFault, f"{next(iter(change))} was", lambda: data.read_forward(data.open_(folder), SMALL))
+
+
+def test_a_record_without_a_shift_is_of_the_default(folder: Path) -> None:
+    """Earlier versions knew no other: their record serves the default, and refuses a shift that was chosen since."""
+    old = record(causal=True)
+    del old["causal_shift"]
+    data.write_outputs(data.open_(folder), outputs(), old)
+    problem = SMALL.with_(causal=True)
+    data.read_forward(data.open_(folder), problem)
+    for shift in (-2, 2):
+        word = f"causal_shift was 0 then and is {shift} now"
+        fails(DataFault, word, lambda shift=shift: data.read_forward(data.open_(folder), problem.with_(causal_shift=shift)))
+    data.write_outputs(data.open_(folder), outputs(), record(causal=True, causal_shift=2))
+    data.read_forward(data.open_(folder), problem.with_(causal_shift=2))
 
 
 def test_backward_refuses_what_is_not_listed(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.kernel import expression as language
 from harness.kernel.expression import ExpressionError, evaluate
 
 NAMES = {"seq_q": 100, "BLOCK_Q": 64, "HEAD_DIM": 128, "causal": 0, "batch": 3}
@@ -66,3 +67,15 @@ def test_everything_else_is_refused(expression: str, word: str) -> None:
     """Nothing but the small language is evaluated, and what is wrong is named."""
     with pytest.raises(ExpressionError, match=word):
         evaluate(expression, NAMES)
+
+
+def test_an_expression_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And evaluated again with other names; what is wrong with it is told every time."""
+    text = "ceil_div(seq_q, BLOCK_Q) + 17 * batch"
+    assert evaluate(text, NAMES) == 53
+    monkeypatch.setattr(language.ast, "parse", lambda *given, **more: pytest.fail("parsed again"))
+    assert evaluate(text, NAMES | {"batch": 4}) == 70
+    for _ in range(2):
+        with pytest.raises(ExpressionError, match="unknown name 'batch'"):
+            evaluate(text, {"seq_q": 1, "BLOCK_Q": 1})
+    assert 0 < (language._parsed.cache_info().maxsize or 0) <= 4096

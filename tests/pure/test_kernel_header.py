@@ -163,6 +163,24 @@ def test_a_kernel_that_is_not_told_the_scale(tmp_path: Path) -> None:
         found.plan(unlike, DEVICE)
 
 
+def test_who_may_be_given_another_causal_shift(tmp_path: Path) -> None:
+    """A kernel that takes unequal lengths and is told the shift: another may have the default written into it."""
+    cross = HEADER.replace("// cross = false", "// cross = true")
+    plain = cross.replace("// block = 128", '// block = 128\n// args = ["O", "seq_q"]').replace(
+        "// block = 32", '// block = 32\n// args = ["O"]'
+    )
+    told = plain.replace('"seq_q"]', '"causal_shift"]')
+    made = Problem.of(dim=64, causal=True)
+    for text in (HEADER, cross, plain, told):
+        found = Kernel.read(write(tmp_path, text=text))
+        found.plan(made.with_(causal_shift=0), DEVICE)  # the default of equal lengths
+        if text in (cross, told):
+            found.plan(made.with_(causal_shift=3), DEVICE)
+            continue
+        with pytest.raises(UsageFault, match="does not support a causal_shift but seq_kv - seq_q"):
+            found.plan(made.with_(causal_shift=3), DEVICE)
+
+
 def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
     problem = Problem.of(dim=128)
@@ -237,3 +255,17 @@ def test_row_pitch() -> None:
     assert row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
     assert row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
     assert row_pitch(Problem.of(dim=59), "logsumexp") == 1
+
+
+def test_a_plan_is_kept_until_one_of_its_values_changes(tmp_path: Path) -> None:
+    """By value: an equal problem and a kernel read again have the same plan; an edited header at the same path has another."""
+    problem, chosen = Problem.of(1, 2, 96, 64), Kernel.read(write(tmp_path))
+    plan = chosen.plan(problem, DEVICE)
+    assert chosen.plan(Problem.of(1, 2, 96, 64), DEVICE, {}) is plan
+    assert Kernel.read(write(tmp_path)).plan(problem, DEVICE) is plan
+    assert chosen.plan(problem, DEVICE, {"BLOCK_Q": 32}).launches[-1].grid == (3, 2, 1)
+    assert chosen.plan(problem.with_(batch=2), DEVICE).launches[-1].grid == (2, 2, 2)
+    edited = Kernel.read(write(tmp_path, text=HEADER.replace("BLOCK_Q = 64", "BLOCK_Q = 16")))
+    assert edited.plan(problem, DEVICE).launches[-1].grid == (6, 2, 1)
+    with pytest.raises(UsageFault, match="does not fit"):
+        chosen.plan(problem, Device("cuda", "small", shared_optin=1000))

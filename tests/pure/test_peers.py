@@ -177,6 +177,14 @@ def test_torch_has_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: s
         ("torch-flash", {"dtype": "bfloat16", "causal": True, "seq_kv": 600}, "forward", "top-left"),
         ("torch-efficient", {"causal": True, "seq_kv": 400}, "backward", "sees no key"),
         ("numpy", {"dtype": "float64"}, "forward", "not float64"),
+        ("torch-flash", {"dtype": "bfloat16", "causal": True, "causal_shift": 5}, "forward", "causal_shift 0"),
+        ("torch-flash", {"dtype": "bfloat16", "causal": True, "seq_kv": 600, "causal_shift": 0}, "forward", "equal sequence lengths"),
+        ("torch-cudnn", {"dtype": "bfloat16", "causal": True, "causal_shift": -1}, "forward", "sees no key"),
+        ("torch-efficient", {"causal": True, "seq_kv": 600, "causal_shift": -1}, "backward", "sees no key"),
+        *(
+            (name, {"dtype": "bfloat16", "causal": True, "seq_kv": 600, "causal_shift": 0}, "forward", "bottom-right: causal_shift 88")
+            for name in ("flash-attn2", "fa3", "fa4", "triton", "xformers")
+        ),
     ],
 )
 def test_refusals(name: str, shape: dict[str, Any], pass_: str, why: str) -> None:
@@ -193,6 +201,11 @@ def test_refusals(name: str, shape: dict[str, Any], pass_: str, why: str) -> Non
         ("numpy", {"dim": 300, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-math", {"dim": 59, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-efficient", {"dim": 60, "causal": True, "seq_kv": 600}),
+        ("torch-efficient", {"causal": True, "seq_kv": 400, "causal_shift": 0}),
+        ("torch-cudnn", {"dtype": "float16", "causal": True, "seq_kv": 400, "causal_shift": 17}),
+        ("torch-flash", {"dtype": "float16", "seq_kv": 400, "causal_shift": 17}),  # no mask: no shift
+        ("triton", {"causal": True, "seq_kv": 400}),
+        ("torch-math", {"causal": True, "causal_shift": -600}),
     ],
 )
 def test_what_is_not_refused(name: str, shape: dict[str, Any]) -> None:
@@ -212,6 +225,9 @@ def test_what_is_not_refused(name: str, shape: dict[str, Any]) -> None:
         {"seq": 48, "dim": 16, "heads": 4, "heads_kv": 2, "causal": True},
         {"seq": 40, "seq_kv": 70, "dim": 16, "heads": 6, "heads_kv": 2, "causal": True, "scale": -0.3},
         {"seq": 70, "seq_kv": 40, "dim": 16, "causal": True},  # the first 30 rows see no key
+        {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "causal_shift": 0},
+        {"seq": 70, "seq_kv": 40, "dim": 16, "causal": True, "causal_shift": 25},
+        {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "causal_shift": -1000},  # no row sees a key
         {"seq": 1, "seq_kv": 9, "dim": 16},
         {"seq": 50, "dim": 64, "dtype": "bfloat16", "causal": True},
         {"seq": 50, "dim": 64, "dtype": "float16"},

@@ -65,6 +65,48 @@ def test_visible_pairs_by_counting(seq_q: int, seq_kv: int) -> None:
     assert made.with_(causal=False).visible_pairs == seq_q * seq_kv
 
 
+@pytest.mark.parametrize(("seq_q", "seq_kv"), list(itertools.product([1, 2, 5, 8], repeat=2)))
+def test_visible_pairs_of_any_shift(seq_q: int, seq_kv: int) -> None:
+    """Counted pair by pair for every shift up to 10 beyond the lengths, and far outside; the operations follow."""
+    for shift in (*range(-seq_q - 10, seq_kv + 11), -(10**12), 10**12):
+        made = Problem.of(1, 1, seq_q, 4, seq_kv=seq_kv, causal=True, causal_shift=shift)
+        assert made.visible_pairs == sum(k <= q + shift for q in range(seq_q) for k in range(seq_kv)), shift
+        assert made.flops("forward") == 16 * made.visible_pairs
+        assert -seq_q <= made.causal_shift < seq_kv
+        assert made.causal_shift == shift or made.visible_pairs in (0, seq_q * seq_kv)
+
+
+def test_equal_masks_are_equal_problems() -> None:
+    """The default given in words, a shift without a mask, and two shifts that show everything or nothing."""
+    made = Problem.of(seq=6, seq_kv=10, causal=True)
+    assert made.causal_shift == made.default_shift == 4
+    for same in (Problem.of(seq=6, seq_kv=10, causal=True, causal_shift=4), made.with_(causal_shift=0).with_(causal_shift=None)):
+        assert same == made and hash(same) == hash(made)
+    full = made.with_(causal=False)
+    assert full == Problem.of(seq=6, seq_kv=10, causal_shift=-3) == full.with_(causal_shift=7) and full.causal_shift == 4
+    assert made.with_(causal_shift=9) == made.with_(causal_shift=1000) != made
+    assert made.with_(causal_shift=-6) == made.with_(causal_shift=-7) != made.with_(causal_shift=-5)
+
+
+def test_a_default_shift_is_never_stale() -> None:
+    """It follows the lengths; a shift that was chosen is kept, within the new bounds; other changes leave either as it is."""
+    made = Problem.of(seq=6, seq_kv=10, causal=True)
+    assert [made.with_(**change).causal_shift for change in ({"seq_q": 8}, {"seq_kv": 4}, {"scale": 1.0})] == [2, -2, 4]
+    assert made.with_(causal=False).with_(seq_kv=6).with_(causal=True).causal_shift == 0
+    top_left = made.with_(causal_shift=0)
+    assert [top_left.with_(**change).causal_shift for change in ({"seq_q": 8}, {"seq_kv": 4}, {"scale": 1.0})] == [0, 0, 0]
+    assert made.with_(seq_q=8, causal_shift=3).causal_shift == 3
+    assert made.with_(causal_shift=8).with_(seq_kv=5).causal_shift == 4  # everything is visible, as k <= q + 8 says
+
+
+def test_a_shift_is_described_where_it_was_chosen() -> None:
+    """The folder holds inputs, which have no mask."""
+    made = Problem.of(seq_kv=500, causal=True)
+    assert made.describe() == "B2_H8_S512_D64_Skv500 causal"
+    assert made.with_(causal_shift=0, scale=1.0).describe() == "B2_H8_S512_D64_Skv500 causal causal_shift=0 scale=1"
+    assert made.with_(causal_shift=0).folder == made.folder
+
+
 def test_cost() -> None:
     """4 B H D pairs forward, 2.5 times that backward, 3.5 for both; every input and output once."""
     made = Problem.of(2, 4, 16, 8, heads_kv=2, dtype="float16")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 
 from harness.backends.cuda import Cuda
 from harness.backends.host.backend import Host
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel, find
 from harness.problem import READS, Problem
 from harness.profile import counters
 from harness.profile import nsight as profile
@@ -168,8 +165,8 @@ class Timed:
 
 
 @pytest.mark.parametrize(("pass_", "runs"), [("forward", 1), ("backward", 3)])
-def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job is what the parent wrote; check and warm-up come before the profiler starts, and each pass gets what it reads."""
+def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check and warm-up come before the profiler starts, and each pass gets what it reads."""
     events: list[Any] = []
     switch = SimpleNamespace(start=lambda: events.append("start"), stop=lambda: events.append("stop"))
     backend = SimpleNamespace(xp=SimpleNamespace(cuda=SimpleNamespace(profiler=switch)))
@@ -183,20 +180,13 @@ def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, tm
 
     def oracle_for(problem: Problem, on: Any, mode: str, seed: int) -> Any:
         assert (mode, seed) == (pass_, 7)
-        made = {name: np.zeros(problem.shape(name)) for name in ("Q", "K", "V", "dO")}
-        return SimpleNamespace(
-            problem=problem, inputs=made, forward_outputs=lambda: {n: np.zeros(problem.shape(n)) for n in ("O", "logsumexp")}
-        )
+        return SimpleNamespace(problem=problem, inputs_of=lambda pass_: {name: np.zeros(problem.shape(name)) for name in READS[pass_]})
 
     monkeypatch.setattr(profile, "pick", lambda device: backend if device == "cuda:1" else None)
     monkeypatch.setattr(profile, "run_kernel", run_kernel)
     monkeypatch.setattr(profile, "oracle_for", oracle_for)
-    monkeypatch.setenv(profile.CHILD, str(tmp_path))
-    job = profile.Job("fa2", pass_, problem, 7, "cuda:1", {"BLOCK_K": 32}, runs, False)
-    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
-    assert profile.launch() == 0
+    profile.run_job(profile.Job(find("fa2", pass_), problem, 7, "cuda:1", {"BLOCK_K": 32}, runs))
     assert events == ["check", "run", "start", *["run"] * runs, "stop"]
-    assert not (tmp_path / "fault.json").exists()
 
 
 def test_ranges_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ from harness.problem import Problem
 Array = np.ndarray[Any, Any]
 
 
-def plain(problem: Problem, tensors: dict[str, Array]) -> dict[str, Array]:
-    """Attention and its gradients written out with whole matrices, head by head, in float64."""
+def plain(problem: Problem, tensors: dict[str, Array], shift: int | None = None) -> dict[str, Array]:
+    """Attention and its gradients written out with whole matrices, head by head, in float64. shift: of the causal mask."""
     p = problem
+    shift = p.seq_kv - p.seq_q if shift is None else shift
     x = {name: widen(np, array, p.dtype) for name, array in tensors.items()}
     out = {name: np.zeros(p.shape(name)) for name in ("O", "logsumexp", "dQ", "dK", "dV")}
-    hidden = np.arange(p.seq_kv)[None, :] > np.arange(p.seq_q)[:, None] + p.seq_kv - p.seq_q
+    hidden = np.arange(p.seq_kv)[None, :] > np.arange(p.seq_q)[:, None] + shift
     for b in range(p.batch):
         for h in range(p.heads_q):
             g = h * p.heads_kv // p.heads_q
@@ -75,6 +76,24 @@ def test_fully_masked_rows() -> None:
     for baseline in baselines(np, problem, generate(problem, 3), "f32"):
         for name, array in baseline.items():
             assert (array[0, 0, :4] == (-np.inf if name == "logsumexp" else 0)).all() or name in ("dK", "dV")
+
+
+@pytest.mark.parametrize("shift", [0, 3, -1, -6, -8, -9, -1000, 4, 5, 1000])
+@pytest.mark.parametrize("arithmetic", ["f32", "p16", "tf32"])
+def test_any_causal_shift(shift: int, arithmetic: str) -> None:
+    """The reference is the written-out formula, each way of each class near it: top-left, shards that see all, some, nothing."""
+    problem = Problem.of(1, 4, 9, 8, heads_kv=2, seq_kv=6, causal=True, causal_shift=shift, dtype="bfloat16")
+    tensors = generate(problem, 5)
+    found, wanted = reference(np, problem, tensors), plain(problem, tensors, shift)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-13, err_msg=name)
+    blind = np.arange(9) + shift < 0
+    assert np.isneginf(found["logsumexp"][:, :, blind]).all() and np.isfinite(found["logsumexp"][:, :, ~blind]).all()
+    assert not found["O"][:, :, blind].any() and not found["dQ"][:, :, blind].any()
+    assert blind.all() == (shift <= -9) and (not blind.all() or not any(found[name].any() for name in ("O", "dQ", "dK", "dV")))
+    for way in baselines(np, problem, tensors, arithmetic):
+        for name, array in way.items():
+            np.testing.assert_allclose(array, wanted[name], rtol=0.03, atol=0.03, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rows import plain
 
 from harness import results
 from harness.check.budget import Verdict
+from harness.check.contender import Contender
 from harness.measure.sampling import Timing
 from harness.problem import Problem
 
@@ -68,6 +69,8 @@ def test_rows_of_a_result() -> None:
     assert (both.registers, both.spill_bytes, both.source_hash, both.seed) == (80, None, "40+80", 42)
     assert both.repro == "fa-cli run --compute fa2 --mode both --batch 2 --heads 4 --seq 100 --dim 32 --kv-heads 2 --causal"
     assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC", "BAC"]
+    moved = SimpleNamespace(**vars(result()) | {"problem": problem.with_(causal_shift=7)})
+    assert {r.repro for r in results.rows_of(moved, "case", "run")} == {None}  # no option sets a shift
 
 
 def test_samples_of_a_row() -> None:
@@ -106,6 +109,6 @@ def test_a_failed_check_has_no_speed() -> None:
 def test_rows_without_a_result() -> None:
     """A refusal is a row too, on one line, for each pass."""
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
-    rows = results.rows_without("case", "fa1", "both", Problem.of(), backend, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
+    rows = results.rows_without("case", Contender("fa1"), "both", Problem.of(), backend, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()

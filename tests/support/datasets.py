@@ -28,5 +28,14 @@ def outputs(problem: Problem = SMALL, fill: float = 1.0) -> dict[str, Any]:
 
 
 def record(mode: str = "both", **changes: Any) -> dict[str, Any]:
-    base = {"kernel": "naive", "mode": mode, "causal": False, "scale": 0.5, "dtype": "float32", "verdict": "PASS", "source_hash": "0"}
+    base = {
+        "kernel": "naive",
+        "mode": mode,
+        "causal": False,
+        "causal_shift": 0,
+        "scale": 0.5,
+        "dtype": "float32",
+        "verdict": "PASS",
+        "source_hash": "0",
+    }
     return base | changes

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from harness.backends import Backend
+from harness.backends.launch import ARGS
 from harness.check.tensors import Bound
 from harness.kernel.kernel import Kernel
 from harness.problem import Problem
@@ -63,14 +64,12 @@ class Given(Bound):
     """A bound kernel that is told what a test wants in some fields of fa::Args."""
 
     def __init__(self, fields: dict[str, Any], *rest: Any) -> None:
-        self.fields = fields
         super().__init__(*rest)
-
-    def _parameters(self, plain: tuple[str, ...]) -> tuple[Any, ...]:
-        (args,) = super()._parameters(plain)
-        for name, value in self.fields.items():
+        (call,) = self.steps
+        args = np.frombuffer(call.parameters[0], ARGS).copy()
+        for name, value in fields.items():
             args[name] = value
-        return (args,)
+        self.steps = [call._replace(parameters=(args.tobytes(),))]
 
 
 def bound(

@@ -26,6 +26,10 @@ SHAPES = [
     {"seq": 33, "seq_kv": 80, "dim": 24, "heads": 6, "heads_kv": 2},
     {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "scale": -0.3},
     {"seq": 70, "seq_kv": 40, "dim": 16, "causal": True},  # the first 30 rows see no key
+    {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "causal_shift": 0},  # torch's is_causal
+    {"seq": 70, "seq_kv": 40, "dim": 16, "causal": True, "causal_shift": 0},
+    {"seq": 40, "seq_kv": 70, "dim": 16, "heads_kv": 1, "causal": True, "causal_shift": -25},
+    {"seq": 40, "seq_kv": 70, "dim": 16, "causal": True, "causal_shift": -40},  # no row sees a key
     {"seq": 50, "dim": 64, "dtype": "bfloat16", "causal": True},
     {"seq": 50, "dim": 64, "dtype": "float16"},
 ]
@@ -66,10 +70,22 @@ def test_torch_cpu_is_right(shape: dict[str, Any]) -> None:
     check(peers.find("torch-cpu"), made, "f32" if made.dtype == "float32" else "p16")
 
 
-@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:10], ids=str)
 def test_math_backend_is_right(shape: dict[str, Any]) -> None:
     """The code behind torch-math, with its explicit mask and enable_gqa, run on the CPU."""
     check(here("torch-math"), problem(**shape))
+
+
+@pytest.mark.parametrize(
+    ("seq_kv", "shift", "masked"), [(30, 0, False), (70, 0, False), (40, None, False), (70, None, True), (40, 3, True)]
+)
+def test_a_mask_tensor_only_where_torch_has_no_mask(monkeypatch: pytest.MonkeyPatch, seq_kv: int, shift: int | None, masked: bool) -> None:
+    """Torch's is_causal is top-left, causal_shift 0 of any lengths; every other shift needs its mask written out."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **options: given.update(options))
+    made = problem(seq=40, seq_kv=seq_kv, causal=True, causal_shift=shift)
+    here("torch-math").attention(made, "cpu")(None, None, None)
+    assert (given["attn_mask"] is not None, given["is_causal"]) == (masked, not masked)
 
 
 def test_ran_names_the_operator() -> None:

@@ -30,8 +30,7 @@ from ...fault import DiskFault, EnvironmentFault, UsageFault
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
-from .machine import processor, threads
-from .memory import fenced
+from .machine import fenced, processor, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 
@@ -121,13 +120,17 @@ class Host(Backend):
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order. Raises KernelFault (deadlock, bad address …) or CheckFault with the engine's report."""
+        self.submit(loaded, steps)
+
+    def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
+        """The same: a CPU has no streams, and what is submitted has run when this returns."""
         library: _Library = loaded.functions["library"]
         for call in steps:
             if isinstance(call, Fill):
-                call.buffer[:] = 0
+                ctypes.memset(call.address, 0, call.size)
                 continue
             # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
-            copies = [_aligned(np.asarray(p).tobytes()) for p in call.parameters]
+            copies = [_aligned(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
             launch = _Launch(

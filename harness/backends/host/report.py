@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ... import child
 from ...fault import EnvironmentFault, KernelFault
 from ...kernel.kernel import Kernel
 
@@ -66,17 +66,17 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
         why = f"{' '.join(compiler)} has no libasan.so"
         raise EnvironmentFault("no AddressSanitizer library", why, "apt install libasan8, or use --check race")
     options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
-    environment = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
-    child = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True, check=False)
-    if child.returncode != _SANITIZER_EXIT:
-        sys.stderr.write(child.stderr)
-        return child.returncode
-    error = re.search(r"ERROR: AddressSanitizer: (.*)", child.stderr)
-    access = re.search(r"^((?:READ|WRITE) of size \d+)", child.stderr, re.M)
-    stack = child.stderr[access.start() if access else 0 :].partition("\n\n")[0]
+    environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
+    code, told = child.again(arguments, environment, errors=True)
+    if code != _SANITIZER_EXIT:
+        sys.stderr.write(told)
+        return code
+    error = re.search(r"ERROR: AddressSanitizer: (.*)", told)
+    access = re.search(r"^((?:READ|WRITE) of size \d+)", told, re.M)
+    stack = told[access.start() if access else 0 :].partition("\n\n")[0]
     # the kernel's line if it is known: words are inlined into it
-    place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", child.stderr)
-    allocated = re.search(r"^(\S+ is located .*)$", child.stderr, re.M)
+    place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", told)
+    allocated = re.search(r"^(\S+ is located .*)$", told, re.M)
     raise CheckFault(
         f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",
         "\n".join(m[1] for m in (error, allocated) if m),

@@ -1,5 +1,5 @@
 // What every kernel is given: one struct by value, the same for all, so that a launch needs no per-kernel code.
-// harness/check/tensors.py mirrors it with one numpy dtype; tests/device/test_tile_words.py holds the two together.
+// harness/backends/launch.py mirrors it with one numpy dtype; tests/device/test_plain_words.py compares the two.
 #pragma once
 
 namespace fa {

@@ -1,4 +1,7 @@
-"""A fused attention in Triton, written here (fused_kernels.py): what a week's work in a tile language gives, forward and backward."""
+"""A fused attention in Triton, written here (triton_kernels.py): what a week's work in a tile language gives, forward and backward.
+
+The kernels are in a module of their own, since importing it needs Triton, and asking whether this peer is here must not.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from .on_torch import Step, TorchPeer, module, version
 class Triton(TorchPeer):
     """Our Triton kernels on (B, H, S, D) tensors. float32 is computed as IEEE float32, not TF32."""
 
+    bottom_right: bool = True
+
     def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
         """The launches of a pass; a backward pass's O and logsumexp are made now."""
-        step: Step = module(self, f"{__package__}.fused_kernels").step(problem, x, pass_)
+        step: Step = module(self, f"{__package__}.triton_kernels").step(problem, x, pass_)
         return step
 
     def ran(self, step: Step, pass_: str) -> str:

@@ -1,0 +1,127 @@
+"""Addresses, strides, sizes and a stream become fa::Args and kernel launches: nothing is allocated, copied, checked, timed or waited for.
+
+The lowest door to a kernel. Checked buffers (harness/check/tensors.py) stand above it; whoever owns tensors already passes their
+addresses here. Parameters are immutable bytes that belong to one call, so launches in flight and other threads share nothing that
+changes: cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the host backend has run by then.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..fault import KernelFault
+from ..kernel.header import SIZES
+from ..kernel.kernel import Kernel
+from ..problem import READS, WRITES, Problem
+from .protocol import Backend, Call, Fill, Loaded, Step
+
+#: The order of the tensors in fa::Args.
+ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
+#: How many workspaces fa::Args holds.
+ARGS_WORKSPACES = 8
+_TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
+#: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_plain_words.py compares them on every backend).
+ARGS = np.dtype(
+    {
+        "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale"],
+        "formats": [*([_TENSOR] * 9), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
+        "offsets": [*(32 * i for i in range(9)), 288, *(352 + 4 * i for i in range(7)), 384],
+        "itemsize": 448,
+    }
+)
+#: What differs from call to call stands first in fa::Args: nine tensors of four words each, then the workspaces' addresses.
+_WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + ARGS_WORKSPACES}q")
+_POINTER = struct.Struct("<q")
+
+
+class View(NamedTuple):
+    """Where a (batch, heads, rows, head_dim) tensor is: the address of its first element, and its strides in elements.
+
+    head_dim is contiguous, and what <fa/args.cuh> says of rows holds: 16-byte aligned, readable up to the next multiple of 16 bytes.
+    logsumexp is (batch, heads, rows) with row stride 1.
+    """
+
+    address: int
+    batch: int
+    head: int
+    row: int
+
+
+_ABSENT = View(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A loaded kernel and a problem's values, packed once: call it with addresses to enqueue the pass."""
+
+    backend: Backend
+    loaded: Loaded
+    #: The last bytes of fa::Args, the same in every call: sizes and scale.
+    sizes: bytes
+    #: For each launch of the plan its plain parameters, packed, or the name of the tensor whose address they take; empty for fa::Args.
+    plain: tuple[tuple[bytes | str, ...], ...]
+    #: Index and bytes of each workspace that is zeroed before every pass.
+    zeroed: tuple[tuple[int, int], ...]
+
+    def __call__(self, tensors: Mapping[str, View], workspaces: Sequence[int] = (), stream: int | None = None) -> None:
+        """Enqueue the pass and return. Raises KernelFault where a launch is refused, ContextLost where the GPU's context is dead.
+
+        tensors: READS and WRITES of the kernel's pass, on the backend's device. workspaces: their addresses, in the order and of
+        the bytes of loaded.plan.workspaces; whoever allocated one of init zero_once has zeroed it. stream: a CUDA stream's
+        handle, None for the backend's current one. A kernel with plain parameters takes contiguous tensors only.
+        """
+        self.backend.submit(self.loaded, self.steps(tensors, workspaces), stream)
+
+    def steps(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> list[Step]:
+        """What a call enqueues, to be enqueued any number of times; parameters as a call has them."""
+        words: list[int] = []
+        for name in ARGS_TENSORS:
+            words += tensors.get(name, _ABSENT)
+        words += workspaces
+        words += [0] * (ARGS_WORKSPACES - len(workspaces))
+        args = (_WORDS.pack(*words) + self.sizes,)
+        made: list[Step] = [Fill(workspaces[index], size) for index, size in self.zeroed]
+        for launch, plain in zip(self.loaded.plan.launches, self.plain, strict=True):
+            given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
+            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given))
+        return made
+
+
+def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
+    """A launcher of what a backend loaded for a problem. Raises KernelFault where args names what the kernel's pass is not given."""
+    args = np.zeros(1, ARGS)
+    for name in (*SIZES, "scale"):
+        args[name] = getattr(problem, name)
+    plan = loaded.plan
+    plain = tuple(tuple(_plain(loaded.kernel, problem, name) for name in launch.args) for launch in plan.launches)
+    zeroed = tuple((i, space.bytes) for i, space in enumerate(plan.workspaces) if space.init == "zero")
+    return Launcher(backend, loaded, args.tobytes()[_WORDS.size :], plain, zeroed)
+
+
+def launcher(backend: Backend, kernel: Kernel, problem: Problem, tiles: Mapping[str, int] | None = None) -> Launcher:
+    """A launcher, kept: the same values again compile, plan and parse nothing. Raises as Backend.load and prepare do."""
+    key = tuple(sorted((tiles or {}).items()))
+    return _kept(backend, kernel, kernel.source_hash, problem, key)  # type: ignore[arg-type]  # a backend hashes by identity
+
+
+@lru_cache(maxsize=256)  # sequence lengths that alternate; launchers of one compile key share its code
+def _kept(backend: Backend, kernel: Kernel, source_hash: str, problem: Problem, tiles: tuple[tuple[str, int], ...]) -> Launcher:
+    """source_hash is part of the key only: an edited file, or an edited header of it, is loaded again."""
+    return prepare(backend, backend.load(kernel, problem, dict(tiles)), problem)
+
+
+def _plain(kernel: Kernel, problem: Problem, name: str) -> bytes | str:
+    """A plain parameter: its bytes, or its own name where it is a tensor's address."""
+    if name in READS[kernel.pass_] or name in WRITES[kernel.pass_]:
+        return name
+    if name == "scale":
+        return struct.pack("<d" if problem.dtype == "float64" else "<f", problem.scale)
+    if name in SIZES:
+        return struct.pack("<i", getattr(problem, name))
+    raise KernelFault(f"{kernel.label} asks for {name}", f"a {kernel.pass_} kernel is not given it", "see kernels_cu/README.md, Header")

@@ -1,0 +1,207 @@
+"""A job of ours in a process of its own: a function with its arguments in, its result or its Fault out.
+
+For what may take its process with it (a wild pointer, a lost CUDA context), for what another program must start (a profiler,
+mpiexec, a loader with a library before all others), and for a time limit. A job is a function of a module, with its arguments
+in a functools.partial; job and result are pickled, so functions and classes travel by name, in a checkout and installed alike.
+
+The process ends with its parent. The parent holds a lock on the folder of the job; a thread of the child waits for the lock, and
+has it when the parent is dead or no longer wants the result, however many programs are between the two.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from .fault import Fault, KernelFault
+from .files import locked, write_files
+
+T = TypeVar("T")
+
+#: What a child has to clean up after it is told to end, in seconds; then it is killed.
+GRACE_SECONDS = 2.0
+#: The program of a child. Its imports come from where its parent's came from, never from the current folder by chance, and its
+#: sys.argv is its parent's, for records. It is a file, so that the command line is plain words to every launcher; a process that
+#: multiprocessing spawns from it reads it again, and runs nothing.
+_START = """\
+if __name__ == "__main__":
+    import os, pickle, sys
+    with open(os.path.join(os.path.dirname(__file__), "job"), "rb") as file:
+        sys.path[:], sys.argv[:] = pickle.load(file)
+        start = pickle.load(file)
+    sys.exit(start())
+"""
+
+
+class Ended(KernelFault):
+    """The process of a job ended without a result. code: its exit code, negative for a signal, None where its time was up."""
+
+    def __init__(self, what: str, why: str = "", hint: str = "", code: int | None = None) -> None:
+        super().__init__(what, why, hint)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """A command line that runs a job, and what the job leaves. It is good inside :func:`command`'s block."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    label: str
+    folder: Path
+    let_go: Callable[[], None]  # the child ends, wherever it is
+
+    def result(self, code: int | None = None) -> T:
+        """What the job returned. Raises the Fault that it raised, and Ended where it left neither; code: the exit code, if known."""
+        try:
+            returned, value = pickle.loads((self.folder / "result").read_bytes())
+        except FileNotFoundError:
+            raise _ended(self.label, code) from None
+        if not returned:
+            raise value
+        found: T = value
+        return found
+
+    def wait(self, wrapper: Sequence[str] = (), timeout: float | None = None, **streams: Any) -> tuple[int, str]:
+        """Run the command, behind the words of a launcher, to its end: its exit code, and of stderr what streams (subprocess) pipe.
+
+        Raises Ended after timeout seconds, and KeyboardInterrupt at Ctrl-C, here or in the child. The child is then gone.
+        """
+        with subprocess.Popen([*wrapper, *self.argv], env=self.environment, text=True, errors="replace", **streams) as process:
+            try:
+                _, said = process.communicate(timeout=timeout)
+            except BaseException as error:
+                self.let_go()
+                try:
+                    process.wait(GRACE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    pass
+                finally:
+                    process.kill()  # nothing, where it has ended
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise Ended(f"{self.label} took longer than {timeout:g} s", "its process was ended") from None
+                raise
+        if process.returncode in (130, -signal.SIGINT):  # Ctrl-C found the child first
+            raise KeyboardInterrupt
+        return process.returncode, said or ""
+
+
+def run(
+    job: Callable[[], T],
+    label: str = "",
+    *,
+    timeout: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    wrapper: Sequence[str] = (),
+) -> T:
+    """Run a job in a process of its own and return its result. What it prints goes to stderr, and it has no stdin.
+
+    label: what messages call it. timeout in seconds. environment is added to this process's. wrapper: the words of a program
+    that starts the one after them. Raises the job's own Fault, of its class (ContextLost among them); Ended where its time was
+    up, where it died, which names the signal, and where it failed in any other way; KeyboardInterrupt at Ctrl-C.
+    """
+    with command(job, label, environment) as started:
+        code, _ = started.wait(wrapper, timeout, stdin=subprocess.DEVNULL, stdout=2)
+        return started.result(code)
+
+
+def again(arguments: Sequence[str], environment: Mapping[str, str], *, errors: bool = False) -> tuple[int, str]:
+    """Run a Python command line (a script and its words) in a process of its own, on this one's streams.
+
+    Returns its exit code (negative: the signal) and, with errors, what it wrote on stderr instead of that being shown. Raises
+    KeyboardInterrupt where it was interrupted.
+    """
+    with command(partial(_script, list(arguments)), arguments[0], environment) as started:
+        return started.wait(stderr=subprocess.PIPE if errors else None)
+
+
+@contextmanager
+def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str] | None = None) -> Iterator[Command[T]]:
+    """The command line of a job, for a launcher of whatever kind. A child that still runs at the end of the block is ended.
+
+    Raises pickle.PicklingError or AttributeError for a job that is no function of a module.
+    """
+    label = label or getattr(job, "func", job).__name__
+    with tempfile.TemporaryDirectory(prefix="fa_cli_", ignore_cleanup_errors=True) as name, ExitStack() as held:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps((sys.path, sys.argv)) + pickle.dumps(partial(_main, job, label, folder)))
+        (folder / "start.py").write_text(_START)
+        held.enter_context(locked(folder))
+        yield Command([sys.executable, "-P", str(folder / "start.py")], {**os.environ, **(environment or {})}, label, folder, held.close)
+
+
+def signal_name(code: int) -> str:
+    """The name of the signal behind a negative exit code: -11 is SIGSEGV."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+def _ended(label: str, code: int | None) -> Ended:
+    if code is None or code >= 0:
+        how = "" if code is None else f" with exit code {code}"
+        return Ended(f"{label} ended without a result", f"its process ended{how}", code=code)
+    hint = "was it out of memory? dmesg says so" if signal_name(code) == "SIGKILL" else ""
+    return Ended(f"{label} died: {signal_name(code)}", "its process left no result", hint, code)
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _main(job: Callable[[], Any], label: str, folder: Path) -> int:
+    """Run the job and leave its result or its fault in the folder; returns the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored here, as by whoever started us
+        signal.signal(signal.SIGINT, _interrupt_once)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    code, left = 0, None
+    try:
+        try:
+            left = pickle.dumps((True, job()))
+        except Fault as fault:
+            code, left = fault.exit_code, pickle.dumps((False, fault))
+        except Exception as error:
+            traceback.print_exc()
+            code, left = 1, pickle.dumps((False, Ended(f"{label} failed", f"{type(error).__name__}: {error}", code=1)))
+        write_files(folder, {"result": left})
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # Ctrl-C comes from the terminal and from the parent: a second one would stop the cleaning up
+    raise KeyboardInterrupt
+
+
+def _end_with_parent(folder: Path) -> None:
+    import fcntl
+
+    with suppress(OSError):  # the folder is gone, and with it the parent
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGINT)  # a real one: a launch on the CPU backend hears nothing else
+    time.sleep(GRACE_SECONDS)
+    os._exit(130)
+
+
+def _script(arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")

@@ -1,0 +1,75 @@
+"""Jobs for tests of harness/child.py: a process of its own finds a function by its module's name, and finds this one on sys.path."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.backends import CompileError, ContextLost
+from harness.fault import DataFault
+from harness.kernel.kernel import find
+
+
+def noisy(value: object) -> tuple[str, object]:
+    """Prints on both streams, through Python and past it; its result is none of that."""
+    print("noise on stdout", flush=True)
+    print("noise on stderr", file=sys.stderr)
+    os.write(1, b"\x80\xff more noise\n")
+    return "came back", value
+
+
+def faulty(kind: str) -> None:
+    """Raises a fault: of the ground, of a higher room, of a class made from other arguments; or what is no fault."""
+    if kind == "ground":
+        raise DataFault("what", "why", "hint")
+    if kind == "context":
+        raise ContextLost("fa1 died while it ran", "an illegal memory access", "run it alone")
+    if kind == "compile":
+        raise CompileError(find("fa2", "forward"), ["g++", "a b.cpp"], "line 3: nonesuch")
+    raise ValueError("a mistake of ours")
+
+
+def command() -> list[str]:
+    """What a record says was run."""
+    return sys.argv
+
+
+def die(number: int) -> None:
+    """Dies of a signal."""
+    os.kill(os.getpid(), number)
+
+
+def interrupted() -> None:
+    """Gets the terminal's Ctrl-C before its parent does."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def unpicklable() -> Any:
+    """Returns what cannot travel."""
+    return lambda: None
+
+
+def square(value: int) -> int:
+    """A job of a job."""
+    return value * value
+
+
+def spawns(count: int) -> list[int]:
+    """Has a process of its own for squares."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(square, range(count))
+
+
+def linger(folder: Path) -> None:
+    """Says who it is and stays; where it is interrupted, it cleans up."""
+    (folder / "part").write_text(str(os.getpid()))
+    (folder / "part").rename(folder / "pid")
+    try:
+        time.sleep(60)
+    finally:
+        (folder / "cleaned").touch()
