@@ -52,130 +52,95 @@
 //   - The four numbers that pad each row are bought with shared memory, and limit how many blocks fit.
 //   - Under the causal mask the tiles on the diagonal are computed whole, and the masking is done in all the tiles, needed or not.
 #include <fa/row.cuh>
-#include <fa/warp.cuh>
 
-constexpr int width = 16, rows = 4;     // the block is 16 threads wide; rows: a thread's, of the Q tile
-constexpr int threads = width * BLOCK_Q / rows;
-constexpr int keys = BLOCK_K / width;   // of a tile, a thread's: x, x + 16, ...
-constexpr int columns = HEAD_DIM / width;  // of O, a thread's: four neighbours from 4 x, four from 4 x + 64, ...
+constexpr int LANES = 16, ROWS = 4, THREADS = LANES * BLOCK_Q / ROWS;  // 16 lanes share 4 queries
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;      // of a lane: keys lane, lane + 16, …; columns four by four
+// 16-byte loads are served eight lanes at a time: rows padded by 4 put eight neighbouring rows into eight different groups of 4 banks.
+constexpr int Q_PITCH = HEAD_DIM + 4, K_PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_K + 4;
 
-// Rows are four numbers longer than they need be. 16-byte loads are served eight lanes at a time; eight neighbouring rows then lie
-// in eight different groups of four banks.
-constexpr int pitch = HEAD_DIM + 4, p_pitch = BLOCK_K + 4;
+static_assert(BLOCK_Q % 8 == 0 && BLOCK_K % LANES == 0, "whole warps, whole keys for each lane");
 
-static_assert(BLOCK_Q % 8 == 0 && BLOCK_K % 16 == 0, "whole warps and whole patches");
+// 2 blocks a multiprocessor, which has 65536 registers.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_constant__ fa::Args args) {
+    float* q_smem = fa::dynamic_shared<float>();  // [BLOCK_Q][Q_PITCH]
+    float* k_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_K][K_PITCH]
+    float* v_smem = k_smem + BLOCK_K * K_PITCH;   // [BLOCK_K][HEAD_DIM]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][P_PITCH]
 
-// The 2: as many blocks shall fit a multiprocessor, whose registers are 65536.
-extern "C" __global__ void __launch_bounds__(threads, 2) forward(const __grid_constant__ fa::Args args) {
-    int x = threadIdx.x % width, y = threadIdx.x / width;
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
-    int tile_query = blockIdx.x * BLOCK_Q, first_query = tile_query + y * rows;
+    const int q_first = blockIdx.x * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
 
-    float* q_smem = fa::dynamic_shared<float>();  // [BLOCK_Q][pitch]
-    float* k_smem = q_smem + BLOCK_Q * pitch;     // [BLOCK_K][pitch]
-    float* v_smem = k_smem + BLOCK_K * pitch;     // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][p_pitch]
-    const float* q_rows = q_smem + y * rows * pitch;  // [rows][pitch], this thread's
-    float* p_rows = p_smem + y * rows * p_pitch;      // [rows][p_pitch], those of the 16 threads of this y
-
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, tile_query);  // [BLOCK_Q], Q.row apart
-    fa::load_rows<BLOCK_Q, HEAD_DIM, pitch, threads>(q_smem, q, args.Q.row, tile_query, args.seq_q, args.head_dim, threadIdx.x);
-
-    float m_reg[rows], l_reg[rows] = {}, o_reg[rows][columns] = {};
+    // Prologue: Q, which stays, and the state of each row: maximum, sum, and O before the division by the sum.
+    fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim, threadIdx.x);
+    float row_max[ROWS], row_sum[ROWS] = {}, out_reg[ROWS][COLUMNS] = {};
 #pragma unroll
-    for (int r = 0; r < rows; ++r) m_reg[r] = -fa::infinity();
+    for (int r = 0; r < ROWS; ++r) row_max[r] = -fa::infinity();
 
-    // Tiles that no row of the block sees are not visited. The bound is the block's, not the warp's: all meet at the barriers.
-    int last_query = min(tile_query + BLOCK_Q, args.seq_q) - 1;
-    for (int first_key = 0; first_key < fa::visible_keys(args, last_query); first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+    // Main loop over the K/V tiles that some row of the block sees. The bound is the block's, not the warp's, because of the barriers.
+    for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += BLOCK_K) {
+        __syncthreads();  // every warp has finished with the previous tile
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim,
+                                                           threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim,
+                                                            threadIdx.x);
+        __syncthreads();  // the tile, and before the first one Q, is complete
 
-        // A patch of the scores: 4 queries x `keys` keys, four d at a time.
-        float s_reg[rows][keys] = {};
+        // S = Q K^T: 4 queries by KEYS keys, four elements of d at a time.
+        float score_reg[ROWS][KEYS] = {};
 #pragma unroll 2
         for (int d = 0; d < HEAD_DIM; d += 4) {
-            fa::Vec<float, 4> q_reg[rows];
+            fa::Vec<float, 4> q_reg[ROWS];
 #pragma unroll
-            for (int r = 0; r < rows; ++r) q_reg[r] = fa::load_vec<4>(q_rows + r * pitch + d);
+            for (int r = 0; r < ROWS; ++r) q_reg[r] = fa::load_vec<4>(q_smem + (row + r) * Q_PITCH + d);
 #pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                fa::Vec<float, 4> k_reg = fa::load_vec<4>(k_smem + (x + width * n) * pitch + d);
+            for (int n = 0; n < KEYS; ++n) {
+                fa::Vec<float, 4> k_reg = fa::load_vec<4>(k_smem + (lane + LANES * n) * K_PITCH + d);
 #pragma unroll
-                for (int r = 0; r < rows; ++r)
+                for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) s_reg[r][n] += q_reg[r][i] * k_reg[i];
+                    for (int i = 0; i < 4; ++i) score_reg[r][n] += q_reg[r][i] * k_reg[i];
             }
         }
 
-        float factor_reg[rows];
+        // Online softmax: P to shared memory, the rescale factors of O to registers.
+        float rescale_reg[ROWS];
 #pragma unroll
-        for (int r = 0; r < rows; ++r) {
-            int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
-            float largest = -fa::infinity();
-#pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                s_reg[r][n] = x + width * n < visible ? float(args.scale) * s_reg[r][n] : -fa::infinity();
-                largest = max(largest, s_reg[r][n]);
-            }
-            float m_new = max(m_reg[r], fa::group_max<width>(largest));
-            // A row that has seen no key yet has m = -inf, and -inf - -inf is NaN. Against 0 its terms are exp(-inf) = 0.
-            float shift = m_new == -fa::infinity() ? 0.0f : m_new;
-            float sum = 0;
-#pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                float p = fa::exp(s_reg[r][n] - shift);
-                p_rows[r * p_pitch + x + width * n] = p;
-                sum += p;
-            }
-            factor_reg[r] = fa::exp(m_reg[r] - shift);
-            l_reg[r] = l_reg[r] * factor_reg[r] + fa::group_sum<width>(sum);
-            m_reg[r] = m_new;
+        for (int r = 0; r < ROWS; ++r) {
+            const int visible = fa::visible_keys(args, q_first + row + r) - k_first;  // of this tile
+            rescale_reg[r] = fa::online_softmax<LANES>(row_max[r], row_sum[r], score_reg[r], p_smem + (row + r) * P_PITCH, lane, visible,
+                                                       float(args.scale));
         }
-        __syncwarp();  // the 16 threads of a y are in one warp; they now read each other's p
+        __syncwarp();  // the lanes of a row read each other's P
 
-        // A patch of the output: 4 queries x `columns` columns, four keys at a time. The tile's terms are summed by themselves and
-        // then added to o, as in step 05.
-        float tile_reg[rows][columns] = {};
+        // O = rescale * O + P V: 4 queries by COLUMNS columns, four keys at a time.
+        float tile_reg[ROWS][COLUMNS] = {};
 #pragma unroll 1
         for (int key = 0; key < BLOCK_K; key += 4) {
-            fa::Vec<float, 4> p_reg[rows];
+            fa::Vec<float, 4> p_reg[ROWS];
 #pragma unroll
-            for (int r = 0; r < rows; ++r) p_reg[r] = fa::load_vec<4>(p_rows + r * p_pitch + key);
+            for (int r = 0; r < ROWS; ++r) p_reg[r] = fa::load_vec<4>(p_smem + (row + r) * P_PITCH + key);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int c = 0; c < columns; c += 4) {
-                    fa::Vec<float, 4> v_reg = fa::load_vec<4>(v_smem + (key + i) * HEAD_DIM + 4 * x + width * c);
+                for (int c = 0; c < COLUMNS; c += 4) {
+                    fa::Vec<float, 4> v_reg = fa::load_vec<4>(v_smem + (key + i) * HEAD_DIM + 4 * lane + LANES * c);
 #pragma unroll
-                    for (int r = 0; r < rows; ++r)
+                    for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                         for (int j = 0; j < 4; ++j) tile_reg[r][c + j] += p_reg[r][i] * v_reg[j];
                 }
         }
-#pragma unroll
-        for (int r = 0; r < rows; ++r)
-#pragma unroll
-            for (int c = 0; c < columns; ++c) o_reg[r][c] = o_reg[r][c] * factor_reg[r] + tile_reg[r][c];
+        fa::add_tile(out_reg, rescale_reg, tile_reg);
     }
 
+    // Epilogue: O divided by the row sum, and logsumexp.
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-        int query = first_query + r;
-        if (query >= args.seq_q) break;
-        float inverse = l_reg[r] > 0 ? 1 / l_reg[r] : 0.0f;  // no visible key: O is 0, and m + log(l) is -inf
-        float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]
-#pragma unroll
-        for (int c = 0; c < columns; c += 4) {
-            fa::Vec<float, 4> o_out;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) o_out[j] = o_reg[r][c + j] * inverse;
-            fa::store_128_upto(o + 4 * x + width * c, o_out, args.head_dim - 4 * x - width * c);
-        }
-        if (x == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, query) = m_reg[r] + fa::log(l_reg[r]);
+    for (int r = 0; r < ROWS; ++r) {
+        const int query = q_first + row + r;
+        if (query >= q_end) break;
+        const float inverse = row_sum[r] > 0 ? 1 / row_sum[r] : 0.0f;  // no visible key: O is 0, and logsumexp -inf
+        fa::store_output<float, LANES>(fa::row_pointer<float>(args.O, batch, head, query), out_reg[r], inverse, lane, args.head_dim);
+        if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, query) = row_max[r] + fa::log(row_sum[r]);
     }
 }

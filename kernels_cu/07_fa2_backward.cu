@@ -77,7 +77,7 @@
 
 using scalar = fa::DTYPE;
 
-constexpr int THREADS = OWNED / fa::owned * LANES;
+constexpr int THREADS = OWNED / fa::resident_rows * LANES;
 constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread in the scores: 8 x COUNT numbers
 constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread in a gradient: 8 x COLUMNS numbers
 constexpr int PIECE = 32;                  // dO comes in pieces of 32 columns: fewer registers for what is on its way
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     float* delta_smem = lse_smem + STREAMED;             // [STREAMED]
 
     const int k_first = blockIdx.x * OWNED, head_kv = blockIdx.y, batch = blockIdx.z;
-    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int row = threadIdx.x / LANES * fa::resident_rows, lane = threadIdx.x % LANES;
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale);
 
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     const int q_start = first_query(args, k_first) / STREAMED * STREAMED, head_end = (head_kv + 1) * group;
     int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
 
-    float dk_reg[fa::owned][COLUMNS] = {}, dv_reg[fa::owned][COLUMNS] = {};
+    float dk_reg[fa::resident_rows][COLUMNS] = {}, dv_reg[fa::resident_rows][COLUMNS] = {};
     while (head < head_end) {
         {
             Staged<STREAMED> q;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncthreads();  // Q is there
 
         // P^T = exp(scale * K Q^T - logsumexp), while dO comes
-        float score_reg[COUNT][fa::owned] = {};
+        float score_reg[COUNT][fa::resident_rows] = {};
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> d_o;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             const float lse = lse_smem[lane + LANES * j];
             const int visible = fa::visible_keys(args, q_first + lane + LANES * j) - k_first - row;
 #pragma unroll
-            for (int i = 0; i < fa::owned; ++i) {
+            for (int i = 0; i < fa::resident_rows; ++i) {
                 const float p = probability(score_reg[j][i], lse, scale);
                 score_reg[j][i] = masked && i >= visible ? 0.0f : p;
             }
@@ -181,18 +181,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncthreads();  // dO and P are there
 
         // dV += P^T dO
-        float dv_tile_reg[fa::owned][COLUMNS] = {};
+        float dv_tile_reg[fa::resident_rows][COLUMNS] = {};
         fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dv_tile_reg, p_smem, do_smem, row, lane);
         fa::add_tile(dv_reg, dv_tile_reg);
 
         // dS^T = P^T ∘ (V dO^T - delta), in the place of P
-        float ds_reg[COUNT][fa::owned] = {};
+        float ds_reg[COUNT][fa::resident_rows] = {};
         fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(ds_reg, v_smem, do_smem, row, lane);
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
             const float mean = delta_smem[lane + LANES * j];
 #pragma unroll
-            for (int h = 0; h < fa::owned; h += 4) {
+            for (int h = 0; h < fa::resident_rows; h += 4) {
                 fa::Vec<float, 4> p = fa::load_vec<4>(p_smem + fa::score_at<OWNED>(lane, row + h) + j * LANES * OWNED);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncwarp();
 
         // dK += dS^T Q
-        float dk_tile_reg[fa::owned][COLUMNS] = {};
+        float dk_tile_reg[fa::resident_rows][COLUMNS] = {};
         fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dk_tile_reg, p_smem, q_smem, row, lane);
         fa::add_tile(dk_reg, dk_tile_reg);
         __syncthreads();  // nobody needs Q, dO or dS any more
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     scalar* dk = fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first + row);  // [8 rows], dK.row apart
     scalar* dv = fa::row_pointer<scalar>(args.dV, batch, head_kv, k_first + row);  // [8 rows], dV.row apart
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) {
+    for (int i = 0; i < fa::resident_rows; ++i) {
         if (k_first + row + i >= args.seq_kv) break;
         fa::store_output<scalar, LANES>(dk + i * args.dK.row, dk_reg[i], scale, lane, args.head_dim);
         fa::store_output<scalar, LANES>(dv + i * args.dV.row, dv_reg[i], 1.0f, lane, args.head_dim);
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
     const int q_first = q_tile * OWNED, q_end = min(q_first + OWNED, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int row = threadIdx.x / LANES * fa::resident_rows, lane = threadIdx.x % LANES;
     const int keys = fa::visible_keys(args, q_end - 1), unmasked = fa::visible_keys(args, q_first);
     const float scale = float(args.scale);
 
@@ -244,15 +244,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         tile.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first, args.head_dim);
         tile.store_transposed(do_smem, args.head_dim);
     }
-    float lse_reg[fa::owned], delta_reg[fa::owned];
+    float lse_reg[fa::resident_rows], delta_reg[fa::resident_rows];
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) {
+    for (int i = 0; i < fa::resident_rows; ++i) {
         const bool there = q_first + row + i < args.seq_q;
         lse_reg[i] = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row + i) : fa::infinity();  // P = 0
         delta_reg[i] = there ? delta_of(args, batch, head)[q_first + row + i] : 0.0f;
     }
 
-    float dq_reg[fa::owned][COLUMNS] = {};
+    float dq_reg[fa::resident_rows][COLUMNS] = {};
     for (int k_first = 0; k_first < keys; k_first += STREAMED) {
         {
             Staged<STREAMED> k;
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         __syncthreads();  // K is there
 
         // P = exp(scale * Q K^T - logsumexp), while V comes
-        float score_reg[COUNT][fa::owned] = {};
+        float score_reg[COUNT][fa::resident_rows] = {};
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> v;
@@ -274,11 +274,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         __syncthreads();  // V is there
 
         // dS = P ∘ (dO V^T - delta)
-        float ds_reg[COUNT][fa::owned] = {};
+        float ds_reg[COUNT][fa::resident_rows] = {};
         fa::multiply_rows<scalar, HEAD_DIM, LANES, OWNED>(ds_reg, do_smem, v_smem, row, lane);
         const bool masked = k_first + STREAMED > unmasked;
 #pragma unroll
-        for (int i = 0; i < fa::owned; ++i) {
+        for (int i = 0; i < fa::resident_rows; ++i) {
             const int visible = fa::visible_keys(args, q_first + row + i) - k_first - lane;
 #pragma unroll
             for (int j = 0; j < COUNT; ++j) {
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         __syncwarp();
 
         // dQ += dS K
-        float dq_tile_reg[fa::owned][COLUMNS] = {};
+        float dq_tile_reg[fa::resident_rows][COLUMNS] = {};
         fa::multiply_scores<scalar, HEAD_DIM, LANES, OWNED, STREAMED>(dq_tile_reg, ds_smem, k_smem, row, lane);
         fa::add_tile(dq_reg, dq_tile_reg);
         __syncthreads();  // nobody needs K, V or dS any more
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 
     scalar* dq = fa::row_pointer<scalar>(args.dQ, batch, head, q_first + row);  // [8 rows], dQ.row apart
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) {
+    for (int i = 0; i < fa::resident_rows; ++i) {
         if (q_first + row + i >= q_end) break;
         fa::store_output<scalar, LANES>(dq + i * args.dQ.row, dq_reg[i], scale, lane, args.head_dim);
     }

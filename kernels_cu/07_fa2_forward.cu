@@ -66,7 +66,7 @@
 
 using scalar = fa::DTYPE;
 
-constexpr int THREADS = BLOCK_Q / fa::owned * LANES;
+constexpr int THREADS = BLOCK_Q / fa::resident_rows * LANES;
 constexpr int KEYS = BLOCK_K / LANES;       // keys of a thread in the scores: 8 x KEYS numbers
 constexpr int COLUMNS = HEAD_DIM / LANES;   // columns of a thread in O: 8 x COLUMNS numbers
 constexpr int PIECES = HEAD_DIM / 32;       // K and V travel in pieces of 32 columns: few registers for what is on its way
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int row = threadIdx.x / LANES * fa::resident_rows, lane = threadIdx.x % LANES;
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
@@ -106,14 +106,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     __syncthreads();
 
-    float out_reg[fa::owned][COLUMNS] = {};                 // O, not yet divided by the sum
-    float max_reg[fa::owned], sum_reg[fa::owned] = {};      // sum_reg: only of this lane's keys
+    float out_reg[fa::resident_rows][COLUMNS] = {};                 // O, not yet divided by the sum
+    float max_reg[fa::resident_rows], sum_reg[fa::resident_rows] = {};      // sum_reg: only of this lane's keys
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) max_reg[i] = LOWEST;
+    for (int i = 0; i < fa::resident_rows; ++i) max_reg[i] = LOWEST;
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         // S = Q K^T
-        float score_reg[KEYS][fa::owned] = {};
+        float score_reg[KEYS][fa::resident_rows] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             const int first = piece * (HEAD_DIM / PIECES), last = first + HEAD_DIM / PIECES;
@@ -126,11 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         __syncthreads();  // V is there, and nobody needs K any more
 
         // P = exp(scale * (S - max)), unnormalised
-        float keep_reg[fa::owned];  // what a larger maximum leaves of the sums so far
+        float keep_reg[fa::resident_rows];  // what a larger maximum leaves of the sums so far
         const bool masked = k_first + BLOCK_K > unmasked;
         if (masked) {
 #pragma unroll
-            for (int i = 0; i < fa::owned; ++i) {
+            for (int i = 0; i < fa::resident_rows; ++i) {
                 const int visible = fa::visible_keys(args, q_first + row + i);
 #pragma unroll
                 for (int j = 0; j < KEYS; ++j)
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             }
         }
 #pragma unroll
-        for (int i = 0; i < fa::owned; ++i) {
+        for (int i = 0; i < fa::resident_rows; ++i) {
             float largest = score_reg[0][i];
 #pragma unroll
             for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][i]);
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         __syncwarp();  // the lanes of a row are lanes of one warp
 
         // O = keep * O + P V, while the next K comes
-        float tile_reg[fa::owned][COLUMNS] = {};
+        float tile_reg[fa::resident_rows][COLUMNS] = {};
         const int next = k_first + BLOCK_K;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             k.store_by_rows(k_smem + first, args.head_dim - first);
         }
 #pragma unroll
-        for (int i = 0; i < fa::owned; ++i)
+        for (int i = 0; i < fa::resident_rows; ++i)
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] = keep_reg[i] * out_reg[i][c] + tile_reg[i][c];
         __syncthreads();  // the next K is there, and nobody needs V or P any more
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);               // [8 rows], O.row apart
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) {
+    for (int i = 0; i < fa::resident_rows; ++i) {
         const float sum = fa::group_sum<LANES>(sum_reg[i]);
         if (q_first + row + i >= q_end) continue;
         fa::store_output<scalar, LANES>(out + i * args.O.row, out_reg[i], sum > 0 ? 1.0f / sum : 0.0f, lane, args.head_dim);

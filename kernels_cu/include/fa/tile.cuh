@@ -7,7 +7,7 @@
 //   Two layouts:
 //     transposed [Width][N]   the owned rows' operand, loaded once: a thread reads its 8 rows of one column in two loads
 //     by rows    [N][Width]   passing rows: one layout serves both products, which read it along and across
-//   and P [passing][owned], the scores on their way from the lanes that made them to the lanes that use them.
+//   and P [passing][resident_rows], the scores on their way from the lanes that made them to the lanes that use them.
 //
 // Banks. Shared memory has 32 banks of 4 bytes; a 16-byte access is served 8 lanes at a time, so 8 lanes must touch the 8
 // different quads (4 floats, 4 banks) of a 128-byte line, or the same address. Every layout here is a multiple of 32 floats
@@ -15,11 +15,11 @@
 // row. An XOR permutes the line and needs no padding, so tiles stay 16-byte aligned and of round size.
 #pragma once
 
-#include <fa/copy.cuh>
+#include <fa/row.cuh>
 
 namespace fa {
 
-constexpr int owned = 8;  // rows a thread owns
+constexpr int resident_rows = 8;  // rows a thread owns
 
 // Which quad of its line a passing row's first quad stands in. Any 8 neighbouring rows get 8 different ones (scores() reads 8
 // rows at one column). A warp writes 8 rows by 4 chunks of 16 bytes of T, two rows every 8 lanes: those two get the two halves
@@ -37,7 +37,9 @@ template <class T, int N> __device__ __forceinline__ int transposed(int row, int
 }
 
 // P of one passing and one owned row, N owned rows in all. Written 8 passing rows at a time, 4 owned rows each: 8 quads.
-template <int N> __device__ __forceinline__ int score_at(int passing, int row) { return passing * N + (row ^ (4 * (passing % 8))); }
+template <int N> __device__ __forceinline__ int score_at(int streamed, int resident) {
+    return streamed * N + (resident ^ (4 * (streamed % 8)));
+}
 
 // N rows by Columns of a tensor on their way from memory to shared memory, into a tile Width columns wide: the part of them
 // that one thread carries in registers. A warp takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
@@ -116,13 +118,14 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
 // score_reg[j][i] += sum over columns [first, last) of owned row (row + i) * passing row (lane + Lanes j). Four columns at a
 // time: 8 + Count loads of 16 bytes for 32 * Count multiplications.
 template <class T, int Width, int Lanes, int N, int Count>
-__device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][owned], const float* owned_smem /* [Width][N] transposed */,
-                                              const float* passing_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
+__device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident_rows],
+                                              const float* resident_smem /* [Width][N] transposed */,
+                                              const float* streamed_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
                                               int first = 0, int last = Width) {
 #pragma unroll 1
     for (int column = first; column < last; column += 4) {
-        const float* a_from = owned_smem + transposed<T, N>(row, column);
-        const float* b_from = passing_smem + by_rows<T, Width>(lane, column);
+        const float* a_from = resident_smem + transposed<T, N>(row, column);
+        const float* b_from = streamed_smem + by_rows<T, Width>(lane, column);
         Vec<float, 4> b[Count];
 #pragma unroll
         for (int j = 0; j < Count; ++j) b[j] = load_vec<4>(b_from + j * Lanes * Width);
@@ -132,78 +135,48 @@ __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][owned], 
 #pragma unroll
             for (int j = 0; j < Count; ++j)
 #pragma unroll
-                for (int i = 0; i < owned; ++i) score_reg[j][i] += a[i / 4][i % 4] * b[j][e];
+                for (int i = 0; i < resident_rows; ++i) score_reg[j][i] += a[i / 4][i % 4] * b[j][e];
         }
     }
 }
 
 // Puts score_reg[j][i] where every lane of the row finds it: Count * 2 stores of 16 bytes.
 template <int Lanes, int N, int Count>
-__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][owned], int row,
-                                             int lane) {
+__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][resident_rows],
+                                             int row, int lane) {
 #pragma unroll
     for (int j = 0; j < Count; ++j)
 #pragma unroll
-        for (int h = 0; h < owned; h += 4) {
+        for (int h = 0; h < resident_rows; h += 4) {
             Vec<float, 4> quad = {score_reg[j][h], score_reg[j][h + 1], score_reg[j][h + 2], score_reg[j][h + 3]};
             store_vec(score_smem + score_at<N>(lane, row + h) + j * Lanes * N, quad);
         }
 }
 
-// Columns of the output that a thread owns: vectors of output_vec, Lanes vectors apart.
-template <int Columns> constexpr int output_vec = Columns % 4 == 0 ? 4 : 2;
-template <int Columns, int Lanes> __device__ __forceinline__ int output_column(int lane, int c) {
-    constexpr int v = output_vec<Columns>;
-    return v * (lane + Lanes * (c / v)) + c % v;
-}
-
 // tile_reg[i][c] += sum over passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
 // 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only. [first, last) of these 8 rounds.
-template <class T, int Width, int Lanes, int N, int Passing>
-__device__ __forceinline__ void multiply_scores(float (&tile_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */,
-                                                const float* passing_smem /* [Passing][Width] by rows */, int row, int lane, int first = 0,
-                                                int last = 8) {
+template <class T, int Width, int Lanes, int N, int Streamed>
+__device__ __forceinline__ void multiply_scores(float (&tile_reg)[resident_rows][Width / Lanes],
+                                                const float* score_smem /* [Streamed][N] */,
+                                                const float* streamed_smem /* [Streamed][Width] by rows */, int row, int lane,
+                                                int first = 0, int last = 8) {
     constexpr int columns = Width / Lanes, v = output_vec<columns>;
 #pragma unroll 1
     for (int round = first; round < last; ++round) {
         const float* p_low = score_smem + score_at<N>(round, row);
         const float* p_high = score_smem + score_at<N>(round, row + 4);
-        const float* b_from = passing_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
+        const float* b_from = streamed_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
 #pragma unroll
-        for (int m = 0; m < Passing; m += 8) {
+        for (int m = 0; m < Streamed; m += 8) {
             Vec<float, 4> p[2] = {load_vec<4>(p_low + m * N), load_vec<4>(p_high + m * N)};
             Vec<float, v> b[columns / v];
 #pragma unroll
             for (int c = 0; c < columns / v; ++c) b[c] = load_vec<v>(b_from + m * Width + c * v * Lanes);
 #pragma unroll
-            for (int i = 0; i < owned; ++i)
+            for (int i = 0; i < resident_rows; ++i)
 #pragma unroll
                 for (int c = 0; c < columns; ++c) tile_reg[i][c] += p[i / 4][i % 4] * b[c / v][c % v];
         }
-    }
-}
-
-// out_reg += tile_reg. A tile's terms are summed by themselves first: one float32 sum over all passing rows, of which there may
-// be thousands, would have an error several times as large as that of a sum of sums.
-template <int Columns> __device__ __forceinline__ void add_tile(float (&out_reg)[owned][Columns], const float (&tile_reg)[owned][Columns]) {
-#pragma unroll
-    for (int i = 0; i < owned; ++i)
-#pragma unroll
-        for (int c = 0; c < Columns; ++c) out_reg[i][c] += tile_reg[i][c];
-}
-
-// Writes factor * out_reg of one owned row, narrowed to T, to a row of memory: the columns below head_dim.
-template <class T, int Lanes, int Columns>
-__device__ __forceinline__ void store_output(T* to /* [head_dim] */, const float (&out_reg)[Columns], float factor, int lane,
-                                             int head_dim) {
-    constexpr int v = output_vec<Columns>;
-#pragma unroll
-    for (int c = 0; c < Columns; c += v) {
-        const int column = output_column<Columns, Lanes>(lane, c);
-        Vec<T, v> some;
-#pragma unroll
-        for (int e = 0; e < v; ++e) some[e] = narrow<T>(factor * out_reg[c + e]);
-        store_vec_upto(to + column, some, head_dim - column);
     }
 }
 
