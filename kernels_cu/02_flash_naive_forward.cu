@@ -58,7 +58,7 @@
 
 // The 1 gives up on further blocks per multiprocessor: without it the compiler, unasked, saves registers by spilling a few.
 extern "C" __global__ void __launch_bounds__(ROWS, 1) forward(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.x, batch = blockIdx.y, head_kv = fa::kv_head_of(args, head), row = threadIdx.x;
+    int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head), row = threadIdx.x;
 
     float* k_smem = fa::dynamic_shared<float>();                           // [ROWS][HEAD_DIM]
     float* v_smem = k_smem + ROWS * HEAD_DIM;                              // [ROWS][HEAD_DIM]
@@ -69,19 +69,19 @@ extern "C" __global__ void __launch_bounds__(ROWS, 1) forward(const __grid_const
     float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;  // [seq_q]
     float* l = static_cast<float*>(args.workspace[WORKSPACE_L]) + first_row;  // [seq_q]
 
-    for (int first_key = 0; first_key < args.seq_kv; first_key += ROWS) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key + row);  // [head_dim]
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key + row);  // [head_dim]
+    for (int k_first = 0; k_first < args.seq_kv; k_first += ROWS) {
+        const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first + row);  // [head_dim]
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first + row);  // [head_dim]
         __syncthreads();  // nobody reads the tile before any more
         // A tile of one row, loaded by one thread: this one.
-        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(k_smem + row * HEAD_DIM, k, 0, first_key + row, args.seq_kv, args.head_dim, 0);
-        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(v_smem + row * HEAD_DIM, v, 0, first_key + row, args.seq_kv, args.head_dim, 0);
+        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(k_smem + row * HEAD_DIM, k, 0, k_first + row, args.seq_kv, args.head_dim, 0);
+        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(v_smem + row * HEAD_DIM, v, 0, k_first + row, args.seq_kv, args.head_dim, 0);
         __syncthreads();  // the tile is there for all
 
         for (int query = row; query < args.seq_q; query += ROWS) {
-            int visible = min(fa::visible_keys(args, query) - first_key, ROWS);  // keys of this tile that the query sees
+            int visible = min(fa::visible_keys(args, query) - k_first, ROWS);  // keys of this tile that the query sees
             // A row that sees nothing of the tile keeps what it has. The first tile must go on: it is what O, m and l start from.
-            bool first_tile = first_key == 0;
+            bool first_tile = k_first == 0;
             if (!first_tile && visible <= 0) continue;
 
             const float* q = fa::row_pointer<const float>(args.Q, batch, head, query);  // [head_dim]

@@ -65,7 +65,7 @@ constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys
 
 // The 1 gives up on a second block per multiprocessor: without it the compiler, unasked, saves registers by spilling a few.
 extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.x, batch = blockIdx.y, head_kv = fa::kv_head_of(args, head);
+    int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
     int lane = fa::lane_id(), warp = fa::warp_id();
 
     float* k_smem = fa::dynamic_shared<float>();                           // [BLOCK_K][k_pitch]
@@ -77,23 +77,23 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;  // [seq_q]
     float* l = static_cast<float*>(args.workspace[WORKSPACE_L]) + first_row;  // [seq_q]
 
-    for (int first_key = 0; first_key < args.seq_kv; first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
+    for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
         __syncthreads();  // the tile is there for all
 
         // A warp's rows are its own in every tile, so it meets the others only at the K/V tile, never inside this loop.
-        for (int first_query = warp * rows; first_query < args.seq_q; first_query += BLOCK_Q) {
+        for (int q_first = warp * rows; q_first < args.seq_q; q_first += BLOCK_Q) {
             // Rows that see nothing of the tile keep what they have. The first tile must go on: it is what O, m, l start from.
-            bool first_tile = first_key == 0;
-            if (!first_tile && fa::visible_keys(args, first_query + rows - 1) <= first_key) continue;
+            bool first_tile = k_first == 0;
+            if (!first_tile && fa::visible_keys(args, q_first + rows - 1) <= k_first) continue;
 
-            const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
+            const float* q = fa::row_pointer<const float>(args.Q, batch, head, q_first);  // [rows], Q.row apart
             __syncwarp();  // no lane reads the rows and probabilities before any more
-            fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
+            fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, q_first, args.seq_q, args.head_dim, lane);
             __syncwarp();
 
             // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
@@ -107,11 +107,11 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
                 }
             }
 
-            float keep_reg[rows], inverse_reg[rows];  // O_new = keep * O + inverse * (sum of exp(score - m_new) * V)
+            float rescale_reg[rows], inverse_reg[rows];  // O_new = rescale * O + inverse * (sum of exp(score - m_new) * V)
 #pragma unroll
             for (int r = 0; r < rows; ++r) {
-                int query = min(first_query + r, args.seq_q - 1);
-                int visible = fa::visible_keys(args, query) - first_key;  // of this tile
+                int query = min(q_first + r, args.seq_q - 1);
+                int visible = fa::visible_keys(args, query) - k_first;  // of this tile
                 float largest = -fa::infinity();
 #pragma unroll
                 for (int n = 0; n < keys; ++n) {
@@ -132,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
                 l_old *= fa::exp(m_old - shift);
                 float l_new = l_old + fa::group_sum<32>(sum);
                 inverse_reg[r] = l_new > 0 ? 1 / l_new : 0.0f;  // no visible key: O is 0
-                keep_reg[r] = l_old * inverse_reg[r];
-                if (lane == 0 && first_query + r < args.seq_q) m[query] = m_new, l[query] = l_new;
+                rescale_reg[r] = l_old * inverse_reg[r];
+                if (lane == 0 && q_first + r < args.seq_q) m[query] = m_new, l[query] = l_new;
             }
             __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's
 
@@ -149,12 +149,12 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
 
 #pragma unroll
             for (int r = 0; r < rows; ++r) {
-                if (first_query + r >= args.seq_q) break;
-                float* o = fa::row_pointer<float>(args.O, batch, head, first_query + r);  // [head_dim]
+                if (q_first + r >= args.seq_q) break;
+                float* o = fa::row_pointer<float>(args.O, batch, head, q_first + r);  // [head_dim]
 #pragma unroll
                 for (int c = 0; c < columns; ++c) {
                     int d = lane + 32 * c;
-                    if (d < args.head_dim) o[d] = (first_tile ? 0.0f : keep_reg[r] * o[d]) + inverse_reg[r] * o_reg[r][c];
+                    if (d < args.head_dim) o[d] = (first_tile ? 0.0f : rescale_reg[r] * o[d]) + inverse_reg[r] * o_reg[r][c];
                 }
             }
         }

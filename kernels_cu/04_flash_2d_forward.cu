@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_tile(float* to_smem /* [rows][pitch] */, in
 
 extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
     int x = threadIdx.x % 32, y = threadIdx.x / 32;
-    int head = blockIdx.x, batch = blockIdx.y, head_kv = fa::kv_head_of(args, head);
+    int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
 
     float* k_smem = fa::dynamic_shared<float>();                               // [BLOCK_K][k_pitch]
     float* v_smem = k_smem + BLOCK_K * k_pitch;                                // [BLOCK_K][HEAD_DIM]
@@ -82,18 +82,18 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;  // [seq_q]
     float* l = static_cast<float*>(args.workspace[WORKSPACE_L]) + first_row;  // [seq_q]
 
-    for (int first_key = 0; first_key < args.seq_kv; first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
+    for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // no warp reads the tile before any more
-        load_tile(k_smem, k_pitch, k, args.K.row, BLOCK_K, args.seq_kv - first_key, args.head_dim, x, y);
-        load_tile(v_smem, HEAD_DIM, v, args.V.row, BLOCK_K, args.seq_kv - first_key, args.head_dim, x, y);
+        load_tile(k_smem, k_pitch, k, args.K.row, BLOCK_K, args.seq_kv - k_first, args.head_dim, x, y);
+        load_tile(v_smem, HEAD_DIM, v, args.V.row, BLOCK_K, args.seq_kv - k_first, args.head_dim, x, y);
         __syncthreads();  // the tile is there for all
 
         for (int query = y; query < args.seq_q; query += BLOCK_Q) {
-            int visible = fa::visible_keys(args, query) - first_key;  // of this tile
+            int visible = fa::visible_keys(args, query) - k_first;  // of this tile
             // A row that sees nothing of the tile keeps what it has. The first tile must go on: it is what O, m, l start from.
-            bool first_tile = first_key == 0;
+            bool first_tile = k_first == 0;
             if (!first_tile && visible <= 0) continue;
 
             const float* q = fa::row_pointer<const float>(args.Q, batch, head, query);  // [head_dim]
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
             l_old *= fa::exp(m_old - shift);
             float l_new = l_old + fa::group_sum<32>(sum);
             float inverse = l_new > 0 ? 1 / l_new : 0.0f;  // no visible key: O is 0
-            float keep = l_old * inverse;
+            float rescale = l_old * inverse;
             if (x == 0) m[query] = m_new, l[query] = l_new;
             __syncwarp();  // the lanes now read each other's p
 
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
 #pragma unroll
             for (int c = 0; c < columns; ++c) {
                 int d = x + 32 * c;
-                if (d < args.head_dim) o[d] = (first_tile ? 0.0f : keep * o[d]) + inverse * o_reg[c];
+                if (d < args.head_dim) o[d] = (first_tile ? 0.0f : rescale * o[d]) + inverse * o_reg[c];
             }
         }
     }

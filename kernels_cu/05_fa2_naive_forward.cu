@@ -56,17 +56,17 @@ constexpr int columns = HEAD_DIM / 32;  // of O, a lane's: lane, lane + 32, ...
 constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys at the same d hit 32 banks
 
 extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
+    int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     int lane = fa::lane_id(), warp = fa::warp_id();
-    int tile_query = blockIdx.x * BLOCK_Q, first_query = tile_query + warp * rows;
+    int q_first = blockIdx.x * BLOCK_Q, row_first = q_first + warp * rows;
 
     float* k_smem = fa::dynamic_shared<float>();                          // [BLOCK_K][k_pitch]
     float* v_smem = k_smem + BLOCK_K * k_pitch;                           // [BLOCK_K][HEAD_DIM]
     float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * rows * HEAD_DIM;  // [rows][HEAD_DIM], this warp's
     float* p_smem = v_smem + (BLOCK_K + BLOCK_Q) * HEAD_DIM + warp * rows * BLOCK_K;  // [rows][BLOCK_K], this warp's
 
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
-    fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
+    const float* q = fa::row_pointer<const float>(args.Q, batch, head, row_first);  // [rows], Q.row apart
+    fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, row_first, args.seq_q, args.head_dim, lane);
 
     float m_reg[rows], l_reg[rows], o_reg[rows][columns];
 #pragma unroll
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
     }
 
     // Tiles that no row of the block sees are not visited. The bound is the block's, not the warp's: all meet at the barriers.
-    int last_query = min(tile_query + BLOCK_Q, args.seq_q) - 1;
-    for (int first_key = 0; first_key < fa::visible_keys(args, last_query); first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
+    int last_query = min(q_first + BLOCK_Q, args.seq_q) - 1;
+    for (int k_first = 0; k_first < fa::visible_keys(args, last_query); k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
         __syncthreads();  // the tile, and before the first one q_smem, is there for all
 
         // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
         float factor_reg[rows];
 #pragma unroll
         for (int r = 0; r < rows; ++r) {
-            int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
+            int visible = fa::visible_keys(args, row_first + r) - k_first;  // of this tile
             float largest = -fa::infinity();
 #pragma unroll
             for (int n = 0; n < keys; ++n) {
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_const
 
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
-        int query = first_query + r;
+        int query = row_first + r;
         if (query >= args.seq_q) break;
         float inverse = l_reg[r] > 0 ? 1 / l_reg[r] : 0.0f;  // no visible key: O is 0, and m + log(l) is -inf
         float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]

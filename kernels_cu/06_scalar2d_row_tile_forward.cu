@@ -68,8 +68,8 @@ static_assert(BLOCK_Q % 8 == 0 && BLOCK_K % 16 == 0, "whole warps and whole patc
 // The 2: as many blocks shall fit a multiprocessor, whose registers are 65536.
 extern "C" __global__ void __launch_bounds__(threads, 2) forward(const __grid_constant__ fa::Args args) {
     int x = threadIdx.x % width, y = threadIdx.x / width;
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
-    int tile_query = blockIdx.x * BLOCK_Q, first_query = tile_query + y * rows;
+    int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    int q_first = blockIdx.x * BLOCK_Q, row_first = q_first + y * rows;
 
     float* q_smem = fa::dynamic_shared<float>();  // [BLOCK_Q][pitch]
     float* k_smem = q_smem + BLOCK_Q * pitch;     // [BLOCK_K][pitch]
@@ -78,21 +78,21 @@ extern "C" __global__ void __launch_bounds__(threads, 2) forward(const __grid_co
     const float* q_rows = q_smem + y * rows * pitch;  // [rows][pitch], this thread's
     float* p_rows = p_smem + y * rows * p_pitch;      // [rows][p_pitch], those of the 16 threads of this y
 
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, tile_query);  // [BLOCK_Q], Q.row apart
-    fa::load_rows<BLOCK_Q, HEAD_DIM, pitch, threads>(q_smem, q, args.Q.row, tile_query, args.seq_q, args.head_dim, threadIdx.x);
+    const float* q = fa::row_pointer<const float>(args.Q, batch, head, q_first);  // [BLOCK_Q], Q.row apart
+    fa::load_rows<BLOCK_Q, HEAD_DIM, pitch, threads>(q_smem, q, args.Q.row, q_first, args.seq_q, args.head_dim, threadIdx.x);
 
     float m_reg[rows], l_reg[rows] = {}, o_reg[rows][columns] = {};
 #pragma unroll
     for (int r = 0; r < rows; ++r) m_reg[r] = -fa::infinity();
 
     // Tiles that no row of the block sees are not visited. The bound is the block's, not the warp's: all meet at the barriers.
-    int last_query = min(tile_query + BLOCK_Q, args.seq_q) - 1;
-    for (int first_key = 0; first_key < fa::visible_keys(args, last_query); first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
+    int last_query = min(q_first + BLOCK_Q, args.seq_q) - 1;
+    for (int k_first = 0; k_first < fa::visible_keys(args, last_query); k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, pitch, threads>(k_smem, k, args.K.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
         __syncthreads();  // the tile, and before the first one q_smem, is there for all
 
         // A patch of the scores: 4 queries x `keys` keys, four d at a time.
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(threads, 2) forward(const __grid_co
         float factor_reg[rows];
 #pragma unroll
         for (int r = 0; r < rows; ++r) {
-            int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
+            int visible = fa::visible_keys(args, row_first + r) - k_first;  // of this tile
             float largest = -fa::infinity();
 #pragma unroll
             for (int n = 0; n < keys; ++n) {
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(threads, 2) forward(const __grid_co
 
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
-        int query = first_query + r;
+        int query = row_first + r;
         if (query >= args.seq_q) break;
         float inverse = l_reg[r] > 0 ? 1 / l_reg[r] : 0.0f;  // no visible key: O is 0, and m + log(l) is -inf
         float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]
