@@ -101,27 +101,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
         p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
 }
 
-// The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
-
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
 // 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
-    int key = index / columns, d = index % columns * vec, head_kv = blockIdx.y, batch = blockIdx.z;
+    int key = index / columns, d = index % columns * vec, kv_head = blockIdx.y, batch = blockIdx.z;
     if (key >= args.seq_kv) return;
 
     // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
     real dk_reg[vec] = {}, dv_reg[vec] = {};
     int group = args.heads_q / args.heads_kv;
-    for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const real* p = fa::matrix_row<real>(args, WORKSPACE_P, batch, head, 0) + key;    // [seq_q], seq_kv apart
         const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, 0) + key;  // [seq_q], seq_kv apart
         const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, 0) + d;            // [seq_q], Q.row apart
         const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, 0) + d;         // [seq_q], dO.row apart
-        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, first_query(args, key), args.seq_q);
-        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, first_query(args, key), args.seq_q);
+        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, fa::first_query(args, key), args.seq_q);
+        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, fa::first_query(args, key), args.seq_q);
     }
 
     fa::Vec128<scalar> dk, dv;
@@ -130,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
         dk[i] = fa::narrow<scalar>(real(args.scale) * dk_reg[i]);
         dv[i] = fa::narrow<scalar>(dv_reg[i]);
     }
-    fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, head_kv, key) + d, dk, args.head_dim - d);
-    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, head_kv, key) + d, dv, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, kv_head, key) + d, dk, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, kv_head, key) + d, dv, args.head_dim - d);
 }
 
 // dQ[query] = scale * sum over keys of dS[query][key] * K[key]

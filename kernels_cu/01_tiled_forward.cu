@@ -73,20 +73,20 @@ static_assert(HEAD_DIM % TILE == 0 && TILE % ROWS == 0, "a thread makes as many 
 // S[query][key] = scale * Q[query] · K[key]
 extern "C" __global__ void __launch_bounds__(threads) scores(const __grid_constant__ fa::Args args) {
     int key_tiles = (args.seq_kv + TILE - 1) / TILE;
-    int first_query = blockIdx.x / key_tiles * TILE, first_key = blockIdx.x % key_tiles * TILE;
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
+    int q_first = blockIdx.x / key_tiles * TILE, k_first = blockIdx.x % key_tiles * TILE;
+    int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     // A tile beyond the causal mask is seen by none of its queries. All threads of the block leave, so none waits for another.
-    if (first_key >= fa::visible_keys(args, min(first_query + TILE, args.seq_q) - 1)) return;
+    if (k_first >= fa::visible_keys(args, min(q_first + TILE, args.seq_q) - 1)) return;
 
     __shared__ float q_smem[TILE][HEAD_DIM];
     __shared__ float k_smem[TILE][k_pitch];
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);   // [TILE], Q.row apart
-    const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [TILE], K.row apart
-    fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, threads>(q_smem[0], q, args.Q.row, first_query, args.seq_q, args.head_dim, threadIdx.x);
-    fa::load_rows<TILE, HEAD_DIM, k_pitch, threads>(k_smem[0], k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
+    const float* q = fa::row_pointer<const float>(args.Q, batch, head, q_first);   // [TILE], Q.row apart
+    const float* k = fa::row_pointer<const float>(args.K, batch, kv_head, k_first);  // [TILE], K.row apart
+    fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, threads>(q_smem[0], q, args.Q.row, q_first, args.seq_q, args.head_dim, threadIdx.x);
+    fa::load_rows<TILE, HEAD_DIM, k_pitch, threads>(k_smem[0], k, args.K.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
     __syncthreads();  // the tiles are there for all
 
-    int x = threadIdx.x % TILE, y = threadIdx.x / TILE, key = first_key + x;
+    int x = threadIdx.x % TILE, y = threadIdx.x / TILE, key = k_first + x;
     float s_reg[ROWS] = {};
     for (int d = 0; d < HEAD_DIM; ++d) {
 #pragma unroll
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(threads) scores(const __grid_consta
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        int query = first_query + y + row_step * r;
+        int query = q_first + y + row_step * r;
         if (query < args.seq_q && key < fa::visible_keys(args, query))
             fa::matrix_row<float>(args, WORKSPACE_SCORES, batch, head, query)[key] = float(args.scale) * s_reg[r];
     }
@@ -126,25 +126,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
 
 // O[query] = sum over keys of P[query][key] * V[key]
 extern "C" __global__ void __launch_bounds__(threads) output(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
-    int x = threadIdx.x % TILE, y = threadIdx.x / TILE, first_query = blockIdx.x * TILE;
+    int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    int x = threadIdx.x % TILE, y = threadIdx.x / TILE, q_first = blockIdx.x * TILE;
 
     __shared__ float p_smem[TILE][TILE];      // [query][key]
     __shared__ float v_smem[TILE][HEAD_DIM];  // read along its rows, so that no row need be longer
 
     float o_reg[ROWS][columns] = {};
-    int most = fa::visible_keys(args, min(first_query + TILE, args.seq_q) - 1);  // the last query sees the most
-    for (int first_key = 0; first_key < most; first_key += TILE) {
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [TILE], V.row apart
+    int most = fa::visible_keys(args, min(q_first + TILE, args.seq_q) - 1);  // the last query sees the most
+    for (int k_first = 0; k_first < most; k_first += TILE) {
+        const float* v = fa::row_pointer<const float>(args.V, batch, kv_head, k_first);  // [TILE], V.row apart
         __syncthreads();  // nobody reads the tiles before any more
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            int query = first_query + y + row_step * r;
-            bool there = query < args.seq_q && first_key + x < fa::visible_keys(args, query);  // what is not was never written
+            int query = q_first + y + row_step * r;
+            bool there = query < args.seq_q && k_first + x < fa::visible_keys(args, query);  // what is not was never written
             const float* p = fa::matrix_row<float>(args, WORKSPACE_SCORES, batch, head, query);  // [seq_kv]
-            p_smem[y + row_step * r][x] = there ? p[first_key + x] : 0.0f;
+            p_smem[y + row_step * r][x] = there ? p[k_first + x] : 0.0f;
         }
-        fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, threads>(v_smem[0], v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
+        fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, threads>(v_smem[0], v, args.V.row, k_first, args.seq_kv, args.head_dim, threadIdx.x);
         __syncthreads();  // the tiles are there for all
 
         // A tile's terms by themselves first: one float32 sum over all keys would have several times the error of a sum of sums.
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(threads) output(const __grid_consta
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        int query = first_query + y + row_step * r;
+        int query = q_first + y + row_step * r;
         if (query >= args.seq_q) return;
         float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]
 #pragma unroll

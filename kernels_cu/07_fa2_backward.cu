@@ -89,9 +89,6 @@ __device__ __forceinline__ float* delta_of(const fa::Args& args, int batch, int 
     return static_cast<float*>(args.workspace[WORKSPACE_DELTA]) + (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;
 }
 
-// The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
-
 __device__ __forceinline__ float probability(float score, float logsumexp, float scale) {
     return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
 }
@@ -132,15 +129,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
 
     {
         Staged<OWNED> tile;
-        tile.fetch(fa::row_pointer<scalar>(args.K, batch, head_kv, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
         tile.store_transposed(k_smem, args.head_dim);
-        tile.fetch(fa::row_pointer<scalar>(args.V, batch, head_kv, k_first), int(args.V.row), args.seq_kv - k_first, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), args.seq_kv - k_first, args.head_dim);
         tile.store_transposed(v_smem, args.head_dim);
     }
 
     // The tiles of queries to meet: for each head of the group, from the first query that sees a key of the block.
-    const int q_start = first_query(args, k_first) / STREAMED * STREAMED, head_end = (head_kv + 1) * group;
-    int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
+    const int q_start = fa::first_query(args, k_first) / STREAMED * STREAMED, head_end = (kv_head + 1) * group;
+    int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
 
     float dk_reg[fa::resident_rows][COLUMNS] = {}, dv_reg[fa::resident_rows][COLUMNS] = {};
     while (head < head_end) {
@@ -212,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         if (q_first >= args.seq_q) q_first = q_start, ++head;
     }
 
-    scalar* dk = fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first + row);  // [8 rows], dK.row apart
-    scalar* dv = fa::row_pointer<scalar>(args.dV, batch, head_kv, k_first + row);  // [8 rows], dV.row apart
+    scalar* dk = fa::row_pointer<scalar>(args.dK, batch, kv_head, k_first + row);  // [8 rows], dK.row apart
+    scalar* dv = fa::row_pointer<scalar>(args.dV, batch, kv_head, k_first + row);  // [8 rows], dV.row apart
 #pragma unroll
     for (int i = 0; i < fa::resident_rows; ++i) {
         if (k_first + row + i >= args.seq_kv) break;

@@ -45,14 +45,14 @@
 //      and the lanes meet once, after the last tile. Keys that a query does not see are looked at only in tiles where there are any.
 //   3. P goes through shared memory, since every lane needs the P of all keys for its columns. A row's lanes are in one warp, so
 //      __syncwarp is enough: warps do not wait for each other here.
-//   4. O = keep * O + P V. Meanwhile the next K comes, as V did: nobody has needed K since the end of 1.
+//   4. O = rescale * O + P V. Meanwhile the next K comes, as V did: nobody has needed K since the end of 1.
 //   Two __syncthreads a tile: V has arrived (and K may be overwritten), K has arrived (and V and P may be overwritten).
 //
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds
 //     max * scale: at logits of 10^4 that is an error of 10^-3 in every P. The first is exact where S = max. Hence logits = "any".
 //   - The terms of one tile are summed by themselves and then added to O (see add_tile). It costs nothing here, because O has to be
-//     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
+//     multiplied by `rescale` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
 //   - A masked P is set to 0, never multiplied by 0. A row that sees no key ends with sum 0, and gets O = 0, logsumexp = -inf.
 //   - Loads are kept as raw words until they are stored (fa::Staged). Widening float16 on arrival would wait for the load at once.
 //
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
             for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][i]);
             largest = max(max_reg[i], fa::group_max<LANES>(largest));
-            keep_reg[i] = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
+            rescale_reg[i] = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
             max_reg[i] = largest;
             float sum = 0;
 #pragma unroll
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 score_reg[j][i] = p;
                 sum += p;
             }
-            sum_reg[i] = keep_reg[i] * sum_reg[i] + sum;
+            sum_reg[i] = rescale_reg[i] * sum_reg[i] + sum;
         }
         fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
         __syncwarp();  // the lanes of a row are lanes of one warp
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
         for (int i = 0; i < fa::resident_rows; ++i)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] = keep_reg[i] * out_reg[i][c] + tile_reg[i][c];
+            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] = rescale_reg[i] * out_reg[i][c] + tile_reg[i][c];
         __syncthreads();  // the next K is there, and nobody needs V or P any more
     }
 

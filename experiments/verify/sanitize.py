@@ -22,7 +22,7 @@ def planted(folder: Path) -> kernel.Kernel:
     text = kernel.find("fa2_naive", "forward").path.read_text()
     for old, new in (
         ("        __syncthreads();  // no warp reads the tile before any more\n", ""),
-        ("head_kv, first_key);  // [BLOCK_K], K.row apart", "head_kv, first_key + 64 * args.seq_kv);"),
+        ("kv_head, k_first);  // [BLOCK_K], K.row apart", "kv_head, k_first + 64 * args.seq_kv);"),
     ):
         assert text.count(old) == 1, old
         text = text.replace(old, new)

@@ -48,13 +48,13 @@ SCORE = "lane + 32 * n < visible ?"
 
 #: name: file, edits, problem, the tensors that must fail.
 FAULTS: dict[str, tuple[str, list[tuple[str, str]], Problem, set[str]]] = {
-    "last key dropped": (FORWARD, [("- first_key;  // of this tile", "- first_key - 1;")], PLAIN, {"O", "logsumexp"}),
+    "last key dropped": (FORWARD, [("- k_first;  // of this tile", "- k_first - 1;")], PLAIN, {"O", "logsumexp"}),
     "one unmasked padding key": (FORWARD, [(SCORE, "lane + 32 * n <= visible ?")], PLAIN, {"O", "logsumexp"}),
     "missing rescale of O": (FORWARD, [("o_reg[r][c] * factor_reg[r] +", "o_reg[r][c] +")], PLAIN, {"O"}),
     "missing rescale of the row sum": (FORWARD, [("l_reg[r] * factor_reg[r] +", "l_reg[r] +")], PLAIN, {"O", "logsumexp"}),
     "scale 1/D": (FORWARD, [("float(args.scale) * s_reg", "1.0f / args.head_dim * s_reg")], PLAIN, {"O", "logsumexp"}),
     "base-2 logsumexp": (FORWARD, [("m_reg[r] + fa::log(l_reg[r])", "(m_reg[r] + fa::log(l_reg[r])) * fa::log2e")], PLAIN, {"logsumexp"}),
-    "causal off by one": (FORWARD, [("- first_key;  // of this tile", "- first_key + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),
+    "causal off by one": (FORWARD, [("- k_first;  // of this tile", "- k_first + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),
     "a NaN": (FORWARD, [("* inverse;", "* (query == 77 ? __uint_as_float(0x7fc00000u) : inverse);")], PLAIN, {"O"}),
     "unwritten rows": (FORWARD, [("query >= args.seq_q) break;", "query >= args.seq_q - 1) break;")], PLAIN, {"O", "logsumexp"}),
     "dK and dV swapped": (NAIVE_BACKWARD, [("(args.dK, batch", "(args.XX, batch"), ("(args.dV, batch", "(args.dK, batch"), ("args.XX", "args.dV")], PLAIN, {"dK", "dV"}),
@@ -108,7 +108,7 @@ def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: 
 
 def test_changing_an_input_is_caught(backend: Backend, tmp_path: Path) -> None:
     """Inputs are compared with what they were."""
-    write = "if (lane == 0) *const_cast<float*>(fa::row_pointer<const float>(args.K, batch, head_kv, 0)) = 1.0f;\n    int last_query"
+    write = "if (lane == 0) *const_cast<float*>(fa::row_pointer<const float>(args.K, batch, kv_head, 0)) = 1.0f;\n    int last_query"
     with pytest.raises(KernelFault, match="changed its input K"):
         judge(backend, mutant(tmp_path, FORWARD, ("    int last_query", "    " + write)), PLAIN)
 
@@ -156,7 +156,7 @@ def test_a_divergent_barrier_is_reported_not_hung(tmp_path: Path) -> None:
 
 def test_an_early_return_past_a_barrier_is_reported(tmp_path: Path) -> None:
     """Threads that end while others wait in __syncthreads."""
-    wrong = mutant(tmp_path, FORWARD, ("    int last_query", "    if (first_query >= args.seq_q) return;\n    int last_query"))
+    wrong = mutant(tmp_path, FORWARD, ("    int last_query", "    if (row_first >= args.seq_q) return;\n    int last_query"))
     with pytest.raises(KernelFault, match="divergent barrier: threads ended|have ended"):
         judge(Host(), wrong, PLAIN)
 

@@ -95,6 +95,15 @@ def test_visible_keys(backend: Backend, tmp_path: Path, causal: bool) -> None:
         assert np.array_equal(np.maximum(got[:32].view(np.int32), 0), seen.sum(1)), shift
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_first_query(backend: Backend, tmp_path: Path, causal: bool) -> None:
+    """The least query q with key k <= q + shift, and 0 without a mask."""
+    for shift in (-40, -5, 0, 3, 100):
+        got = run(backend, tmp_path, "    out[t] = fa::first_query(args, t);", causal=causal, fields={"causal_shift": shift})
+        want = [next(query for query in range(100) if not causal or key <= query + shift) for key in range(32)]
+        assert got[:32].tolist() == want, shift
+
+
 # -- copy.cuh, warp.cuh, types.cuh: what test_words.py has not ----------------------------------------------------------
 
 
