@@ -1,7 +1,7 @@
 // /// kernel
-// title = "three launches, the scores matrix in memory"
+// title = "three launches, S and P in global memory"
 // dtypes = ["float32", "float16", "bfloat16", "float64"]
-// head_dims = [256]                # one compile: the head dim is a run-time number here
+// head_dims = [256]                # one compile: the head dim is a run-time value
 // arch = ">=sm_70"
 // causal = true
 // gqa = true
@@ -16,42 +16,42 @@
 // size = "batch * heads_q * seq_q * seq_kv * max(1, sizeof_dtype // 4)"
 // init = "none"
 // [[launch]]
-// entry = "scores"                 # a thread makes one score
+// entry = "scores"                 # a thread computes one score
 // grid = ["seq_q * ceil_div(seq_kv, THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "softmax"                # a warp makes one row
+// entry = "softmax"                # a warp normalises one row
 // grid = ["ceil_div(seq_q, THREADS // 32)", "heads_q", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "output"                 # a thread makes 16 bytes of a row of O
+// entry = "output"                 # a thread computes 16 bytes of a row of O
 // grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // ///
 //
-// Step 00. Attention as its formula reads, for each batch and head:
+// Step 00. Attention as its formula reads, for each batch and head, in three launches:
 //
 //     S = scale * Q K^T        (queries × keys)      launch 1, scores
 //     P = softmax of each row of S                   launch 2, softmax
 //     O = P V                  (queries × head_dim)  launch 3, output
 //
-// Every launch reads what the one before left in memory, so the matrix of S, later of P, exists whole: seq_q × seq_kv
-// numbers for every head. That is the fault this ladder is about. At 2048 tokens and 128 heads the matrix has half a
-// billion entries; Q, K, V and O together have an eighth of that at head dim 64. The matrix is written once, read and
-// written again by the softmax, and read by the last launch, each time through memory, and twice the tokens make it four
-// times as large. The arithmetic is the same in every later step. What changes is how much of it waits for memory.
+// Each launch reads from global memory (HBM) what the one before wrote there, so the matrix of S, later of P, is materialised:
+// seq_q × seq_kv elements for every head. The ladder removes it. At 2048 tokens and 128 heads the matrix has half a billion
+// elements; Q, K, V and O together have an eighth of that at head dim 64. The matrix is written once, read and written again by the
+// softmax, and read by the last launch. Twice the tokens make it four times as large. The arithmetic is the same in every later
+// step. What changes is how much of it waits for memory.
 //
-// The softmax subtracts the largest score of the row before it raises e to anything: exp(s - max) is at most 1, so no
-// input overflows, and the quotient is unchanged because numerator and denominator carry the same factor. Beside O it
-// leaves the row's logsumexp = max + log(sum of exp(s - max)): one number from which the backward pass can make P again.
+// The softmax is the safe one: it subtracts the row maximum before the exponential. exp(s - max) is at most 1, so no input
+// overflows, and the quotient is unchanged because numerator and denominator carry the same factor. Beside O the kernel writes
+// logsumexp = row maximum + log(row sum): one value a row, from which the backward pass recomputes P.
 //
-// What a first kernel should get right even so, because it costs nothing:
-//   - Neighbouring threads write neighbouring addresses (keys in launch 1, columns in launch 3): one transaction for a
-//     warp instead of 32. Launch 1 still reads K a row a thread, D elements apart; only the cache makes that bearable.
-//   - A masked score is neither computed nor stored nor read: under the causal mask half the matrix stays untouched. A row
-//     that sees no key has an empty sum; its logsumexp is -inf by the same formula and its O is 0.
-//   - Arithmetic is float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would
-//     lose most of its digits.
+// What a first kernel should get right, because it costs nothing:
+//   - Coalesced stores. Neighbouring threads write neighbouring addresses (keys in launch 1, columns in launch 3): one transaction
+//     for a warp instead of 32. Launch 1 still reads one row of K a thread, D elements apart; only the cache makes that bearable.
+//   - A masked score is neither computed nor stored nor read: under the causal mask half the matrix stays untouched. A row that
+//     sees no key has an empty sum; its logsumexp is -inf by the same formula and its O is 0.
+//   - Accumulation is in float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would lose
+//     most of its mantissa.
 #include <fa/row.cuh>
 #include <fa/warp.cuh>
 

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "a row tile a block, a square patch a thread"
+// title = "square register tiles, 16-byte loads from shared memory"
 // dtypes = ["float32"]
 // head_dims = [64, 128]
 // arch = ">=sm_70"
@@ -14,43 +14,43 @@
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
-// block = "16 * (BLOCK_Q // 4)"    # 16 threads share a row of patches
+// block = "16 * (BLOCK_Q // 4)"    # 16 lanes share four queries
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + 4 + BLOCK_K + 4) + BLOCK_K * (2 * HEAD_DIM + 4))"
 // ///
 //
-// Step 06. The loops of step 05: a block owns a tile of queries of a head and meets all the keys, O, m and l stay in registers. What
-// changes is the piece of the two products that one thread makes. In step 05 it is a strip, 8 queries x 2 keys. A strip is
-// uneconomical. To multiply r queries with n keys at one d takes r + n numbers from shared memory and yields r * n products, so
-// for the same work the square wants the least, and the larger the square the better:
+// Step 06, read against step 05. Square register tiles and 16-byte loads from shared memory. The loops are those of step 05: a
+// block has a resident Q tile and streams K and V, O and the row state stay in registers. What changes is the register tile of a
+// thread in the two products. In step 05 it is a strip, 8 queries x 2 keys. To multiply r queries by n keys at one d takes r + n
+// elements from shared memory for r * n multiply-adds, so a square needs the fewest loads, and the larger the better:
 //
-//     step 04    1 x 4     5 numbers for  4 products          step 05    8 x 2    10 numbers for 16 products
-//     here       4 x 4     8 numbers for 16 products          step 07    8 x 8    16 numbers for 64 products
+//     step 04    1 x 4     5 elements for  4 multiply-adds      step 05    8 x 2    10 elements for 16 multiply-adds
+//     here       4 x 4     8 elements for 16 multiply-adds      step 07    8 x 8    16 elements for 64 multiply-adds
 //
-// The block is two-dimensional, 16 x 16 threads, over 64 queries x 64 keys. Thread (x, y) makes the patch of queries 4 y … 4 y + 3
-// and keys x, x + 16, x + 32, x + 48; then, of the same queries, 4 columns of O. (At head dim 128: 2 keys, 8 columns.)
-// Half a warp shares its queries, so a row's maximum and sum are shuffles among 16 lanes, and P passes through shared memory
-// within the warp.
+// The block is two-dimensional, 16 x 16 threads, over 64 queries x 64 keys. A thread has 4 neighbouring queries, in the scores keys
+// lane, lane + 16, lane + 32, lane + 48, then 4 columns of O for the same queries. (At head dim 128: 2 keys, 8 columns.) Half a
+// warp shares its queries, so row maximum and row sum are shuffles among 16 lanes, and P passes through shared memory within the
+// warp.
 //
-// The other half of the economy is the width of a load. A thread needs four numbers of each row that lie side by side, so it asks for
-// 16 bytes at once: 8 load instructions now feed 64 multiplications where step 05 spends 16 on as many, and an instruction not
-// spent on loading is one spent on multiplying. In the scores "side by side" is along d, for Q and K alike. In P V it is along the
-// keys for P, and along the columns for V.
+// The second gain is the width of a load. A thread needs four neighbouring elements of each row, so it loads 16 bytes at once: 8
+// load instructions now feed 64 multiply-adds where step 05 spends 16 on as many, and an issue slot not spent on a load is free for
+// a multiply-add. The four are neighbours along d in the scores, for Q and K alike; in P V along the keys for P, and along the
+// columns for V.
 //
-// 16 bytes a lane are 512 a warp, and shared memory moves 128 a cycle. So such a load is served in four parts, eight lanes each, and
-// conflicts are a matter of those eight: they should touch eight different groups of four banks, or the same address. V is read
-// along its rows, 32 neighbouring numbers: no conflict. K is read across its rows, at one d of eight neighbouring keys. With
-// rows of 64 numbers, a multiple of the 32 banks, all eight would lie in one group, so the rows are four numbers longer: one
-// group further from key to key. Of Q and P the eight lanes of a part read one address.
+// 16 bytes a lane are 512 a warp, and shared memory moves 128 a cycle. Such a load is served in four phases of eight lanes each,
+// and bank conflicts arise within a phase: the eight lanes must touch eight different groups of four banks, or the same address. V
+// is read along its rows, 32 neighbouring elements: no conflict. K is read across its rows, at one d of eight neighbouring keys.
+// With rows of 64 elements, a multiple of the 32 banks, all eight would lie in one group, so rows are padded by four elements: one
+// group further from key to key. Of Q and P the eight lanes of a phase read one address, a broadcast.
 //
-// A block of 64 queries rather than 32 also halves how often K and V are brought from the L2 cache, and the instructions that
-// bring them. In step 05 those are four for every five multiplications.
+// A block of 64 queries rather than 32 also halves how often K and V are loaded from the L2 cache, and the instructions of these
+// loads. In step 05 those are four for every five multiply-adds.
 //
-// What is still bad:
-//   - A tile is brought a number at a time, with some 25 instructions each for addresses and edges, and all warps of the block
-//     wait until it is there. Only another block on the multiprocessor has something to multiply meanwhile.
-//   - 4 x 4 is small: in the machine code of the two loops a sixth and a fifth of the instructions are not multiplications.
-//   - The four numbers that pad each row are bought with shared memory, and limit how many blocks fit.
-//   - Under the causal mask the tiles on the diagonal are computed whole, and the masking is done in all the tiles, needed or not.
+// What remains:
+//   - A tile is loaded one element a thread, with some 25 instructions each for addresses and bounds, and all warps of the block
+//     wait for it. Only another block of the multiprocessor has multiply-adds to issue meanwhile.
+//   - 4 x 4 is small: in the machine code of the two loops a sixth and a fifth of the instructions are not multiply-adds.
+//   - The padding costs shared memory, and limits how many blocks fit.
+//   - Under the causal mask the tiles on the diagonal are computed whole, and every tile is masked, needed or not.
 #include <fa/row.cuh>
 
 constexpr int LANES = 16, ROWS = 4, THREADS = LANES * BLOCK_Q / ROWS;  // 16 lanes share 4 queries
@@ -62,17 +62,18 @@ static_assert(BLOCK_Q % 8 == 0 && BLOCK_K % LANES == 0, "whole warps, whole keys
 
 // 2 blocks a multiprocessor, which has 65536 registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();  // [BLOCK_Q][Q_PITCH]
-    float* k_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_K][K_PITCH]
+    float* k_smem = fa::dynamic_shared<float>();  // [BLOCK_K][K_PITCH]
     float* v_smem = k_smem + BLOCK_K * K_PITCH;   // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][P_PITCH]
+    float* q_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][Q_PITCH]
+    float* p_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_Q][P_PITCH]
 
     const int q_first = blockIdx.x * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], those of this thread's 16 lanes
 
     // Prologue: Q, which stays, and the state of each row: maximum, sum, and O before the division by the sum.
-    fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim, threadIdx.x);
+    fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim);
     float row_max[ROWS], row_sum[ROWS] = {}, out_reg[ROWS][COLUMNS] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row_max[r] = -fa::infinity();
@@ -80,10 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
     // Main loop over the K/V tiles that some row of the block sees. The bound is the block's, not the warp's, because of the barriers.
     for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += BLOCK_K) {
         __syncthreads();  // every warp has finished with the previous tile
-        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim,
-                                                           threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim,
-                                                            threadIdx.x);
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
         __syncthreads();  // the tile, and before the first one Q, is complete
 
         // S = Q K^T: 4 queries by KEYS keys, four elements of d at a time.
@@ -92,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
         for (int d = 0; d < HEAD_DIM; d += 4) {
             fa::Vec<float, 4> q_reg[ROWS];
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) q_reg[r] = fa::load_vec<4>(q_smem + (row + r) * Q_PITCH + d);
+            for (int r = 0; r < ROWS; ++r) q_reg[r] = fa::load_vec<4>(q_rows + r * Q_PITCH + d);
 #pragma unroll
             for (int n = 0; n < KEYS; ++n) {
                 fa::Vec<float, 4> k_reg = fa::load_vec<4>(k_smem + (lane + LANES * n) * K_PITCH + d);
@@ -108,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int visible = fa::visible_keys(args, q_first + row + r) - k_first;  // of this tile
-            rescale_reg[r] = fa::online_softmax<LANES>(row_max[r], row_sum[r], score_reg[r], p_smem + (row + r) * P_PITCH, lane, visible,
-                                                       float(args.scale));
+            rescale_reg[r] =
+                fa::online_softmax<LANES>(row_max[r], row_sum[r], score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
         }
         __syncwarp();  // the lanes of a row read each other's P
 
@@ -119,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
         for (int key = 0; key < BLOCK_K; key += 4) {
             fa::Vec<float, 4> p_reg[ROWS];
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) p_reg[r] = fa::load_vec<4>(p_smem + (row + r) * P_PITCH + key);
+            for (int r = 0; r < ROWS; ++r) p_reg[r] = fa::load_vec<4>(p_rows + r * P_PITCH + key);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
