@@ -65,8 +65,8 @@
 #include <fa/math.cuh>
 #include <fa/row.cuh>
 
-using scalar = fa::DTYPE;               // what is stored
-using real = fa::accumulate_t<scalar>;  // what is computed in
+using scalar = fa::DTYPE;               // storage
+using real = fa::accumulate_t<scalar>;  // arithmetic
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_con
     fa::head_values<real>(args, WORKSPACE_DELTA, batch, head)[query] = fa::dot(o, d_o, args.head_dim);
 }
 
-// P[query][key] and dS[query][key]. A block makes THREADS neighbouring keys of one query.
+// P[query][key] and dS[query][key]. A block computes THREADS neighbouring keys of one query.
 extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_constant__ fa::Args args) {
     int key_blocks = (args.seq_kv + THREADS - 1) / THREADS;
     int query = blockIdx.x / key_blocks, key = blockIdx.x % key_blocks * THREADS + threadIdx.x;
@@ -100,14 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
 }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
-// 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
+// 4: blocks a multiprocessor. Left to itself the compiler makes room for more by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int key = index / columns, d = index % columns * vec, kv_head = blockIdx.y, batch = blockIdx.z;
     if (key >= args.seq_kv) return;
 
-    // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
+    // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real dk_reg[vec] = {}, dv_reg[vec] = {};
     int group = args.heads_q / args.heads_kv;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {

@@ -55,12 +55,12 @@
 #include <fa/row.cuh>
 #include <fa/warp.cuh>
 
-using scalar = fa::DTYPE;               // what is stored
-using real = fa::accumulate_t<scalar>;  // what is computed in
+using scalar = fa::DTYPE;               // storage
+using real = fa::accumulate_t<scalar>;  // arithmetic
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 
-// S[query][key] = scale * Q[query] · K[key]. A block makes THREADS neighbouring keys of one query.
+// S[query][key] = scale * Q[query] · K[key]. A block computes THREADS neighbouring keys of one query.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_constant__ fa::Args args) {
     int key_blocks = (args.seq_kv + THREADS - 1) / THREADS;
     int query = blockIdx.x / key_blocks, key = blockIdx.x % key_blocks * THREADS + threadIdx.x;
@@ -72,33 +72,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_consta
     fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query)[key] = real(args.scale) * fa::dot(q, k, args.head_dim);
 }
 
-// P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp makes one row: 32 neighbouring keys at a time, and a
-// key is always the same lane's, so the passes over the row need nothing between them but the two reductions.
+// P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp normalises one row, 32 neighbouring keys at a
+// time. A key always belongs to the same lane, so nothing but the two reductions stands between the passes over the row.
 extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * (THREADS / 32) + fa::warp_id(), head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
     int visible = fa::visible_keys(args, query);
     real* row = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);  // [seq_kv]
 
-    real largest = -fa::infinity();
-    for (int key = fa::lane_id(); key < visible; key += 32) largest = max(largest, row[key]);
-    largest = fa::group_max<32>(largest);
+    real row_max = -fa::infinity();
+    for (int key = fa::lane_id(); key < visible; key += 32) row_max = max(row_max, row[key]);
+    row_max = fa::group_max<32>(row_max);
 
-    real sum = 0;
+    real row_sum = 0;
     for (int key = fa::lane_id(); key < visible; key += 32) {
-        row[key] = fa::exp(row[key] - largest);
-        sum += row[key];
+        row[key] = fa::exp(row[key] - row_max);
+        row_sum += row[key];
     }
-    sum = fa::group_sum<32>(sum);
+    row_sum = fa::group_sum<32>(row_sum);
 
-    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= sum;
+    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= row_sum;
 
-    // No visible key: largest is -inf and sum is 0, and so is log(sum) = -inf. Nothing above was divided by that sum.
-    if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = largest + fa::log(sum);
+    // No visible key: row_max is -inf, row_sum is 0 and its log -inf. Nothing above was divided by that row_sum.
+    if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = row_max + fa::log(row_sum);
 }
 
-// O[query] = sum over keys of P[query][key] * V[key]. A thread makes 16 bytes of a row of O, the next thread the next 16.
-// 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
+// O[query] = sum over keys of P[query][key] * V[key]. A thread computes 16 bytes of a row of O, the next thread the next 16.
+// 4: blocks a multiprocessor. Left to itself the compiler makes room for more by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
@@ -108,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_con
 
     const real* p = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);             // [seq_kv]
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], V.row apart
-    // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
-    real o_reg[vec] = {};
-    fa::add_weighted(o_reg, p, 1, v, args.V.row, 0, visible);
+    // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
+    real out_reg[vec] = {};
+    fa::add_weighted(out_reg, p, 1, v, args.V.row, 0, visible);
 
     fa::Vec128<scalar> o;
 #pragma unroll
-    for (int i = 0; i < vec; ++i) o[i] = fa::narrow<scalar>(o_reg[i]);
+    for (int i = 0; i < vec; ++i) o[i] = fa::narrow<scalar>(out_reg[i]);
     fa::store_128_upto(fa::row_pointer<scalar>(args.O, batch, head, query) + d, o, args.head_dim - d);
 }

@@ -101,29 +101,29 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) scores(const __grid_c
     }
 }
 
-// P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp makes one row: 32 neighbouring keys at a time, and a
-// key is always the same lane's, so the passes over the row need nothing between them but the two reductions.
+// P[query] = softmax(S[query]) in place, and logsumexp[query], as in step 00. A warp normalises one row, 32 neighbouring keys at a
+// time. A key always belongs to the same lane, so nothing but the two reductions stands between the passes over the row.
 extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * (THREADS / 32) + fa::warp_id(), head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
     int visible = fa::visible_keys(args, query);
     real* row = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);  // [seq_kv]
 
-    real largest = -fa::infinity();
-    for (int key = fa::lane_id(); key < visible; key += 32) largest = max(largest, row[key]);
-    largest = fa::group_max<32>(largest);
+    real row_max = -fa::infinity();
+    for (int key = fa::lane_id(); key < visible; key += 32) row_max = max(row_max, row[key]);
+    row_max = fa::group_max<32>(row_max);
 
-    real sum = 0;
+    real row_sum = 0;
     for (int key = fa::lane_id(); key < visible; key += 32) {
-        row[key] = fa::exp(row[key] - largest);
-        sum += row[key];
+        row[key] = fa::exp(row[key] - row_max);
+        row_sum += row[key];
     }
-    sum = fa::group_sum<32>(sum);
+    row_sum = fa::group_sum<32>(row_sum);
 
-    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= sum;
+    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= row_sum;
 
-    // No visible key: largest is -inf and sum is 0, and so is log(sum) = -inf. Nothing above was divided by that sum.
-    if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = largest + fa::log(sum);
+    // No visible key: row_max is -inf, row_sum is 0 and its log -inf. Nothing above was divided by that row_sum.
+    if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = row_max + fa::log(row_sum);
 }
 
 // O[query] = sum over keys of P[query][key] * V[key]. A block makes TILE rows of O.
@@ -132,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) output(const __grid_c
     int q_first = blockIdx.x * TILE, q_end = min(q_first + TILE, args.seq_q), head = blockIdx.y, batch = blockIdx.z;
     int row = threadIdx.x / TILE, lane = threadIdx.x % TILE;
 
+    // Main loop over the tiles of P and V
     real out_reg[ROWS][COLUMNS] = {};
     for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += TILE) {
         __syncthreads();  // every thread has finished with the previous tiles
@@ -145,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) output(const __grid_c
                                                               args.head_dim);
         __syncthreads();  // both tiles are complete
 
+        // A tile is summed by itself first (fa::add_tile says why).
         real tile_reg[ROWS][COLUMNS] = {};
         for (int key = 0; key < TILE; ++key) {
 #pragma unroll
@@ -155,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) output(const __grid_c
         fa::add_tile(out_reg, tile_reg);
     }
 
+    // Epilogue
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         int query = q_first + row + ROW_STEP * r;

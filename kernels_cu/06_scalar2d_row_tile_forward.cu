@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], those of this thread's 16 lanes
 
-    // Prologue: Q, which stays, and the state of each row: maximum, sum, and O before the division by the sum.
+    // Prologue: Q, which is resident, and the state of each row: maximum, sum, and O before the division by the sum.
     fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim);
     float row_max[ROWS], row_sum[ROWS] = {}, out_reg[ROWS][COLUMNS] = {};
 #pragma unroll

@@ -78,9 +78,9 @@
 using scalar = fa::DTYPE;
 
 constexpr int ROWS = fa::resident_rows, THREADS = RESIDENT / ROWS * LANES;
-constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread in the scores: 8 x COUNT numbers
-constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread in a gradient: 8 x COLUMNS numbers
-constexpr int PIECE = 32;                  // dO comes in pieces of 32 columns: fewer registers for what is on its way
+constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread: 8 x COUNT scores
+constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread: 8 x COLUMNS elements of a gradient
+constexpr int PIECE = 32;                  // dO and V are loaded in pieces of 32 columns: few registers hold loads in flight
 
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ float probability(float score, float logsumexp, float
     return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
 }
 
-// Launch 1. delta[query] = dO · O. 8 lanes make one row.
+// Launch 1. delta[query] = dO · O. 8 lanes share a row.
 extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ fa::Args args) {
     constexpr int vec = fa::vec_width<scalar>;
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
     if (query < args.seq_q && lane == 0) fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum;
 }
 
-// Launch 2. A block owns RESIDENT keys and meets every query that sees them, of all heads that read this key head.
+// Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_constant__ fa::Args args) {
     float* k_smem = fa::dynamic_shared<float>();         // [HEAD_DIM][RESIDENT] transposed
     float* v_smem = k_smem + HEAD_DIM * RESIDENT;           // [HEAD_DIM][RESIDENT] transposed
@@ -122,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale);
 
+    // Prologue: the resident operands.
     {
         Staged<RESIDENT> tile;
         tile.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         tile.store_transposed(v_smem, args.head_dim);
     }
 
-    // The tiles of queries to meet: for each head of the group, from the first query that sees a key of the block.
+    // Main loop over the query tiles: for each head of the group, from the first query that sees a key of the block.
     const int q_start = fa::first_query(args, k_first) / STREAMED * STREAMED, head_end = (kv_head + 1) * group;
     int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
 
@@ -146,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             lse_smem[i] = there ? *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + i) : fa::infinity();  // P = 0
             delta_smem[i] = there ? fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[q_first + i] : 0.0f;
         }
-        __syncthreads();  // Q is there
+        __syncthreads();  // Q is complete
 
-        // P^T = exp(scale * K Q^T - logsumexp), while dO comes
+        // P^T = exp(scale * K Q^T - logsumexp), while dO is loaded
         float score_reg[COUNT][ROWS] = {};
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             }
         }
         fa::share_scores<LANES, RESIDENT>(p_smem, score_reg, row, lane);
-        __syncthreads();  // dO and P are there
+        __syncthreads();  // dO and P are complete
 
         // dV += P^T dO
         float dv_tile_reg[ROWS][COLUMNS] = {};
@@ -198,12 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         float dk_tile_reg[ROWS][COLUMNS] = {};
         fa::multiply_scores<scalar, HEAD_DIM, LANES, RESIDENT, STREAMED>(dk_tile_reg, p_smem, q_smem, row, lane);
         fa::add_tile(dk_reg, dk_tile_reg);
-        __syncthreads();  // nobody needs Q, dO or dS any more
+        __syncthreads();  // every warp has finished with Q, dO and dS
 
         q_first += STREAMED;
         if (q_first >= args.seq_q) q_first = q_start, ++head;
     }
 
+    // Epilogue
     scalar* dk = fa::row_pointer<scalar>(args.dK, batch, kv_head, k_first + row);  // [8 rows], dK.row apart
     scalar* dv = fa::row_pointer<scalar>(args.dV, batch, kv_head, k_first + row);  // [8 rows], dV.row apart
 #pragma unroll
@@ -214,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     }
 }
 
-// Launch 3. A block owns RESIDENT queries and meets every key they see.
+// Launch 3. A block has RESIDENT queries and streams every key they see.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ fa::Args args) {
     float* q_smem = fa::dynamic_shared<float>();      // [HEAD_DIM][RESIDENT] transposed
     float* do_smem = q_smem + HEAD_DIM * RESIDENT;       // [HEAD_DIM][RESIDENT] transposed
@@ -229,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
     const int keys = fa::visible_keys(args, q_end - 1), unmasked = fa::visible_keys(args, q_first);
     const float scale = float(args.scale);
 
+    // Prologue: the resident operands.
     {
         Staged<RESIDENT> tile;
         tile.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
@@ -244,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         delta_reg[i] = there ? fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[q_first + row + i] : 0.0f;
     }
 
+    // Main loop over the K/V tiles.
     float dq_reg[ROWS][COLUMNS] = {};
     for (int k_first = 0; k_first < keys; k_first += STREAMED) {
         {
@@ -251,9 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
             k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
             k.store_by_rows(k_smem, args.head_dim);
         }
-        __syncthreads();  // K is there
+        __syncthreads();  // K is complete
 
-        // P = exp(scale * Q K^T - logsumexp), while V comes
+        // P = exp(scale * Q K^T - logsumexp), while V is loaded
         float score_reg[COUNT][ROWS] = {};
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
@@ -263,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
             fa::multiply_rows<scalar, HEAD_DIM, LANES, RESIDENT>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
-        __syncthreads();  // V is there
+        __syncthreads();  // V is complete
 
         // dS = P ∘ (dO V^T - delta)
         float ds_reg[COUNT][ROWS] = {};
@@ -285,9 +289,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         float dq_tile_reg[ROWS][COLUMNS] = {};
         fa::multiply_scores<scalar, HEAD_DIM, LANES, RESIDENT, STREAMED>(dq_tile_reg, ds_smem, k_smem, row, lane);
         fa::add_tile(dq_reg, dq_tile_reg);
-        __syncthreads();  // nobody needs K, V or dS any more
+        __syncthreads();  // every warp has finished with K, V and dS
     }
 
+    // Epilogue
     scalar* dq = fa::row_pointer<scalar>(args.dQ, batch, head, q_first + row);  // [8 rows], dQ.row apart
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {

@@ -72,7 +72,7 @@ using scalar = fa::DTYPE;
 
 constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
 constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
-constexpr int PIECES = HEAD_DIM / 32;       // K and V travel in pieces of 32 columns: few registers for what is on its way
+constexpr int PIECES = HEAD_DIM / 32;       // K and V are loaded in pieces of 32 columns: few registers hold loads in flight
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
@@ -85,19 +85,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float* v_smem = k_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][HEAD_DIM]
     float* p_smem = v_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][BLOCK_Q]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the tail.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    // The new_max S is the new_max logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
 
-    const int keys = fa::visible_keys(args, q_end - 1);     // what the last query sees is what any query of the tile sees
-    const int unmasked = fa::visible_keys(args, q_first);   // what every query of the tile sees
+    const int keys = fa::visible_keys(args, q_end - 1);     // that some query of the tile sees
+    const int unmasked = fa::visible_keys(args, q_first);   // that every query of the tile sees
 
-    // Prologue: Q, which stays, the first K, and the state of each row.
+    // Prologue: Q, which is resident, the first K, and the state of each row.
     {
         Staged<BLOCK_Q> q;
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
@@ -110,13 +110,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     __syncthreads();
 
-    float out_reg[ROWS][COLUMNS] = {};                 // O, not yet divided by the sum
-    float row_max[ROWS], row_sum[ROWS] = {};      // row_sum: only of this lane's keys
+    float out_reg[ROWS][COLUMNS] = {};                 // O before the division by the row sum
+    float row_max[ROWS], row_sum[ROWS] = {};      // row_sum: of this lane's keys only
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
 
+    // Main loop over the K/V tiles.
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        // S = Q K^T
+        // S = Q K^T, while V is loaded
         float score_reg[KEYS][ROWS] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
@@ -127,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
-        __syncthreads();  // V is there, and nobody needs K any more
+        __syncthreads();  // V is complete, and every warp has finished with K
 
-        // P = exp(scale * (S - max)), unnormalised
-        float rescale_reg[ROWS];  // what a larger maximum leaves of the sums so far
+        // Online softmax: P = exp(scale * (S - row_max)), unnormalised
+        float rescale_reg[ROWS];  // what the sums so far are worth under the new maximum
         const bool masked = k_first + BLOCK_K > unmasked;
         if (masked) {
 #pragma unroll
@@ -143,16 +144,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            float largest = score_reg[0][r];
+            float new_max = score_reg[0][r];
 #pragma unroll
-            for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][r]);
-            largest = max(row_max[r], fa::group_max<LANES>(largest));
-            rescale_reg[r] = fa::exp2_approx((row_max[r] - largest) * scale_log2e);
-            row_max[r] = largest;
+            for (int j = 1; j < KEYS; ++j) new_max = max(new_max, score_reg[j][r]);
+            new_max = max(row_max[r], fa::group_max<LANES>(new_max));
+            rescale_reg[r] = fa::exp2_approx((row_max[r] - new_max) * scale_log2e);
+            row_max[r] = new_max;
             float sum = 0;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
-                float p = fa::exp2_approx((score_reg[j][r] - largest) * scale_log2e);
+                float p = fa::exp2_approx((score_reg[j][r] - new_max) * scale_log2e);
                 if (masked && score_reg[j][r] == LOWEST) p = 0.0f;
                 score_reg[j][r] = p;
                 sum += p;
@@ -160,9 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             row_sum[r] = rescale_reg[r] * row_sum[r] + sum;
         }
         fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
-        __syncwarp();  // the lanes of a row are lanes of one warp
+        __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 
-        // O = keep * O + P V, while the next K comes
+        // O = rescale * O + P V, while the next K is loaded
         float tile_reg[ROWS][COLUMNS] = {};
         const int next = k_first + BLOCK_K;
 #pragma unroll 1
@@ -175,9 +176,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             k.store_by_rows(k_smem + first, args.head_dim - first);
         }
         fa::add_tile(out_reg, rescale_reg, tile_reg);
-        __syncthreads();  // the next K is there, and nobody needs V or P any more
+        __syncthreads();  // the next K is complete, and every warp has finished with V and P
     }
 
+    // Epilogue: the row sum over the lanes, O divided by it, and logsumexp.
     scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);               // [8 rows], O.row apart
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll

@@ -1,50 +1,50 @@
-// Tiles of rows in shared memory, and the two products that attention on CUDA cores is made of.
+// Tiles in shared memory for the wide register tiles of step 07, and the two products that attention on CUDA cores consists of.
 //
-// A block is Threads threads. Lanes neighbours of one warp work on the same 8 rows ("owned" rows: of the output, and of the
-// scores); lane and the number of its first owned row say all there is to know about a thread. The rows of the other side
-// ("passing" rows) come by tile after tile. Everything in shared memory is float, whatever the storage type T.
+// A block is Threads threads. Lanes neighbouring lanes of a warp share 8 resident rows (of the output, and of the scores); its lane and
+// its first resident row identify a thread. The rows of the other side are streamed, tile after tile. Everything in shared memory
+// is float, whatever the storage type T.
 //
 //   Two layouts:
-//     transposed [Width][N]   the owned rows' operand, loaded once: a thread reads its 8 rows of one column in two loads
-//     by rows    [N][Width]   passing rows: one layout serves both products, which read it along and across
-//   and P [passing][resident_rows], the scores on their way from the lanes that made them to the lanes that use them.
+//     transposed [Width][N]   the resident operand, loaded once: a thread reads its 8 rows of one column in two loads
+//     by rows    [N][Width]   the streamed operand: one layout serves both products, which read it along and across
+//   and P [streamed][resident], the scores between the lanes that compute them and the lanes that use them.
 //
 // Banks. Shared memory has 32 banks of 4 bytes; a 16-byte access is served 8 lanes at a time, so 8 lanes must touch the 8
 // different quads (4 floats, 4 banks) of a 128-byte line, or the same address. Every layout here is a multiple of 32 floats
-// wide, so rows alone would collide; each is made free of conflicts by XORing the place in the line with a few bits of the
-// row. An XOR permutes the line and needs no padding, so tiles stay 16-byte aligned and of round size.
+// wide, so plain rows would conflict. Each is swizzled: the place in the line is XORed with a few bits of the row. An XOR permutes the
+// line and needs no padding, so tiles stay 16-byte aligned and of round size.
 #pragma once
 
 #include <fa/row.cuh>
 
 namespace fa {
 
-constexpr int resident_rows = 8;  // rows a thread owns
+constexpr int resident_rows = 8;  // of a thread
 
-// Which quad of its line a passing row's first quad stands in. Any 8 neighbouring rows get 8 different ones (scores() reads 8
+// The quad of its line that holds a streamed row's first quad. Any 8 neighbouring rows get 8 different ones (multiply_rows reads 8
 // rows at one column). A warp writes 8 rows by 4 chunks of 16 bytes of T, two rows every 8 lanes: those two get the two halves
 // of the line where a chunk is one quad (float), the odd and the even quads where it is two (16-bit types).
 template <class T> __device__ __forceinline__ int spread(int row) { return sizeof(T) == 4 ? row % 2 * 4 + row / 2 % 4 : row % 8; }
 
-// Element (row, column) of a passing tile.
+// Element (row, column) of a streamed tile.
 template <class T, int Width> __device__ __forceinline__ int by_rows(int row, int column) {
     return row * Width + (column ^ (4 * spread<T>(row)));
 }
 
-// Element (row, column) of an owned tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
+// Element (row, column) of a resident tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
 template <class T, int N> __device__ __forceinline__ int transposed(int row, int column) {
     return column * N + (row ^ (8 * (column / vec_width<T> % 4)));
 }
 
-// P of one passing and one owned row, N owned rows in all. Written 8 passing rows at a time, 4 owned rows each: 8 quads.
+// P of one streamed and one resident row, N resident rows in all. Written 8 streamed rows at a time, 4 resident rows each: 8 quads.
 template <int N> __device__ __forceinline__ int score_at(int streamed, int resident) {
     return streamed * N + (resident ^ (4 * (streamed % 8)));
 }
 
-// N rows by Columns of a tensor on their way from memory to shared memory, into a tile Width columns wide: the part of them
-// that one thread carries in registers. A warp takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
-// Between fetch and store lies a product that takes longer than the load. So fetch must not look at what it loads (the thread
-// would wait right there), and it keeps 32-bit words as they come: 16-bit elements one by one would take twice the registers.
+// N rows by Columns of a tensor, staged in registers between global and shared memory, into a tile Width columns wide: the part of
+// one thread. A warp loads patches of 8 rows by 64 bytes, whole 32-byte sectors of each row. Between fetch and store_… stands a
+// product that hides the latency of the load. So fetch must not use what it loads (the thread would stall), and it holds raw 32-bit
+// words: 16-bit elements one by one would take twice the registers.
 template <class T, int Width, int Threads, int N, int Columns = Width> struct Staged {
     static constexpr int vec = vec_width<T>, in_word = 4 / sizeof(T), row_step = Threads / 4, column_step = 4 * vec;
     static constexpr int row_steps = N / row_step, column_steps = Columns / column_step;
@@ -54,7 +54,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     static __device__ __forceinline__ int row() { return threadIdx.x / 4; }
     static __device__ __forceinline__ int column() { return threadIdx.x % 4 * vec; }
 
-    // from: the tile's first row, rows `pitch` elements apart. What is not there (row >= rows, column >= head_dim) is zero.
+    // from: the tile's first row, rows `pitch` elements apart. Zero beyond the tensor (row >= rows, column >= head_dim).
     __device__ __forceinline__ void fetch(const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim) {
 #pragma unroll
         for (int r = 0; r < row_steps; ++r)
@@ -66,7 +66,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
             }
     }
 
-    // Where head_dim does not fill its last 16 bytes, the rest of them is the row's poison: make it zero.
+    // Where head_dim does not fill its last 16 bytes, the rest of them is the row's poison: set to zero.
     __device__ __forceinline__ void clear_beyond(int head_dim) {
         if (head_dim % vec == 0) return;
 #pragma unroll
@@ -74,9 +74,9 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int valid = head_dim - column() - c * column_step - w * in_word;  // elements of the word
-                const uint32_t keep = valid <= 0 ? 0 : valid < in_word ? 0xffff : 0xffffffff;
+                const uint32_t mask = valid <= 0 ? 0 : valid < in_word ? 0xffff : 0xffffffff;
 #pragma unroll
-                for (int r = 0; r < row_steps; ++r) reg[r][c][w] &= keep;
+                for (int r = 0; r < row_steps; ++r) reg[r][c][w] &= mask;
             }
     }
 
@@ -86,7 +86,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
         else return widen(T{uint16_t(word >> (16 * (e % 2)))});
     }
 
-    // In both stores, what a step adds to an address in whole lines is kept out of the XOR: it becomes part of the instruction.
+    // In both stores, the part of an address that is a multiple of whole lines stays out of the XOR: it becomes an immediate offset.
     __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, int head_dim, float factor = 1.0f) {
         clear_beyond(head_dim);
 #pragma unroll
@@ -115,8 +115,8 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     }
 };
 
-// score_reg[j][i] += sum over columns [first, last) of owned row (row + i) * passing row (lane + Lanes j). Four columns at a
-// time: 8 + Count loads of 16 bytes for 32 * Count multiplications.
+// score_reg[j][i] += sum over columns [first, last) of resident row (row + i) * streamed row (lane + Lanes j). Four columns at a
+// time: 8 + Count loads of 16 bytes for 32 * Count multiply-adds.
 template <class T, int Width, int Lanes, int N, int Count>
 __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident_rows],
                                               const float* resident_smem /* [Width][N] transposed */,
@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident
     }
 }
 
-// Puts score_reg[j][i] where every lane of the row finds it: Count * 2 stores of 16 bytes.
+// Writes score_reg[j][i] to shared memory for the other lanes of the row: Count * 2 stores of 16 bytes.
 template <int Lanes, int N, int Count>
 __device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][resident_rows],
                                              int row, int lane) {
@@ -153,8 +153,8 @@ __device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count
         }
 }
 
-// tile_reg[i][c] += sum over passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
-// 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only. [first, last) of these 8 rounds.
+// tile_reg[i][c] += sum over streamed rows of P[streamed][row + i] * tile[streamed][output_column(c)]. The streamed rows are
+// taken 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Streamed / 8 rows only. [first, last) of these 8 rounds.
 template <class T, int Width, int Lanes, int N, int Streamed>
 __device__ __forceinline__ void multiply_scores(float (&tile_reg)[resident_rows][Width / Lanes],
                                                 const float* score_smem /* [Streamed][N] */,
