@@ -76,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_con
     if (query >= args.seq_q) return;
     const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);    // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-    fa::head_values<real>(args, WORKSPACE_DELTA, batch, head)[query] = fa::dot(o, d_o, args.head_dim);
+    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);        // [batch, heads_q, seq_q]
+    delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] = fa::dot(o, d_o, args.head_dim);
 }
 
 // P[query][key] and dS[query][key]. A block computes THREADS neighbouring keys of one query.
@@ -90,13 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), key);  // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);                   // [head_dim]
+    const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);  // [batch, heads_q, seq_q]
 
     real s = real(args.scale) * fa::dot(q, k, args.head_dim);
     real p = fa::exp(s - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
     real dp = fa::dot(d_o, v, args.head_dim);
     fa::matrix_row<real>(args, WORKSPACE_P, batch, head, query)[key] = p;
     fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query)[key] =
-        p * (dp - fa::head_values<real>(args, WORKSPACE_DELTA, batch, head)[query]);
+        p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
 }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.

@@ -16,15 +16,17 @@ from harness.backends import Backend
 from harness.backends.host import Host
 from harness.backends.host_report import CheckFault
 from harness.contender import PassResult, run_kernel, yardstick_for
-from harness.kernel import KERNELS, Kernel
+from harness.kernel import INCLUDE, KERNELS, Kernel
 from harness.problem import READS, KernelFault, Problem
 
 NAIVE_BACKWARD, FORWARD = "00_naive_backward.cu", "05_fa2_naive_forward.cu"
 
 
 def mutant(folder: Path, source: str, *edits: tuple[str, str]) -> Kernel:
-    """A tree kernel with each edit made once."""
+    """A tree kernel, with the words of <fa/row.cuh> in its own text, and each edit made once."""
     text = (KERNELS / source).read_text()
+    words = (INCLUDE / "fa" / "row.cuh").read_text().replace("#pragma once\n", "")
+    text = text.replace("#include <fa/row.cuh>\n", words)
     for old, new in edits:
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {source}"
         text = text.replace(old, new)
@@ -44,19 +46,19 @@ def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
 
 PLAIN = Problem.of(1, 2, 129, 64)
 CAUSAL = Problem.of(1, 2, 129, 64, causal=True)
-SCORE = "lane + 32 * n < visible ?"
+SCORE = "lane + Lanes * n < visible ?"
 
 #: name: file, edits, problem, the tensors that must fail.
 FAULTS: dict[str, tuple[str, list[tuple[str, str]], Problem, set[str]]] = {
     "last key dropped": (FORWARD, [("- k_first;  // of this tile", "- k_first - 1;")], PLAIN, {"O", "logsumexp"}),
-    "one unmasked padding key": (FORWARD, [(SCORE, "lane + 32 * n <= visible ?")], PLAIN, {"O", "logsumexp"}),
-    "missing rescale of O": (FORWARD, [("o_reg[r][c] * factor_reg[r] +", "o_reg[r][c] +")], PLAIN, {"O"}),
-    "missing rescale of the row sum": (FORWARD, [("l_reg[r] * factor_reg[r] +", "l_reg[r] +")], PLAIN, {"O", "logsumexp"}),
-    "scale 1/D": (FORWARD, [("float(args.scale) * s_reg", "1.0f / args.head_dim * s_reg")], PLAIN, {"O", "logsumexp"}),
-    "base-2 logsumexp": (FORWARD, [("m_reg[r] + fa::log(l_reg[r])", "(m_reg[r] + fa::log(l_reg[r])) * fa::log2e")], PLAIN, {"logsumexp"}),
+    "one unmasked padding key": (FORWARD, [(SCORE, "lane + Lanes * n <= visible ?")], PLAIN, {"O", "logsumexp"}),
+    "missing rescale of O": (FORWARD, [("rescale_reg[r] * out_reg[r][c] +", "out_reg[r][c] +")], PLAIN, {"O"}),
+    "missing rescale of the row sum": (FORWARD, [("row_sum * rescale +", "row_sum +")], PLAIN, {"O", "logsumexp"}),
+    "scale 1/D": (FORWARD, [("visible, float(args.scale))", "visible, 1.0f / args.head_dim)")], PLAIN, {"O", "logsumexp"}),
+    "base-2 logsumexp": (FORWARD, [("row_max[r] + fa::log(row_sum[r])", "(row_max[r] + fa::log(row_sum[r])) * fa::log2e")], PLAIN, {"logsumexp"}),
     "causal off by one": (FORWARD, [("- k_first;  // of this tile", "- k_first + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),
-    "a NaN": (FORWARD, [("* inverse;", "* (query == 77 ? __uint_as_float(0x7fc00000u) : inverse);")], PLAIN, {"O"}),
-    "unwritten rows": (FORWARD, [("query >= args.seq_q) break;", "query >= args.seq_q - 1) break;")], PLAIN, {"O", "logsumexp"}),
+    "a NaN": (FORWARD, [("out_reg[r], inverse,", "out_reg[r], query == 77 ? __uint_as_float(0x7fc00000u) : inverse,")], PLAIN, {"O"}),
+    "unwritten rows": (FORWARD, [("query >= q_end) break;", "query >= args.seq_q - 1) break;")], PLAIN, {"O", "logsumexp"}),
     "dK and dV swapped": (NAIVE_BACKWARD, [("(args.dK, batch", "(args.XX, batch"), ("(args.dV, batch", "(args.dK, batch"), ("args.XX", "args.dV")], PLAIN, {"dK", "dV"}),
     "dQ without scale": (NAIVE_BACKWARD, [("fa::narrow<scalar>(real(args.scale) * dq_reg[i])", "fa::narrow<scalar>(dq_reg[i])")], PLAIN, {"dQ"}),
 }  # fmt: skip
@@ -92,7 +94,7 @@ def test_writing_outside_a_tensor_is_caught_by_the_guard_bands(backend: Backend,
     """A row too many."""
     if not backend.guard_bytes:
         pytest.skip("under a sanitizer there are no guard bands")
-    wrong = mutant(tmp_path, FORWARD, ("if (query >= args.seq_q) break;", "if (query > args.seq_q) break;"))
+    wrong = mutant(tmp_path, FORWARD, ("if (query >= q_end) break;", "if (query > args.seq_q) break;"))
     with pytest.raises(KernelFault, match="wrote outside"):
         judge(backend, wrong, Problem.of(1, 1, 65, 64))
 
@@ -108,16 +110,16 @@ def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: 
 
 def test_changing_an_input_is_caught(backend: Backend, tmp_path: Path) -> None:
     """Inputs are compared with what they were."""
-    write = "if (lane == 0) *const_cast<float*>(fa::row_pointer<const float>(args.K, batch, kv_head, 0)) = 1.0f;\n    int last_query"
+    write = "if (lane == 0) *const_cast<float*>(fa::row_pointer<const float>(args.K, batch, kv_head, 0)) = 1.0f;\n    // Main loop"
     with pytest.raises(KernelFault, match="changed its input K"):
-        judge(backend, mutant(tmp_path, FORWARD, ("    int last_query", "    " + write)), PLAIN)
+        judge(backend, mutant(tmp_path, FORWARD, ("    // Main loop", "    " + write)), PLAIN)
 
 
 # -- what only the CPU backend sees -----------------------------------------------------------------------------------
 
-MISSING_BARRIER = ("        __syncthreads();  // the tile, and before the first one q_smem, is there for all\n", "")
-MISSING_TRAILING_BARRIER = ("        __syncthreads();  // no warp reads the tile before any more\n", "")
-MISSING_SYNCWARP = ("        __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's\n", "")
+MISSING_BARRIER = ("        __syncthreads();  // the tile, and before the first one Q, is complete\n", "")
+MISSING_TRAILING_BARRIER = ("        __syncthreads();  // every warp has finished with the previous tile\n", "")
+MISSING_SYNCWARP = ("        __syncwarp();  // the lanes of a row read each other's P\n", "")
 
 
 def test_a_missing_barrier_reads_poison(tmp_path: Path) -> None:
@@ -145,9 +147,7 @@ def test_the_race_check_is_silent_on_right_kernels() -> None:
 
 def test_a_divergent_barrier_is_reported_not_hung(tmp_path: Path) -> None:
     """Warp 0 leaves the loop early: the others would wait for ever."""
-    wrong = mutant(
-        tmp_path, FORWARD, ("        __syncthreads();  // no warp reads", "        if (warp) __syncthreads();  // no warp reads")
-    )
+    wrong = mutant(tmp_path, FORWARD, ("        __syncthreads();  // every warp", "        if (row) __syncthreads();  // every warp"))
     with pytest.raises(KernelFault) as caught:
         judge(Host(), wrong, PLAIN)
     assert "divergent barrier" in caught.value.why and "fa2_naive_forward.cu:" in caught.value.why
@@ -156,14 +156,14 @@ def test_a_divergent_barrier_is_reported_not_hung(tmp_path: Path) -> None:
 
 def test_an_early_return_past_a_barrier_is_reported(tmp_path: Path) -> None:
     """Threads that end while others wait in __syncthreads."""
-    wrong = mutant(tmp_path, FORWARD, ("    int last_query", "    if (row_first >= args.seq_q) return;\n    int last_query"))
+    wrong = mutant(tmp_path, FORWARD, ("    // Main loop", "    if (q_first + row >= args.seq_q) return;\n    // Main loop"))
     with pytest.raises(KernelFault, match="divergent barrier: threads ended|have ended"):
         judge(Host(), wrong, PLAIN)
 
 
 def test_a_lane_missing_from_a_shuffle_is_a_deadlock_in_words(tmp_path: Path) -> None:
     """Lane 0 skips the reduction that the full mask names it for."""
-    wrong = mutant(tmp_path, FORWARD, ("fa::group_max<32>(largest)", "(lane ? fa::group_max<32>(largest) : largest)"))
+    wrong = mutant(tmp_path, FORWARD, ("group_max<Lanes>(new_max)", "(lane ? group_max<Lanes>(new_max) : new_max)"))
     with pytest.raises(KernelFault) as caught:
         judge(Host(), wrong, PLAIN)
     assert "deadlock" in caught.value.why or "different words" in caught.value.why
