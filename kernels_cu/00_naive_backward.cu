@@ -74,9 +74,9 @@ constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
-    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);    // [head_dim]
+    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);        // [batch, heads_q, seq_q]
+    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);         // [batch, heads_q, seq_q]
     delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] = fa::dot(o, d_o, args.head_dim);
 }
 
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), key);  // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);                   // [head_dim]
-    const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);  // [batch, heads_q, seq_q]
+    const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);              // [batch, heads_q, seq_q]
 
     real s = real(args.scale) * fa::dot(q, k, args.head_dim);
     real p = fa::exp(s - *fa::row_pointer<real>(args.logsumexp, batch, head, query));

@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x;
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // this thread's; p_rows: scores, then P
-    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);  // [seq_q]
-    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);  // [seq_q]
+    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);         // [seq_q]
+    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);         // [seq_q]
 
     // Main loop over the K/V tiles. A tile of one row, loaded by one thread: this one.
     for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {

@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
-    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);  // [seq_q]
-    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);  // [seq_q]
+    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);         // [seq_q]
+    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);         // [seq_q]
 
     // Main loop over the K/V tiles.
     for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
         __syncthreads();  // the tile is complete
 
-        // The Q tiles stream past. A warp has the same rows of every tile, so no block-wide barrier is needed in here.
+        // The Q tiles stream past; q_first is the first query of this warp. It has the same rows of every tile: no barrier of the block.
         for (int q_first = row; q_first < args.seq_q; q_first += BLOCK_Q) {
             // Rows that see nothing of the tile keep their state. The first tile is never skipped: it initialises O, m and l.
             const bool first_tile = k_first == 0;

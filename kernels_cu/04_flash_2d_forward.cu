@@ -56,7 +56,7 @@
 // have one cause, the order of the loops, and step 05 exchanges them.
 #include <fa/row.cuh>
 
-constexpr int LANES = 32, ROWS = 1, THREADS = BLOCK_Q * LANES;                 // a warp has one query of the tile
+constexpr int LANES = 32, ROWS = 1, THREADS = BLOCK_Q * LANES;                // a warp has one query of the tile
 constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;             // of a lane: lane, lane + 32, …
 constexpr int Q_PITCH = HEAD_DIM, K_PITCH = HEAD_DIM + 1, P_PITCH = BLOCK_K;  // K_PITCH is odd: a column lies in 32 banks
 
@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
-    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);  // [seq_q]
-    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);  // [seq_q]
+    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);         // [seq_q]
+    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);         // [seq_q]
 
     // Main loop over the K/V tiles.
     for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                                                             fa::opaque_thread_id());
         __syncthreads();  // the tile is complete
 
-        // The Q tiles stream past. A warp has the same rows of every tile, so no block-wide barrier is needed in here.
+        // The Q tiles stream past; q_first is the first query of this warp. It has the same rows of every tile: no barrier of the block.
         for (int q_first = row; q_first < args.seq_q; q_first += BLOCK_Q) {
             // Rows that see nothing of the tile keep their state. The first tile is never skipped: it initialises O, m and l.
             const bool first_tile = k_first == 0;

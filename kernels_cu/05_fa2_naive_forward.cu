@@ -50,9 +50,9 @@
 // these up.
 #include <fa/row.cuh>
 
-constexpr int LANES = 32, ROWS = BLOCK_Q / WARPS, THREADS = WARPS * LANES;         // a warp shares ROWS queries of the tile
-constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;                  // of a lane: lane, lane + 32, …
-constexpr int Q_PITCH = HEAD_DIM, K_PITCH = HEAD_DIM + 1, P_PITCH = BLOCK_K;       // K_PITCH is odd: a column lies in 32 banks
+constexpr int LANES = 32, ROWS = BLOCK_Q / WARPS, THREADS = WARPS * LANES;    // a warp shares ROWS queries of the tile
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;             // of a lane: lane, lane + 32, …
+constexpr int Q_PITCH = HEAD_DIM, K_PITCH = HEAD_DIM + 1, P_PITCH = BLOCK_K;  // K_PITCH is odd: a column lies in 32 banks
 
 static_assert(BLOCK_Q % WARPS == 0 && BLOCK_K % LANES == 0, "whole rows for each warp, whole keys for each lane");
 

@@ -109,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
 
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_constant__ fa::Args args) {
-    float* k_smem = fa::dynamic_shared<float>();         // [HEAD_DIM][RESIDENT] transposed
-    float* v_smem = k_smem + HEAD_DIM * RESIDENT;           // [HEAD_DIM][RESIDENT] transposed
-    float* q_smem = v_smem + HEAD_DIM * RESIDENT;           // [STREAMED][HEAD_DIM]
-    float* do_smem = q_smem + STREAMED * HEAD_DIM;       // [STREAMED][HEAD_DIM]
-    float* p_smem = do_smem + STREAMED * HEAD_DIM;       // [STREAMED][RESIDENT]: P, then dS
-    float* lse_smem = p_smem + STREAMED * RESIDENT;         // [STREAMED]
-    float* delta_smem = lse_smem + STREAMED;             // [STREAMED]
+    float* k_smem = fa::dynamic_shared<float>();     // [HEAD_DIM][RESIDENT] transposed
+    float* v_smem = k_smem + HEAD_DIM * RESIDENT;    // [HEAD_DIM][RESIDENT] transposed
+    float* q_smem = v_smem + HEAD_DIM * RESIDENT;    // [STREAMED][HEAD_DIM]
+    float* do_smem = q_smem + STREAMED * HEAD_DIM;   // [STREAMED][HEAD_DIM]
+    float* p_smem = do_smem + STREAMED * HEAD_DIM;   // [STREAMED][RESIDENT]: P, then dS
+    float* lse_smem = p_smem + STREAMED * RESIDENT;  // [STREAMED]
+    float* delta_smem = lse_smem + STREAMED;         // [STREAMED]
 
     const int k_first = blockIdx.x * RESIDENT, kv_head = blockIdx.y, batch = blockIdx.z;
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
@@ -218,11 +218,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
 
 // Launch 3. A block has RESIDENT queries and streams every key they see.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();      // [HEAD_DIM][RESIDENT] transposed
-    float* do_smem = q_smem + HEAD_DIM * RESIDENT;       // [HEAD_DIM][RESIDENT] transposed
-    float* k_smem = do_smem + HEAD_DIM * RESIDENT;       // [STREAMED][HEAD_DIM]
-    float* v_smem = k_smem + STREAMED * HEAD_DIM;     // [STREAMED][HEAD_DIM]
-    float* ds_smem = v_smem + STREAMED * HEAD_DIM;    // [STREAMED][RESIDENT]
+    float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][RESIDENT] transposed
+    float* do_smem = q_smem + HEAD_DIM * RESIDENT;  // [HEAD_DIM][RESIDENT] transposed
+    float* k_smem = do_smem + HEAD_DIM * RESIDENT;  // [STREAMED][HEAD_DIM]
+    float* v_smem = k_smem + STREAMED * HEAD_DIM;   // [STREAMED][HEAD_DIM]
+    float* ds_smem = v_smem + STREAMED * HEAD_DIM;  // [STREAMED][RESIDENT]
 
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
     const int q_first = q_tile * RESIDENT, q_end = min(q_first + RESIDENT, args.seq_q);

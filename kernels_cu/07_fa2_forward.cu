@@ -72,7 +72,8 @@ using scalar = fa::DTYPE;
 
 constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
 constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
-constexpr int PIECES = HEAD_DIM / 32;       // K and V are loaded in pieces of 32 columns: few registers hold loads in flight
+
+constexpr int PIECES = HEAD_DIM / 32;  // K and V are loaded in pieces of 32 columns: few registers hold loads in flight
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
@@ -80,10 +81,10 @@ static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][BLOCK_Q] transposed
-    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;    // [BLOCK_K][HEAD_DIM]
-    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][BLOCK_Q]
+    float* q_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][BLOCK_Q] transposed
+    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;  // [BLOCK_K][HEAD_DIM]
+    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][HEAD_DIM]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][BLOCK_Q]
 
     // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the tail.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -91,11 +92,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
 
-    // The new_max S is the new_max logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
 
-    const int keys = fa::visible_keys(args, q_end - 1);     // that some query of the tile sees
-    const int unmasked = fa::visible_keys(args, q_first);   // that every query of the tile sees
+    const int keys = fa::visible_keys(args, q_end - 1);    // that some query of the tile sees
+    const int unmasked = fa::visible_keys(args, q_first);  // that every query of the tile sees
 
     // Prologue: Q, which is resident, the first K, and the state of each row.
     {
@@ -110,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     __syncthreads();
 
-    float out_reg[ROWS][COLUMNS] = {};                 // O before the division by the row sum
-    float row_max[ROWS], row_sum[ROWS] = {};      // row_sum: of this lane's keys only
+    float out_reg[ROWS][COLUMNS] = {};        // O before the division by the row sum
+    float row_max[ROWS], row_sum[ROWS] = {};  // row_sum: of this lane's keys only
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
 
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
 
     // Epilogue: the row sum over the lanes, O divided by it, and logsumexp.
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);               // [8 rows], O.row apart
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);              // [8 rows], O.row apart
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
