@@ -207,7 +207,7 @@ def test_load_rows(backend: Backend, tmp_path: Path, rows: int, dtype: str) -> N
 
 
 def test_online_softmax(backend: Backend, tmp_path: Path) -> None:
-    """Three tiles of 32 keys for two rows of 16 lanes: state, factors and P after each; a row may see some keys, none yet, or none at all."""
+    """Three tiles of 32 keys, rows of 16 lanes: row state, rescale factor and P; tiles seen in part, whole or not at all."""
     seen = np.array([[32, -3, 5], [0, 32, 7], [-40, 0, -1], [32, 32, 32]])  # [row][tile]
     scores, scale = np.random.RandomState(4).randn(4, 3, 32).astype(np.float32) * 8, 0.25
     body = """\

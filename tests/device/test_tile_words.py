@@ -166,7 +166,7 @@ def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype:
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_multiply_scores_add_tile_and_store_output(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """P^T · B of 32 streamed rows in two parts, added, added again, rescaled and added once more, halved, rounded to the type; columns beyond the head dim untouched."""
+    """P^T · B of 32 streamed rows in two parts, added, rescaled, rounded to the type; columns beyond the head dim untouched."""
     p, b = integers(32, 64), integers(32, 64, seed=1)
     b = b * (np.arange(64) % 3 + 1) * 13  # sums that 16-bit types must round
     head_dim, pitch = 59, 64
