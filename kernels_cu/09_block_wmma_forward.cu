@@ -49,19 +49,19 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [WARPS][16][BLOCK_K]
-    float* keep_smem = s_smem + block_q * BLOCK_K;                          // [WARPS][16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(keep_smem + block_q * 16);   // [WARPS][16][BLOCK_K]
-    s_smem += warp * 16 * BLOCK_K, keep_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
+    float* rescale_smem = s_smem + block_q * BLOCK_K;                          // [WARPS][16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + block_q * 16);   // [WARPS][16][BLOCK_K]
+    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
 
     // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
-    const int tile_query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, first_query = tile_query + warp * 16;
+    const int q_first = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, q_warp = q_first + warp * 16;
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int keys = fa::visible_keys(args, min(tile_query + block_q, args.seq_q) - 1);  // what the last query sees
+    const int keys = fa::visible_keys(args, min(q_first + block_q, args.seq_q) - 1);  // what the last query sees
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, tile_query);  // [block_q], Q.row apart
-    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - tile_query, args.head_dim, threadIdx.x,
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, q_first);  // [block_q], Q.row apart
+    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - q_first, args.head_dim, threadIdx.x,
                                               args.scale < 0 ? 0x80008000 : 0);
     q_smem += warp * 16 * HEAD_DIM;
 
@@ -69,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     fa::WarpSoftmax<scalar, BLOCK_K> softmax;
     softmax.clear();
 
-    for (int first_key = 0; first_key < keys; first_key += BLOCK_K) {
-        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, first_key);  // [BLOCK_K], K.row apart
-        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, first_key);  // [BLOCK_K], V.row apart
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // no warp reads the tile before any more
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - first_key, args.head_dim, threadIdx.x);
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - first_key, args.head_dim, threadIdx.x);
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - k_first, args.head_dim, threadIdx.x);
+        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - k_first, args.head_dim, threadIdx.x);
         __syncthreads();  // the tile, and before the first one q_smem, is there for all
 
         // S = Q K^T. K lies by rows: read by columns it is the transpose.
@@ -94,11 +94,11 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
         for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
         __syncwarp();
 
-        softmax.update(p_smem, keep_smem, s_smem, scale_log2e, args, first_query, first_key);
+        softmax.update(p_smem, rescale_smem, s_smem, scale_log2e, args, q_warp, k_first);
         __syncwarp();
 
-        // O = keep * O + P V
-        fa::scale_rows(out_reg, keep_smem);
+        // O = rescale * O + P V
+        fa::scale_rows(out_reg, rescale_smem);
 #pragma unroll 1
         for (int n = 0; n < key_steps; ++n) {
             fa::WmmaA<scalar> p_reg;
@@ -113,10 +113,10 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     }
 
     // O /= sum
-    const int rows = args.seq_q - first_query;
+    const int rows = args.seq_q - q_warp;
     __syncwarp();
-    softmax.finish(keep_smem, fa::row_pointer<float>(args.logsumexp, batch, head, first_query), rows, scale);
+    softmax.finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, q_warp), rows, scale);
     __syncwarp();
-    fa::scale_rows(out_reg, keep_smem);
-    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, first_query), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+    fa::scale_rows(out_reg, rescale_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, q_warp), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
 }

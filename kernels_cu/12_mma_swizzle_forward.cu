@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     // of 0 Q is 0.
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
 
-    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
-               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+                     args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
     const fa::OperandA<HEAD_DIM, M, false> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
 
@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         __syncthreads();  // nobody reads the tile before any more
-        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
         __syncthreads();  // the tile, and before the first one Q, is there for all
 
         // S = Q K^T
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         for (int half = 0; half < 2; ++half) {
             const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
             if (query >= q_end) continue;
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
+            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.row_max[m][half] * scale + fa::log(sum) : -fa::infinity();
             scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)

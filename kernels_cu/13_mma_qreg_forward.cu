@@ -77,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     // of 0 Q is 0.
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
 
-    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
-               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+                     args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
     __syncthreads();
     fa::OperandA<HEAD_DIM, M, true> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    q.keep();
+    q.load_registers();
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
 
     float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         __syncthreads();  // nobody reads Q, or the tile before, any more
-        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
         __syncthreads();  // the tile is there for all
 
 #pragma unroll 1  // not more: fragments that wait for their turn take registers
@@ -121,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
             if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
+                logsumexp[q_first + row] = sum > 0 ? softmax.row_max[m][half] * scale + fa::log(sum) : -fa::infinity();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)
                 *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =

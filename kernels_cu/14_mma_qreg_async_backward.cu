@@ -75,7 +75,8 @@
 // to run, and with it the last bits of dQ. With --deterministic launch 2 leaves dQ out, and launch 3 makes it as step 07 does: a block
 // owns queries, walks over keys and makes S and dP again, 7 products instead of 5.
 //
-// All this hangs on registers. Where a thread reads and writes never changes, so the compiler would keep it, and spill: Place makes it
+// All this hangs on registers. Where a thread reads and writes never changes, so the compiler would keep it, and spill: Coordinates makes
+// it
 // anew in each part of the loop. The copies of the next tile start late, between dK and dQ, because their branches keep the compiler
 // from moving dQ's loads up into the products before, where there is no room for them.
 //
@@ -115,9 +116,6 @@ __device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + fa::int64_t(tile) * (BLOCK_Q * HEAD_DIM);
 }
 
-// The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
-
 // Launch 1. delta[query] = dO · O, 8 lanes make one row; and logsumexp, +inf where P must be 0: of a query that is not there, or sees no
 // key and has -inf.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
@@ -145,11 +143,11 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 }
 
 // Who a thread is in launch 2. Made anew wherever it is needed: what is computed from it then takes no register in between.
-struct Place {
+struct Coordinates {
     fa::uint32_t lane, warp, side, key;  // side: which half of the queries, or of the columns; key: the warp's first
 
-    __device__ __forceinline__ Place() {
-        const fa::uint32_t thread = fa::thread_anew();
+    __device__ __forceinline__ Coordinates() {
+        const fa::uint32_t thread = fa::opaque_thread_id();
         lane = thread % 32, warp = thread / 32, side = warp % 2, key = warp / 2 * WARP_K;
     }
     __device__ __forceinline__ int row() const { return lane / 4; }
@@ -163,28 +161,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     unsigned char* smem = fa::dynamic_shared();
     const fa::uint32_t k_smem = fa::smem_u32(smem), p_smem = k_smem + AT_P;
 
-    const int k_first = blockIdx.x * BLOCK_K, head_kv = blockIdx.y, batch = blockIdx.z;
+    const int k_first = blockIdx.x * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
 
     // The tiles of queries to meet: for each head of the group, from the first query that sees a key of the block.
-    const int q_start = first_query(args, k_first) / BLOCK_Q * BLOCK_Q, head_end = (head_kv + 1) * group;
-    int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
+    const int q_start = fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q, head_end = (kv_head + 1) * group;
+    int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
 
     const auto fetch = [&](int head, int q_first, fa::uint32_t stage) {  // starts the copies of a tile
         const fa::uint32_t to = k_smem + AT_Q + stage * (2 * Q_TILE);
-        QCopy::start(to, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-        QCopy::start(to + Q_TILE, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first,
-                     args.head_dim);
-        const fa::uint32_t thread = fa::thread_anew();
+        QCopy::copy_async(to, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+        QCopy::copy_async(to + Q_TILE, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first,
+                          args.head_dim);
+        const fa::uint32_t thread = fa::opaque_thread_id();
         if (thread < STATS / 16)
             fa::cp_async_16(k_smem + AT_STATS + stage * STATS + thread * 16,
                             stats_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + thread * 4);
     };
 
-    KCopy::start(k_smem, fa::row_pointer<scalar>(args.K, batch, head_kv, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
-    KCopy::start(k_smem + K_TILE, fa::row_pointer<scalar>(args.V, batch, head_kv, k_first), int(args.V.row), args.seq_kv - k_first,
-                 args.head_dim);
+    KCopy::copy_async(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), args.seq_kv - k_first,
+                      args.head_dim);
+    KCopy::copy_async(k_smem + K_TILE, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), args.seq_kv - k_first,
+                      args.head_dim);
     if (head < head_end) fetch(head, q_first, 0);
     fa::cp_async_commit_group();
 
@@ -195,10 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         __syncthreads();  // the tile is there, and nobody needs the other stage or P and dS any more
 
         const fa::uint32_t q_at = k_smem + AT_Q + stage * (2 * Q_TILE);
-        const Place me;
-        const fa::uint32_t k_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, me.key, 0, me.lane);
-        const fa::uint32_t q_lane = fa::lane_of_b_at<HEAD_DIM>(q_at, me.side * HALF, 0, me.lane);
-        const float* stats = reinterpret_cast<const float*>(smem + AT_STATS + stage * STATS) + me.side * HALF + me.pair();
+        const Coordinates at;
+        const fa::uint32_t k_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, at.key, 0, at.lane);
+        const fa::uint32_t q_lane = fa::lane_of_b_at<HEAD_DIM>(q_at, at.side * HALF, 0, at.lane);
+        const float* stats = reinterpret_cast<const float*>(smem + AT_STATS + stage * STATS) + at.side * HALF + at.pair();
 
         // P^T = exp(scale * K Q^T - logsumexp); V dO^T is multiplied while the exponentials are made
         float p_reg[M][HALF / 8][4] = {}, ds_reg[M][HALF / 8][4] = {};
@@ -214,13 +213,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                 for (int i = 0; i < 4; ++i) p_reg[m][n][i] = fa::exp2_approx(p_reg[m][n][i] * scale_log2e - lse[i % 2]);
         }
         if (fa::visible_keys(args, q_first) < k_first + BLOCK_K) {
-            const Place again;
+            const Coordinates recomputed;
 #pragma unroll
             for (int n = 0; n < HALF / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int query = q_first + int(again.side) * HALF + 8 * n + again.pair() + e;
-                    const int visible = fa::visible_keys(args, query) - k_first - int(again.key) - again.row();
+                    const int query = q_first + int(recomputed.side) * HALF + 8 * n + recomputed.pair() + e;
+                    const int visible = fa::visible_keys(args, query) - k_first - int(recomputed.key) - recomputed.row();
 #pragma unroll
                     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -230,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         }
 
         // dS^T = P^T ∘ (V dO^T - delta), 16 queries at a time. Both are shared, and multiplied with what this warp has of them.
-        const Place again;
-        const fa::uint32_t share_lane = fa::lane_of_share<BLOCK_Q>(again.key, again.side * (HALF / 8), again.lane);
-        const fa::uint32_t own_lane = fa::lane_of_a_at<HEAD_DIM>(q_at, again.side * HALF, again.side, again.lane);
+        const Coordinates recomputed;
+        const fa::uint32_t share_lane = fa::lane_of_share<BLOCK_Q>(recomputed.key, recomputed.side * (HALF / 8), recomputed.lane);
+        const fa::uint32_t own_lane = fa::lane_of_a_at<HEAD_DIM>(q_at, recomputed.side * HALF, recomputed.side, recomputed.lane);
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
 #pragma unroll
@@ -248,15 +247,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
             fa::pack_step<scalar>(ds16_reg, ds_reg, k);
             fa::share_step<BLOCK_Q>(smem + AT_P, p16_reg, share_lane, k);
             fa::share_step<BLOCK_Q>(smem + AT_P + P_TILE, ds16_reg, share_lane, k);
-            fa::multiply_dealt<scalar, HEAD_DIM, 2>(dv_reg, p16_reg, own_lane, Q_TILE + k * fa::rows_16<HEAD_DIM>);
-            fa::multiply_dealt<scalar, HEAD_DIM, 2>(dk_reg, ds16_reg, own_lane, k * fa::rows_16<HEAD_DIM>);
+            fa::multiply_strided<scalar, HEAD_DIM, 2>(dv_reg, p16_reg, own_lane, Q_TILE + k * fa::rows_16<HEAD_DIM>);
+            fa::multiply_strided<scalar, HEAD_DIM, 2>(dk_reg, ds16_reg, own_lane, k * fa::rows_16<HEAD_DIM>);
         }
         __syncthreads();  // P and dS are there
         {
-            const Place me;
+            const Coordinates at;
             const fa::uint32_t other_lane =
-                fa::lane_of_a_at<HEAD_DIM>(k_smem + AT_Q + stage * (2 * Q_TILE), (1 - me.side) * HALF, me.side, me.lane);
-            const fa::uint32_t p_lane = fa::lane_of_a_at<BLOCK_Q>(p_smem, me.key, (1 - me.side) * STEPS, me.lane);
+                fa::lane_of_a_at<HEAD_DIM>(k_smem + AT_Q + stage * (2 * Q_TILE), (1 - at.side) * HALF, at.side, at.lane);
+            const fa::uint32_t p_lane = fa::lane_of_a_at<BLOCK_Q>(p_smem, at.key, (1 - at.side) * STEPS, at.lane);
             fa::multiply_ab<scalar, STEPS, BLOCK_Q, HEAD_DIM, 2>(dv_reg, p_lane, 0, other_lane, Q_TILE);
             fa::multiply_ab<scalar, STEPS, BLOCK_Q, HEAD_DIM, 2>(dk_reg, p_lane, P_TILE, other_lane, 0);
         }
@@ -268,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         fa::cp_async_commit_group();
 
         if constexpr (!DETERMINISTIC) {
-            const Place me;
-            const fa::uint32_t ds_lane = fa::lane_of_b_at<BLOCK_Q>(p_smem + P_TILE, 0, me.warp / DQ_COLUMNS * DQ_M, me.lane);
-            const fa::uint32_t kt_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, 0, me.warp % DQ_COLUMNS, me.lane);
-            const int dq_lane = (me.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + me.warp % DQ_COLUMNS * 2) * 128 + me.lane * 4;
+            const Coordinates at;
+            const fa::uint32_t ds_lane = fa::lane_of_b_at<BLOCK_Q>(p_smem + P_TILE, 0, at.warp / DQ_COLUMNS * DQ_M, at.lane);
+            const fa::uint32_t kt_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, 0, at.warp % DQ_COLUMNS, at.lane);
+            const int dq_lane = (at.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + at.warp % DQ_COLUMNS * 2) * 128 + at.lane * 4;
             float dq_reg[DQ_M][DQ_N][4] = {};
             fa::multiply_atb<scalar, BLOCK_K / 16, BLOCK_Q, HEAD_DIM, DQ_COLUMNS>(dq_reg, ds_lane, kt_lane);
             float* dq = dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + dq_lane;
@@ -292,9 +291,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     fa::round_to_tile<scalar, HEAD_DIM, 2>(smem, dk_reg, scale, key, side);
     fa::round_to_tile<scalar, HEAD_DIM, 2>(smem + K_TILE, dv_reg, 1.0f, key, side);
     __syncthreads();
-    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first), args.dK.row,
+    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dK, batch, kv_head, k_first), args.dK.row,
                                                        args.seq_kv - k_first, args.head_dim, smem);
-    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dV, batch, head_kv, k_first), args.dV.row,
+    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dV, batch, kv_head, k_first), args.dV.row,
                                                        args.seq_kv - k_first, args.head_dim, smem + K_TILE);
 }
 
@@ -312,20 +311,21 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
     const int keys = fa::visible_keys(args, q_end - 1), unmasked = fa::visible_keys(args, q_first);
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
 
-    QCopy::start(smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
-    QCopy::start(smem + 256 * HEAD_DIM, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), q_end - q_first,
-                 args.head_dim);
+    QCopy::copy_async(smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
+    QCopy::copy_async(smem + 256 * HEAD_DIM, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), q_end - q_first,
+                      args.head_dim);
     fa::cp_async_commit_group();
     fa::cp_async_wait_group<0>();
     __syncthreads();
     fa::OperandA<HEAD_DIM, 1, true> q{fa::lane_of_a<HEAD_DIM>(smem, row)}, d_o{fa::lane_of_a<HEAD_DIM>(smem + 256 * HEAD_DIM, row)};
-    q.keep();
-    d_o.keep();
+    q.load_registers();
+    d_o.load_registers();
     __syncthreads();  // all have theirs: K and V may come
 
     const auto fetch = [&](int k_first, fa::uint32_t to) {
-        KCopy::start(to, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::start(to + tile, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        KCopy::copy_async(to, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_async(to + tile, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first,
+                          args.head_dim);
     };
     if (keys > 0) fetch(0, smem);
     fa::cp_async_commit_group();

@@ -79,12 +79,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const scalar* v_from = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
     const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
 
-    QCopy::start(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
-    if (keys > 0) KCopy::start(kv_smem, k_from, k_pitch, keys, args.head_dim);
+    QCopy::copy_async(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
+    if (keys > 0) KCopy::copy_async(kv_smem, k_from, k_pitch, keys, args.head_dim);
     fa::cp_async_commit_group();
-    if (keys > 0) KCopy::start(kv_smem + TILE, v_from, v_pitch, keys, args.head_dim);
+    if (keys > 0) KCopy::copy_async(kv_smem + TILE, v_from, v_pitch, keys, args.head_dim);
     k_from += BLOCK_K * k_pitch;
-    if (keys > BLOCK_K) KCopy::start(kv_smem + 2 * TILE, k_from, k_pitch, keys - BLOCK_K, args.head_dim);
+    if (keys > BLOCK_K) KCopy::copy_async(kv_smem + 2 * TILE, k_from, k_pitch, keys - BLOCK_K, args.head_dim);
     fa::cp_async_commit_group();
 
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         }
         __syncthreads();
     }
-    q.keep();
+    q.load_registers();
     float score_reg[M][KEYS][4] = {};
     if (keys > 0) fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane);
 
@@ -112,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         __syncthreads();  // V(n) and K(n + 1) are there, and nobody needs V(n - 1) and K(n) any more
         if (next < keys) {
             v_from += BLOCK_K * v_pitch;
-            KCopy::start(kv_smem + (stage ^ (2 * TILE)) + TILE, v_from, v_pitch, keys - next, args.head_dim);
+            KCopy::copy_async(kv_smem + (stage ^ (2 * TILE)) + TILE, v_from, v_pitch, keys - next, args.head_dim);
             if (next + BLOCK_K < keys) {
                 k_from += BLOCK_K * k_pitch;
-                KCopy::start(kv_smem + stage, k_from, k_pitch, keys - next - BLOCK_K, args.head_dim);
+                KCopy::copy_async(kv_smem + stage, k_from, k_pitch, keys - next - BLOCK_K, args.head_dim);
             }
         }
         fa::cp_async_commit_group();
@@ -147,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
+            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
             if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * (scale_log2e * fa::ln2) + fa::log(sum) : -fa::infinity();
+                logsumexp[q_first + row] = sum > 0 ? softmax.row_max[m][half] * (scale_log2e * fa::ln2) + fa::log(sum) : -fa::infinity();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)
                 *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =

@@ -66,13 +66,11 @@ template <int W, bool S> __device__ void places(unsigned* out, int t) {
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("how", ["start", "now"])
+@pytest.mark.parametrize("how", ["copy_async", "copy_sync"])
 def test_tile_copy(backend: Backend, tmp_path: Path, how: str, dtype: str) -> None:
     """Memory to a tile of 40 rows: each element in its place, zero beyond the rows and the head dim, where memory holds NaN."""
     vec = 16 // np.dtype(TYPES[dtype]).itemsize
-    call = (
-        "now(smem, a, pitch, rows, args.head_dim, fa::sign_bits<scalar>)" if how == "now" else "start(smem, a, pitch, rows, args.head_dim)"
-    )
+    call = f"{how}(smem, a, pitch, rows, args.head_dim{', fa::sign_bits<scalar>' if how == 'copy_sync' else ''})"
     before = (
         BEFORE
         + f"""\
@@ -102,7 +100,7 @@ template <int W, bool S> __device__ void bring(const scalar* a, int pitch, int r
             tile = got.view(TYPES[dtype])[: 41 * width].reshape(41, width).astype(float)
             want = np.zeros((40, width))
             there = max(0, min(rows, 40))
-            want[:there, :head_dim] = a[:there, :head_dim].astype(float) * (-1 if how == "now" else 1)
+            want[:there, :head_dim] = a[:there, :head_dim].astype(float) * (-1 if how == "copy_sync" else 1)
             assert np.array_equal(tile[:40], want), (width, rows, head_dim)
             assert np.isnan(tile[40]).all()  # and nothing beyond the tile
 
@@ -128,13 +126,13 @@ template <int M, int N> __device__ void get(float (&d)[M][N][4], const float* fr
 template <int W, bool S> __device__ void product(const scalar* a, const scalar* b, const float* p_from, float* out) {
     constexpr int wide = W * int(sizeof(scalar)) / 2;
     const uint32_t a_smem = fa::smem_u32(fa::dynamic_shared()), b_smem = a_smem + 48 * wide * 2;
-    fa::TileCopy<scalar, 48, W, 32, S>::now(a_smem, a, W, 48, W);
-    fa::TileCopy<scalar, 32, W, 32, S>::now(b_smem, b, W, 32, W);
+    fa::TileCopy<scalar, 48, W, 32, S>::copy_sync(a_smem, a, W, 48, W);
+    fa::TileCopy<scalar, 32, W, 32, S>::copy_sync(b_smem, b, W, 32, W);
     __syncwarp();
     float d[2][4][4], o[2][W / 8][4] = {};
     for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1000.0f;
     fa::OperandA<wide, 2, S, S> rows{fa::lane_of_a<wide, S>(a_smem, 16)};
-    rows.keep();
+    rows.load_registers();
     PRODUCTS
     put(out, d);
     put(out + 1024, o);
@@ -235,7 +233,7 @@ def test_softmax(backend: Backend, tmp_path: Path, lazy: bool) -> None:
     put(to + 3072, o);
     for (int i = 0; i < 4; ++i) {{
         const int row = 16 * (i / 2) + i % 2 * 8 + fa::fragment_row();
-        to[3584 + row] = softmax.sum[i / 2][i % 2], to[3616 + row] = softmax.maximum[i / 2][i % 2];
+        to[3584 + row] = softmax.row_sum[i / 2][i % 2], to[3616 + row] = softmax.row_max[i / 2][i % 2];
     }}"""
     scale = 0.25
     s = np.random.RandomState(3).randn(3, 32, 32) * 8

@@ -1,4 +1,4 @@
-"""The words of <fa/wmma_tile.cuh> and <fa/gradient.cuh>, and thread_anew, against numpy on every backend found.
+"""The words of <fa/wmma_tile.cuh> and <fa/gradient.cuh>, and opaque_thread_id, against numpy on every backend found.
 
 Products take small integers, whose sums are exact in any order, and what is rounded to 16 bit is rounded once: all comparisons but
 those of softmax are of bits. The words of <fa/tf32.cuh> stand in test_fragment_words.py.
@@ -26,7 +26,7 @@ def test_thread_anew(backend: Backend, tmp_path: Path) -> None:
     body = """\
     for (int i = 0; i < 3; ++i) {
         __syncthreads();
-        out[96 * i + fa::thread_anew()] = 1000 * i + fa::thread_anew();
+        out[96 * i + fa::opaque_thread_id()] = 1000 * i + fa::opaque_thread_id();
     }"""
     got = run(backend, tmp_path, body, block=96)
     assert got[:288].tolist() == [1000 * i + t for i in range(3) for t in range(96)]
@@ -66,8 +66,8 @@ PRODUCT = (
 template <int W> __device__ void product(const scalar* a, const scalar* b, float* out, int which) {
     const int lane = fa::lane_id(), side = fa::warp_id();
     const uint32_t a_smem = fa::smem_u32(fa::dynamic_shared()), b_smem = a_smem + 96 * W, p_smem = b_smem + 96 * W;
-    fa::TileCopy<scalar, 48, W, 64>::now(a_smem, a, W, 48, W);
-    fa::TileCopy<scalar, 48, W, 64>::now(b_smem, b, W, 48, W);
+    fa::TileCopy<scalar, 48, W, 64>::copy_sync(a_smem, a, W, 48, W);
+    fa::TileCopy<scalar, 48, W, 64>::copy_sync(b_smem, b, W, 48, W);
     float p[2][4][4];
     move<1, false>(reinterpret_cast<const float*>(b + 48 * W) + 1024 * side, 32, 0, p);
     uint32_t packed[2][2][4];
@@ -82,7 +82,7 @@ template <int W> __device__ void product(const scalar* a, const scalar* b, float
     for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1000.0f;
     for (auto& x : s) for (auto& y : x) for (auto& z : y) z = 1000.0f;
     if (which == 0) fa::multiply_abt<scalar, W>(s, a_lane, fa::rows_16<W>, ab_lane, 112 * W);  // 8 rows into B
-    if (which == 1) fa::multiply_dealt<scalar, W, 2>(d, packed[1], b_lane, 2 * fa::rows_16<W>);
+    if (which == 1) fa::multiply_strided<scalar, W, 2>(d, packed[1], b_lane, 2 * fa::rows_16<W>);
     if (which == 2) fa::multiply_ab<scalar, W, 2>(d, packed, b_16, 0);
     if (which == 3)
         fa::multiply_ab<scalar, 2, 64, W, 2>(d, fa::lane_of_a_at<64>(p_smem, 0, 0, lane), fa::rows_16<64>, b_lane, fa::rows_16<W>);

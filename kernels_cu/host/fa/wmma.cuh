@@ -3,7 +3,7 @@
 #pragma once
 
 #include <fa/async.cuh>
-#include <fa/together.cuh>
+#include <fa/collective.cuh>
 
 namespace fa {
 
@@ -38,7 +38,7 @@ template <class T> struct WmmaTile {  // one lane's part in moving a fragment fr
     void* code;
 };
 
-template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, unsigned) {
+template <class T, bool STORES> FA_HOST_COLLECTIVE move_rows(void* const* lanes, unsigned) {
     const auto& first = *static_cast<WmmaTile<T>*>(lanes[0]);
     for (int i = 0; i < 32; ++i) {
         auto& mine = *static_cast<WmmaTile<T>*>(lanes[i]);
@@ -60,7 +60,7 @@ __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char*
     if (stride < 0 || stride * sizeof(T) % 16) fa_host_fail("the stride of a wmma word is not a multiple of 16 bytes", file, line);
     const uint32_t bytes = uint32_t((15 * stride + 16) * sizeof(T));
     char* memory = shared_at(smem_u32(smem, file, line), bytes, 32, word, file, line);
-    together(file, line);
+    collective(file, line);
     WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race ? fa_host_code() : nullptr};
     fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, file, line);
 }
@@ -83,8 +83,8 @@ template <class T> __forceinline__ void widen_fragment(Floats (&rows)[16], const
     }
 }
 
-template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_product(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Together*>(lanes[0]);
+template <class T, bool B_BY_COLUMNS> FA_HOST_COLLECTIVE wmma_product(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Collective*>(lanes[0]);
     Floats a[16], b[16], d[16];
     widen_fragment<T>(a, all.wmma_a);
     widen_fragment<T>(b, all.wmma_b);
@@ -102,7 +102,7 @@ template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_product(void* const*
 
 template <class T, bool B_BY_COLUMNS>
 __forceinline__ void product(float (&d)[8], const uint32_t* a, const uint32_t* b, const char* file, int line) {
-    Together& all = together(file, line);
+    Collective& all = collective(file, line);
     const int chunk[2] = {chunk_of(fa_host_self->lane, 0), chunk_of(fa_host_self->lane, 1)};
     for (int half = 0; half < 2; ++half) {
         __builtin_memcpy(&all.wmma_a[chunk[half]], a + 2 * half, 8);

@@ -51,4 +51,13 @@ __device__ __forceinline__ int visible_keys(const Args& args, int query) {
 #endif
 }
 
+// The first query that sees a key: the least with key <= query + causal_shift.
+__device__ __forceinline__ int first_query(const Args& args, int key) {
+#if CAUSAL
+    return max(0, key - args.causal_shift);
+#else
+    return 0;
+#endif
+}
+
 }  // namespace fa

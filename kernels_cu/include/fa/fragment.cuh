@@ -44,37 +44,37 @@ template <int Width, bool Swizzled = true> __device__ __forceinline__ uint32_t l
     return tile_smem + chunk_at<Width, Swizzled>(row + lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);
 }
 
-// The A operand of M groups of 16 rows, Width columns: in shared memory, read again for every product, or (Kept) once and for all in
+// The A operand of M groups of 16 rows, Width columns: in shared memory, read again for every product, or (InRegisters) once and for all in
 // registers, which are Width / 16 * M * 4.
-template <int Width, int M, bool Kept, bool Swizzled = true> struct OperandA {
+template <int Width, int M, bool InRegisters, bool Swizzled = true> struct OperandA {
     uint32_t lane_smem;                          // lane_of_a of the first row
-    uint32_t kept[Kept ? Width / 16 : 1][M][4];
+    uint32_t reg[InRegisters ? Width / 16 : 1][M][4];
 
     __device__ __forceinline__ void read(uint32_t (&a)[M][4], int k) const {
 #pragma unroll
         for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width, Swizzled>(lane_smem, k) + m * rows_16<Width>);
     }
     // The tile is there now.
-    __device__ __forceinline__ void keep() {
-        if constexpr (Kept) {
+    __device__ __forceinline__ void load_registers() {
+        if constexpr (InRegisters) {
 #pragma unroll
-            for (int k = 0; k < Width / 16; ++k) read(kept[k], k);
+            for (int k = 0; k < Width / 16; ++k) read(reg[k], k);
         }
     }
     // Columns 16 * k to 16 * k + 15.
     __device__ __forceinline__ void get(uint32_t (&a)[M][4], int k) const {
-        if constexpr (Kept) {
+        if constexpr (InRegisters) {
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[m][i] = kept[k][m][i];
+                for (int i = 0; i < 4; ++i) a[m][i] = reg[k][m][i];
         } else read(a, k);
     }
 };
 
 // d += A B^T over the whole Width. B: 8 * N rows of Width in shared memory. What comes of B is used M times.
-template <class T, int Width, bool Swizzled, int M, int N, bool Kept>
-__device__ __forceinline__ void multiply_abt(float (&d)[M][N][4], const OperandA<Width, M, Kept, Swizzled>& rows,
+template <class T, int Width, bool Swizzled, int M, int N, bool InRegisters>
+__device__ __forceinline__ void multiply_abt(float (&d)[M][N][4], const OperandA<Width, M, InRegisters, Swizzled>& rows,
                                              uint32_t b_smem /* lane_of_b */) {
 #pragma unroll
     for (int k = 0; k < Width / 16; ++k) {
@@ -145,8 +145,8 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
     }
 
     // Starts the copy. What is not there (row >= rows, column >= head_dim) becomes zero: a product of P = 0 must not meet a NaN.
-    static __device__ __forceinline__ void start(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
-                                                 int head_dim) {
+    static __device__ __forceinline__ void copy_async(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
+                                                      int head_dim) {
         if (even && rows >= Rows && head_dim == Width) {
             const T* at = from + int64_t(row(0)) * pitch + chunk(0) * vec;
 #pragma unroll
@@ -164,8 +164,8 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
 
     // The same through registers, where the thread waits for its loads (all of them at once): how it was before cp.async. `flip` is
     // XORed to all that is there.
-    static __device__ __forceinline__ void now(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim,
-                                               uint32_t flip = 0) {
+    static __device__ __forceinline__ void copy_sync(uint32_t tile_smem, const T* from /* [rows][head_dim] */, int pitch, int rows,
+                                                     int head_dim, uint32_t flip = 0) {
         unsigned char* tile = dynamic_shared() + (tile_smem - smem_u32(dynamic_shared()));
         if (even && rows >= Rows && head_dim == Width) {
             Vec<uint32_t, 4> reg[count];

@@ -46,8 +46,8 @@ __device__ __forceinline__ void multiply_abt(float (&d)[M][N][4], uint32_t a_sme
 
 // d += A B for 16 columns of A. B: 16 rows of Width in shared memory, of which this warp's N / 2 groups of columns.
 template <class T, int Width, int Stride, int M, int N>
-__device__ __forceinline__ void multiply_dealt(float (&d)[M][N][4], const uint32_t (&a)[M][4], uint32_t b_smem /* lane_of_a_at */,
-                                               uint32_t b_bytes) {
+__device__ __forceinline__ void multiply_strided(float (&d)[M][N][4], const uint32_t (&a)[M][4], uint32_t b_smem /* lane_of_a_at */,
+                                                 uint32_t b_bytes) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
         uint32_t b[4];
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_dealt(float (&d)[M][N][4], const uint32
 template <class T, int Width, int Stride, int M, int N, int K>
 __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], const uint32_t (&a)[K][M][4], uint32_t b_smem, uint32_t b_bytes) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) multiply_dealt<T, Width, Stride>(d, a[k], b_smem, b_bytes + k * rows_16<Width>);
+    for (int k = 0; k < K; ++k) multiply_strided<T, Width, Stride>(d, a[k], b_smem, b_bytes + k * rows_16<Width>);
 }
 
 // A in shared memory, in rows of WidthA,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], uint32_t a_smem
         uint32_t a[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<WidthA>(a_smem, k) + a_bytes + m * rows_16<WidthA>);
-        multiply_dealt<T, Width, Stride>(d, a, b_smem, b_bytes + k * rows_16<Width>);
+        multiply_strided<T, Width, Stride>(d, a, b_smem, b_bytes + k * rows_16<Width>);
     }
 }
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_atb(float (&d)[M][N][4], uint32_t a_sme
         uint32_t a[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) ldmatrix_x4_trans(a[m], step_16<WidthA>(a_smem, m) + k * rows_16<WidthA>);
-        multiply_dealt<T, Width, Stride>(d, a, b_smem, k * rows_16<Width>);
+        multiply_strided<T, Width, Stride>(d, a, b_smem, k * rows_16<Width>);
     }
 }
 

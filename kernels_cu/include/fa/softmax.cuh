@@ -27,41 +27,41 @@ __device__ __forceinline__ void mask_scores(float (&s)[M][N][4], const Args& arg
 }
 
 template <int M> struct Softmax {
-    float maximum[M][2];  // what P refers to: P = exp(scale * (S - maximum)). Finite from the start, so that no difference is NaN
-    float sum[M][2];      // of P, of this lane's keys only: the lanes of a row meet once, at the end
+    float row_max[M][2];  // what P refers to: P = exp(scale * (S - maximum)). Finite from the start, so that no difference is NaN
+    float row_sum[M][2];      // of P, of this lane's keys only: the lanes of a row meet once, at the end
 
     __device__ __forceinline__ Softmax() {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) maximum[m][half] = -1e30f, sum[m][half] = 0;
+            for (int half = 0; half < 2; ++half) row_max[m][half] = -1e30f, row_sum[m][half] = 0;
     }
 
     // The largest score of each row among this lane's keys.
-    template <int N> static __device__ __forceinline__ void largest(float (&top)[M][2], const float (&s)[M][N][4]) {
+    template <int N> static __device__ __forceinline__ void local_row_max(float (&tile_max)[M][2], const float (&s)[M][N][4]) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                top[m][half] = max(s[m][0][2 * half], s[m][0][2 * half + 1]);
+                tile_max[m][half] = max(s[m][0][2 * half], s[m][0][2 * half + 1]);
 #pragma unroll
-                for (int n = 1; n < N; ++n) top[m][half] = max(top[m][half], max(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                for (int n = 1; n < N; ++n) tile_max[m][half] = max(tile_max[m][half], max(s[m][n][2 * half], s[m][n][2 * half + 1]));
             }
     }
 
     // Takes the maxima of the lanes of each row together, and makes what has been summed so far refer to the new one.
     template <int C>
-    __device__ __forceinline__ void raise(const float (&top)[M][2], float (&out)[M][C][4], float scale_log2e) {
+    __device__ __forceinline__ void rescale(const float (&tile_max)[M][2], float (&out)[M][C][4], float scale_log2e) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float higher = max(maximum[m][half], group_max<4>(top[m][half]));
-                const float keep = exp2_approx((maximum[m][half] - higher) * scale_log2e);
-                maximum[m][half] = higher;
-                sum[m][half] *= keep;
+                const float new_max = max(row_max[m][half], group_max<4>(tile_max[m][half]));
+                const float factor = exp2_approx((row_max[m][half] - new_max) * scale_log2e);
+                row_max[m][half] = new_max;
+                row_sum[m][half] *= factor;
 #pragma unroll
-                for (int c = 0; c < C; ++c) out[m][c][2 * half] *= keep, out[m][c][2 * half + 1] *= keep;
+                for (int c = 0; c < C; ++c) out[m][c][2 * half] *= factor, out[m][c][2 * half + 1] *= factor;
             }
     }
 
@@ -71,14 +71,14 @@ template <int M> struct Softmax {
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float base = maximum[m][half] * scale_log2e;
+                const float base = row_max[m][half] * scale_log2e;
 #pragma unroll
                 for (int n = 0; n < N; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = s[m][n][2 * half + e];
                         x = exp2_approx(x * scale_log2e - base);
-                        sum[m][half] += x;
+                        row_sum[m][half] += x;
                     }
             }
     }
@@ -86,9 +86,9 @@ template <int M> struct Softmax {
     // One tile of scores: S becomes P, `out` is made to refer to the same maximum.
     template <int N, int C>
     __device__ __forceinline__ void step(float (&s)[M][N][4], float (&out)[M][C][4], float scale_log2e) {
-        float top[M][2];
-        largest(top, s);
-        raise(top, out, scale_log2e);
+        float tile_max[M][2];
+        local_row_max(tile_max, s);
+        rescale(tile_max, out, scale_log2e);
         exponentiate(s, scale_log2e);
     }
 
@@ -97,14 +97,14 @@ template <int M> struct Softmax {
     // and nobody has to ask the other lanes of the row. (FlashAttention-4 does so.)
     template <int N, int C>
     __device__ __forceinline__ void step_lazily(float (&s)[M][N][4], float (&out)[M][C][4], float scale_log2e, float slack) {
-        float top[M][2];
-        largest(top, s);
+        float tile_max[M][2];
+        local_row_max(tile_max, s);
         bool grows = false;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) grows |= (top[m][half] - maximum[m][half]) * scale_log2e > slack;
-        if (__any_sync(full_warp, grows)) raise(top, out, scale_log2e);
+            for (int half = 0; half < 2; ++half) grows |= (tile_max[m][half] - row_max[m][half]) * scale_log2e > slack;
+        if (__any_sync(full_warp, grows)) rescale(tile_max, out, scale_log2e);
         exponentiate(s, scale_log2e);
     }
 
@@ -113,7 +113,7 @@ template <int M> struct Softmax {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) sum[m][half] = group_sum<4>(sum[m][half]);
+            for (int half = 0; half < 2; ++half) row_sum[m][half] = group_sum<4>(row_sum[m][half]);
     }
 };
 

@@ -16,8 +16,8 @@ __device__ __forceinline__ void round_tf32(uint32_t (&x)[4]) {
 // d += A B^T, as multiply_abt. What ldmatrix brings are 32 bits a lane from rows of 16 bytes; it does not matter whether that is two
 // numbers or one, and 4 floats of 8 rows are just what mma wants of a tf32 operand. So for ldmatrix, and all words about addresses, a
 // float tile is a 16-bit tile twice as wide, and only the product differs: 32 bytes of a row are 8 numbers instead of 16.
-template <int Wide, bool Swizzled, int M, int N, bool Kept>
-__device__ __forceinline__ void multiply_abt_tf32(float (&d)[M][N][4], const OperandA<Wide, M, Kept, Swizzled>& rows,
+template <int Wide, bool Swizzled, int M, int N, bool InRegisters>
+__device__ __forceinline__ void multiply_abt_tf32(float (&d)[M][N][4], const OperandA<Wide, M, InRegisters, Swizzled>& rows,
                                                   uint32_t b_smem /* lane_of_b */) {
 #pragma unroll
     for (int k = 0; k < Wide / 16; ++k) {

@@ -37,9 +37,9 @@ __device__ __forceinline__ void load_tile(T* to_smem /* [Rows][Width] */, const 
             const int left = head_dim - column - 64 * c;  // elements that count, of this vector
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const uint32_t keep = left > 2 * w + 1 ? 0xffffffff : left > 2 * w ? 0xffff : 0;
+                const uint32_t mask = left > 2 * w + 1 ? 0xffffffff : left > 2 * w ? 0xffff : 0;
 #pragma unroll
-                for (int r = 0; r < batch; ++r) reg[r][c][w] = (reg[r][c][w] & keep) ^ flip;
+                for (int r = 0; r < batch; ++r) reg[r][c][w] = (reg[r][c][w] & mask) ^ flip;
             }
 #pragma unroll
             for (int r = 0; r < batch; ++r)
@@ -61,13 +61,13 @@ template <class T, int Keys> struct WarpSoftmax {
         for (int i = 0; i < steps; ++i) max_reg[i] = lowest, sum_reg[i] = 0;
     }
 
-    // P = exp(scale * (S - max)) of a tile whose first key is `first_key`. All 16 columns of keep_smem get, for each row, what a
+    // P = exp(scale * (S - max)) of a tile whose first key is `k_first`. All 16 columns of rescale_smem get, for each row, what a
     // larger maximum leaves of the sums so far.
-    __device__ __forceinline__ void update(T* p_smem /* [16][Keys] */, float* keep_smem /* [16][16] */,
-                                           const float* s_smem /* [16][Keys] */, float scale_log2e, const Args& args, int first_query,
-                                           int first_key) {
+    __device__ __forceinline__ void update(T* p_smem /* [16][Keys] */, float* rescale_smem /* [16][16] */,
+                                           const float* s_smem /* [16][Keys] */, float scale_log2e, const Args& args, int q_first,
+                                           int k_first) {
         const int lane = lane_id() % 8;
-        const bool masked = first_key + Keys > visible_keys(args, first_query);  // some row does not see every key
+        const bool masked = k_first + Keys > visible_keys(args, q_first);  // some row does not see every key
 #pragma unroll
         for (int i = 0; i < steps; ++i) {
             const int row = lane_id() / 8 + 4 * i;
@@ -75,7 +75,7 @@ template <class T, int Keys> struct WarpSoftmax {
 #pragma unroll
             for (int j = 0; j < Keys / 32; ++j) s[j] = load_vec<4>(s_smem + row * Keys + 32 * j + 4 * lane);
             if (masked) {
-                const int visible = visible_keys(args, first_query + row) - first_key - 4 * lane;
+                const int visible = visible_keys(args, q_first + row) - k_first - 4 * lane;
 #pragma unroll
                 for (int j = 0; j < Keys / 32; ++j)
 #pragma unroll
@@ -88,7 +88,7 @@ template <class T, int Keys> struct WarpSoftmax {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) largest = max(largest, s[j][e]);
             largest = max(max_reg[i], group_max<8>(largest));
-            const float keep = exp2_approx((max_reg[i] - largest) * scale_log2e);
+            const float rescale = exp2_approx((max_reg[i] - largest) * scale_log2e);
             float sum = 0;
 #pragma unroll
             for (int j = 0; j < Keys / 32; ++j) {
@@ -102,9 +102,9 @@ template <class T, int Keys> struct WarpSoftmax {
                 }
                 store_vec<4>(p_smem + row * Keys + 32 * j + 4 * lane, p);
             }
-            store_vec<2>(keep_smem + row * 16 + 2 * lane, Vec<float, 2>{keep, keep});
+            store_vec<2>(rescale_smem + row * 16 + 2 * lane, Vec<float, 2>{rescale, rescale});
             max_reg[i] = largest;
-            sum_reg[i] = keep * sum_reg[i] + sum;
+            sum_reg[i] = rescale * sum_reg[i] + sum;
         }
     }
 
@@ -133,21 +133,21 @@ template <int Count> __device__ __forceinline__ void scale_rows(WmmaAccumulator 
         for (int e = 0; e < 8; ++e) out_reg[c].reg[e] *= factor.reg[e];
 }
 
-// A warp's 16 rows of O to memory, 32 columns at a time through space_smem, where they turn from fragments into rows.
+// A warp's 16 rows of O to memory, 32 columns at a time through staging_smem, where they turn from fragments into rows.
 template <class T, int Count>
 __device__ __forceinline__ void store_rows(T* to /* [rows], stride apart */, int stride, int rows, int head_dim,
-                                           const WmmaAccumulator (&out_reg)[Count], float* space_smem /* [16][32] */) {
+                                           const WmmaAccumulator (&out_reg)[Count], float* staging_smem /* [16][32] */) {
 #pragma unroll
     for (int c = 0; c < Count; c += 2) {
-        wmma_store_d_row(space_smem, out_reg[c], 32);
-        wmma_store_d_row(space_smem + 16, out_reg[c + 1], 32);
+        wmma_store_d_row(staging_smem, out_reg[c], 32);
+        wmma_store_d_row(staging_smem + 16, out_reg[c + 1], 32);
         __syncwarp();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = lane_id() / 4 + 8 * half, column = lane_id() % 4 * 8;
             Vec128<T> some;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) some[e] = narrow<T>(space_smem[row * 32 + column + e]);
+            for (int e = 0; e < 8; ++e) some[e] = narrow<T>(staging_smem[row * 32 + column + e]);
             if (row < rows) store_128_upto(to + row * stride + 16 * c + column, some, head_dim - 16 * c - column);
         }
         __syncwarp();
