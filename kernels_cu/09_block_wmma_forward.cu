@@ -40,71 +40,73 @@
 
 using scalar = fa::DTYPE;
 
-constexpr int block_q = 16 * WARPS, threads = 32 * WARPS;
-constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+constexpr int BLOCK_Q = 16 * WARPS, THREADS = 32 * WARPS;
+constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 
-extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const int warp = fa::warp_id();
-    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [block_q][HEAD_DIM]
-    scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [WARPS][16][BLOCK_K]
-    float* rescale_smem = s_smem + block_q * BLOCK_K;                          // [WARPS][16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + block_q * 16);   // [WARPS][16][BLOCK_K]
+    float* rescale_smem = s_smem + BLOCK_Q * BLOCK_K;                          // [WARPS][16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + BLOCK_Q * 16);   // [WARPS][16][BLOCK_K]
     s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
-    const int q_first = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, q_warp = q_first + warp * 16;
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int keys = fa::visible_keys(args, min(q_first + block_q, args.seq_q) - 1);  // what the last query sees
+    const int warp_row = warp * 16;
+    const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, q_first);  // [block_q], Q.row apart
-    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - q_first, args.head_dim, threadIdx.x,
-                                              args.scale < 0 ? 0x80008000 : 0);
-    q_smem += warp * 16 * HEAD_DIM;
 
-    fa::WmmaAccumulator out_reg[steps] = {};  // O, not yet divided by the sum
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim,
+                     args.scale < 0 ? 0x80008000 : 0);
+    q_smem += warp_row * HEAD_DIM;
+
+    fa::WmmaAccumulator out_reg[COLUMNS] = {};  // O, not yet divided by the sum
     fa::WarpSoftmax<scalar, BLOCK_K> softmax;
     softmax.clear();
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
-        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - k_first, args.head_dim, threadIdx.x);
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - k_first, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+        __syncthreads();  // the tile before has been read
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
         // S = Q K^T. K lies by rows: read by columns it is the transpose.
-        fa::WmmaAccumulator score_reg[key_steps] = {};
+        fa::WmmaAccumulator score_reg[KEYS] = {};
 #pragma unroll 2  // not more: fragments that wait for their turn take registers
-        for (int d = 0; d < steps; ++d) {
+        for (int d = 0; d < COLUMNS; ++d) {
             fa::WmmaA<scalar> q_reg;
             fa::wmma_load_a_row(q_reg, q_smem + 16 * d, HEAD_DIM);
 #pragma unroll
-            for (int n = 0; n < key_steps; ++n) {
+            for (int n = 0; n < KEYS; ++n) {
                 fa::WmmaBCol<scalar> k_reg;
                 fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
                 fa::wmma_mma(score_reg[n], q_reg, k_reg);
             }
         }
 #pragma unroll
-        for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
+        for (int n = 0; n < KEYS; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
         __syncwarp();
 
-        softmax.update(p_smem, rescale_smem, s_smem, scale_log2e, args, q_warp, k_first);
+        softmax.update(p_smem, rescale_smem, s_smem, scale_log2e, args, q_first + warp_row, k_first);
         __syncwarp();
 
         // O = rescale * O + P V
         fa::scale_rows(out_reg, rescale_smem);
 #pragma unroll 1
-        for (int n = 0; n < key_steps; ++n) {
+        for (int n = 0; n < KEYS; ++n) {
             fa::WmmaA<scalar> p_reg;
             fa::wmma_load_a_row(p_reg, p_smem + 16 * n, BLOCK_K);
 #pragma unroll
-            for (int c = 0; c < steps; ++c) {
+            for (int c = 0; c < COLUMNS; ++c) {
                 fa::WmmaBRow<scalar> v_reg;
                 fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
                 fa::wmma_mma(out_reg[c], p_reg, v_reg);
@@ -113,10 +115,10 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     }
 
     // O /= sum
-    const int rows = args.seq_q - q_warp;
+    const int rows = args.seq_q - q_first - warp_row;
     __syncwarp();
-    softmax.finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, q_warp), rows, scale);
+    softmax.finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, q_first + warp_row), rows, scale);
     __syncwarp();
     fa::scale_rows(out_reg, rescale_smem);
-    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, q_warp), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
 }

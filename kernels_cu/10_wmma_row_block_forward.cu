@@ -44,53 +44,55 @@
 
 using scalar = fa::DTYPE;
 
-constexpr int warp_rows = 16 * ROW_TILES, block_q = warp_rows * WARPS, threads = 32 * WARPS;
-constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
+constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 
-extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const int warp = fa::warp_id();
-    scalar* q_smem = fa::dynamic_shared<scalar>();                             // [block_q][HEAD_DIM]
-    scalar* k_smem = q_smem + block_q * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
+    scalar* q_smem = fa::dynamic_shared<scalar>();                             // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
     scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
     float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);     // [WARPS][16][BLOCK_K], one row tile at a time
     float* rescale_smem = s_smem + WARPS * 16 * BLOCK_K;                          // [WARPS][16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + WARPS * 16 * 16);   // [WARPS][warp_rows][BLOCK_K]
-    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * warp_rows * BLOCK_K;  // this warp's
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + WARPS * 16 * 16);   // [WARPS][WARP_ROWS][BLOCK_K]
+    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * WARP_ROWS * BLOCK_K;  // this warp's
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
-    const int q_first = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, q_warp = q_first + warp * warp_rows;
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int keys = fa::visible_keys(args, min(q_first + block_q, args.seq_q) - 1);  // what the last query sees
+    const int warp_row = warp * WARP_ROWS;
+    const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, q_first);  // [block_q], Q.row apart
-    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - q_first, args.head_dim, threadIdx.x,
-                                              args.scale < 0 ? 0x80008000 : 0);
-    q_smem += warp * warp_rows * HEAD_DIM;
 
-    fa::WmmaAccumulator out_reg[ROW_TILES][steps] = {};  // O, not yet divided by the sum
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim,
+                     args.scale < 0 ? 0x80008000 : 0);
+    q_smem += warp_row * HEAD_DIM;
+
+    fa::WmmaAccumulator out_reg[ROW_TILES][COLUMNS] = {};  // O, not yet divided by the sum
     fa::WarpSoftmax<scalar, BLOCK_K> softmax[ROW_TILES];
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) softmax[r].clear();
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
-        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - k_first, args.head_dim, threadIdx.x);
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - k_first, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+        __syncthreads();  // the tile before has been read
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
         // S = Q K^T. K lies by rows: read by columns it is the transpose.
-        fa::WmmaAccumulator score_reg[ROW_TILES][key_steps] = {};
+        fa::WmmaAccumulator score_reg[ROW_TILES][KEYS] = {};
 #pragma unroll 2  // not more: fragments that wait for their turn take registers
-        for (int d = 0; d < steps; ++d) {
+        for (int d = 0; d < COLUMNS; ++d) {
             fa::WmmaA<scalar> q_reg[ROW_TILES];
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) fa::wmma_load_a_row(q_reg[r], q_smem + 16 * r * HEAD_DIM + 16 * d, HEAD_DIM);
 #pragma unroll
-            for (int n = 0; n < key_steps; ++n) {
+            for (int n = 0; n < KEYS; ++n) {
                 fa::WmmaBCol<scalar> k_reg;
                 fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
 #pragma unroll
@@ -100,21 +102,21 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-            for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[r][n], BLOCK_K);
+            for (int n = 0; n < KEYS; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[r][n], BLOCK_K);
             __syncwarp();
-            softmax[r].update(p_smem + 16 * r * BLOCK_K, rescale_smem, s_smem, scale_log2e, args, q_warp + 16 * r, k_first);
+            softmax[r].update(p_smem + 16 * r * BLOCK_K, rescale_smem, s_smem, scale_log2e, args, q_first + warp_row + 16 * r, k_first);
             __syncwarp();  // P is there, and nobody reads s_smem any more
             fa::scale_rows(out_reg[r], rescale_smem);
         }
 
         // O = rescale * O + P V, the first part of which is done
 #pragma unroll 1
-        for (int n = 0; n < key_steps; ++n) {
+        for (int n = 0; n < KEYS; ++n) {
             fa::WmmaA<scalar> p_reg[ROW_TILES];
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) fa::wmma_load_a_row(p_reg[r], p_smem + 16 * r * BLOCK_K + 16 * n, BLOCK_K);
 #pragma unroll
-            for (int c = 0; c < steps; ++c) {
+            for (int c = 0; c < COLUMNS; ++c) {
                 fa::WmmaBRow<scalar> v_reg;
                 fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
 #pragma unroll
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
     // O /= sum
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
-        const int query = q_warp + 16 * r, rows = args.seq_q - query;
+        const int query = q_first + warp_row + 16 * r, rows = args.seq_q - query;
         __syncwarp();
         softmax[r].finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, query), rows, scale);
         __syncwarp();

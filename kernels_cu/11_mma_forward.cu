@@ -47,8 +47,7 @@
 // What is still bad: the rows of a tile are 256 bytes apart, a multiple of 128, so the 8 rows that ldmatrix reads lie in the same 4
 // banks of shared memory and come one after the other: 8 cycles instead of 1, for every operand. The tensor cores wait seven eighths of
 // the time. Q is read again for each tile of keys. All warps wait until K and V are there. And O leaves 4 bytes a lane at a time.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+#include <fa/epilogue.cuh>
 #include <fa/tf32.cuh>
 
 using scalar = fa::DTYPE;
@@ -57,29 +56,6 @@ constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
 constexpr int WIDTH = HEAD_DIM * int(sizeof(scalar)) / 2;  // of a tile, in 16-bit numbers: ldmatrix knows no others
 
-using QOperand = fa::OperandA<WIDTH, M, false, false>;
-
-// S += Q K^T
-template <class T>
-__device__ __forceinline__ void multiply_qk(float (&score_reg)[M][KEYS][4], const QOperand& q, fa::uint32_t k_lane) {
-    if constexpr (sizeof(T) == 4) fa::multiply_abt_tf32(score_reg, q, k_lane);
-    else fa::multiply_abt<T>(score_reg, q, k_lane);
-}
-
-// O += P V
-template <class T>
-__device__ __forceinline__ void multiply_pv(float (&out_reg)[M][COLUMNS][4], const float (&score_reg)[M][KEYS][4],
-                                            fa::uint32_t v_smem /* [BLOCK_K][HEAD_DIM] */) {
-    if constexpr (sizeof(T) == 4) {
-        const unsigned char* v = fa::dynamic_shared() + (v_smem - fa::smem_u32(fa::dynamic_shared()));
-        fa::multiply_pb_tf32<HEAD_DIM>(out_reg, score_reg, reinterpret_cast<const float*>(v));
-    } else {
-        fa::uint32_t p_reg[KEYS / 2][M][4];
-        fa::pack_a<T>(p_reg, score_reg);
-        fa::multiply_pb<T, HEAD_DIM, false>(out_reg, p_reg, fa::lane_of_a<HEAD_DIM, false>(v_smem));
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS, false>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS, false>;
@@ -87,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const fa::uint32_t k_smem = q_smem + BLOCK_Q * WIDTH * 2;     // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * WIDTH * 2;     // [BLOCK_K][HEAD_DIM]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -101,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
                      args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
-    const QOperand q{fa::lane_of_a<WIDTH, false>(q_smem, warp_row)};
+    const fa::OperandA<WIDTH, M, false, false> q{fa::lane_of_a<WIDTH, false>(q_smem, warp_row)};
     const fa::uint32_t k_lane = fa::lane_of_b<WIDTH, false>(k_smem);
 
     float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
@@ -115,31 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
         // S = Q K^T
         float score_reg[M][KEYS][4] = {};
-        multiply_qk<scalar>(score_reg, q, k_lane);
+        fa::multiply_abt<scalar>(score_reg, q, k_lane);
         if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
         // P = exp(scale * (S - max)), unnormalised
         softmax.step(score_reg, out_reg, scale_log2e);
 
         // O += P V
-        multiply_pv<scalar>(out_reg, score_reg, v_smem);
+        fa::multiply_pv<scalar, HEAD_DIM>(out_reg, score_reg, v_smem);
     }
     softmax.finish();
-
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
-            if (query >= q_end) continue;
-            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.row_max[m][half] * scale + fa::log(sum) : -fa::infinity();
-            scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                fa::store_vec_upto(out + 8 * c,
-                                   fa::Vec<scalar, 2>{fa::narrow<scalar>(out_reg[m][c][2 * half] * factor),
-                                                      fa::narrow<scalar>(out_reg[m][c][2 * half + 1] * factor)},
-                                   args.head_dim - 8 * c - fa::fragment_column());
-        }
+    fa::store_output<scalar>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

@@ -43,8 +43,7 @@
 //
 // What is still bad, and now seen: a third of what is read is Q, the same numbers for every tile of keys. O leaves 4 bytes a lane at a
 // time. And in each tile all warps wait until K and V have come from memory.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -97,22 +96,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane);
     }
     softmax.finish();
-
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
-            if (query >= q_end) continue;
-            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.row_max[m][half] * scale + fa::log(sum) : -fa::infinity();
-            scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                fa::store_vec_upto(out + 8 * c,
-                                   fa::Vec<scalar, 2>{fa::narrow<scalar>(out_reg[m][c][2 * half] * factor),
-                                                      fa::narrow<scalar>(out_reg[m][c][2 * half + 1] * factor)},
-                                   args.head_dim - 8 * c - fa::fragment_column());
-        }
+    fa::store_output<scalar>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

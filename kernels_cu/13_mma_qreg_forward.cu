@@ -49,8 +49,7 @@
 //
 // What is still bad: the tensor cores rest while a tile comes. A block can only hope that the other block on its multiprocessor has
 // something to multiply meanwhile.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
@@ -61,11 +60,11 @@ constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const fa::uint32_t k_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], before the first K and V; in the end O
+    const fa::uint32_t k_smem = q_smem;                              // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
-    const fa::uint32_t q_smem = k_smem;                              // [BLOCK_Q][HEAD_DIM], before the first K and V; at the end O
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -111,45 +110,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     }
     softmax.finish();
 
-    __syncthreads();  // nobody reads V any more
-
-    // O, divided and rounded, to shared memory, where Q was
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-    unsigned char* out_smem = fa::dynamic_shared();  // [BLOCK_Q][HEAD_DIM]
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.row_max[m][half] * scale + fa::log(sum) : -fa::infinity();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
-                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
-        }
-    __syncwarp();  // a warp's rows are its own
-
-    // and from there to memory, 16 bytes a lane, neighbours side by side
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
-    const int rows = min(WARP_ROWS, q_end - q_first - warp_row), pitch = int(args.O.row);
-    // One piece of code for a whole tile and a short loop for others: bounds in every store made the kernel 9 % slower at 512 keys.
-    const bool whole = rows == WARP_ROWS && args.head_dim == HEAD_DIM;
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * COLUMNS / 32; ++i) {
-            const int row = (fa::lane_id() + 32 * i) / COLUMNS, chunk = (fa::lane_id() + 32 * i) % COLUMNS;
-            fa::store_128(out + row * pitch + chunk * 8,
-                          fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))));
-        }
-    } else {
-#pragma unroll 1
-        for (int i = fa::lane_id(); i < rows * COLUMNS; i += 32) {
-            const int row = i / COLUMNS, chunk = i % COLUMNS;
-            fa::store_128_upto(out + row * pitch + chunk * 8,
-                               fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
-                               args.head_dim - chunk * 8);
-        }
-    }
+    __syncthreads();  // V has been read: O takes its place
+    fa::store_output_smem<scalar, HEAD_DIM>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

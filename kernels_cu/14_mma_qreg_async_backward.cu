@@ -82,8 +82,8 @@
 //
 // Still bad: all wait at two barriers a tile, and every operand passes through registers, 128 ldmatrix for 320 mma. Hopper's wgmma reads
 // shared memory by itself: step 16.
+#include <fa/epilogue.cuh>
 #include <fa/gradient.cuh>
-#include <fa/softmax.cuh>
 
 using scalar = fa::DTYPE;
 
@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 
         // P^T = exp(scale * K Q^T - logsumexp); V dO^T is multiplied while the exponentials are made
         float p_reg[M][HALF / 8][4] = {}, ds_reg[M][HALF / 8][4] = {};
-        fa::multiply_abt<scalar, HEAD_DIM>(p_reg, k_lane, 0, q_lane, 0);
-        fa::multiply_abt<scalar, HEAD_DIM>(ds_reg, k_lane, K_TILE, q_lane, Q_TILE);
+        fa::multiply_abt<scalar>(p_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane}, q_lane);
+        fa::multiply_abt<scalar>(ds_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane, K_TILE}, q_lane, Q_TILE);
 
 #pragma unroll
         for (int n = 0; n < HALF / 8; ++n) {

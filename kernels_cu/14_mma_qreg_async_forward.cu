@@ -46,13 +46,12 @@
 // `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two
 // warps share a tensor core. When both are in their softmax, it rests; two more warps would need registers that O has. That is what
 // step 16 changes: wgmma has its operands in shared memory and runs on its own while the same warps do the next softmax.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr float SLACK = 8;  // P may be 2^8
+constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
 static_assert((BLOCK_K & (BLOCK_K - 1)) == 0, "a tile's stage is a bit of its first key");
@@ -61,49 +60,45 @@ constexpr fa::uint32_t TILE = BLOCK_K * HEAD_DIM * 2;  // bytes of a K or V tile
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], at the end O
-    const fa::uint32_t kv_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;    // two stages, each K, V: [2][BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], in the end O
+    const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // two stages, each K and V: [2][2][BLOCK_K][HEAD_DIM]
+    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // in the first stage
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the end of the launch.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int warp_row = fa::warp_id() * WARP_ROWS;
     const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, below.
+
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
+    // of 0 Q is 0.
     const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
 
     // The next tile to be sent for. Two pointers that move on, not indices: the loop has no register for a product of 64 bits.
-    const scalar* k_from = fa::row_pointer<scalar>(args.K, batch, kv_head, 0);
-    const scalar* v_from = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
+    const scalar* k_gmem = fa::row_pointer<scalar>(args.K, batch, kv_head, 0);
+    const scalar* v_gmem = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
     const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
 
     QCopy::copy_async(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
-    if (keys > 0) KCopy::copy_async(kv_smem, k_from, k_pitch, keys, args.head_dim);
+    if (keys > 0) KCopy::copy_async(k_smem, k_gmem, k_pitch, keys, args.head_dim);
     fa::cp_async_commit_group();
-    if (keys > 0) KCopy::copy_async(kv_smem + TILE, v_from, v_pitch, keys, args.head_dim);
-    k_from += BLOCK_K * k_pitch;
-    if (keys > BLOCK_K) KCopy::copy_async(kv_smem + 2 * TILE, k_from, k_pitch, keys - BLOCK_K, args.head_dim);
+    if (keys > 0) KCopy::copy_async(v_smem, v_gmem, v_pitch, keys, args.head_dim);
+    k_gmem += BLOCK_K * k_pitch;
+    if (keys > BLOCK_K) KCopy::copy_async(k_smem + 2 * TILE, k_gmem, k_pitch, keys - BLOCK_K, args.head_dim);
     fa::cp_async_commit_group();
 
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(kv_smem), v_lane = fa::lane_of_a<HEAD_DIM>(kv_smem + TILE);
+    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
     float out_reg[M][COLUMNS][4] = {};
     fa::Softmax<M> softmax;
     fa::cp_async_wait_group<1>();
     __syncthreads();  // Q and K(0) are there
-    if (args.scale <= 0) {  // exact: the signs of Q turned; at scale 0 all logits are 0, so Q is, and the scale 1
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 2; i += THREADS) {
-            fa::uint32_t& word = fa::dynamic_shared<fa::uint32_t>()[i];
-            word = args.scale == 0 ? 0 : word ^ 0x80008000u;
-        }
-        __syncthreads();
-    }
+    QCopy::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
     q.load_registers();
     float score_reg[M][KEYS][4] = {};
-    if (keys > 0) fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane);
+    if (keys > 0) fa::multiply_abt<scalar>(score_reg, q, k_lane);
 
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         const int next = k_first + BLOCK_K;
@@ -111,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::cp_async_wait_group<0>();
         __syncthreads();  // V(n) and K(n + 1) are there, and nobody needs V(n - 1) and K(n) any more
         if (next < keys) {
-            v_from += BLOCK_K * v_pitch;
-            KCopy::copy_async(kv_smem + (stage ^ (2 * TILE)) + TILE, v_from, v_pitch, keys - next, args.head_dim);
+            v_gmem += BLOCK_K * v_pitch;
+            KCopy::copy_async(v_smem + (stage ^ (2 * TILE)), v_gmem, v_pitch, keys - next, args.head_dim);
             if (next + BLOCK_K < keys) {
-                k_from += BLOCK_K * k_pitch;
-                KCopy::copy_async(kv_smem + stage, k_from, k_pitch, keys - next - BLOCK_K, args.head_dim);
+                k_gmem += BLOCK_K * k_pitch;
+                KCopy::copy_async(k_smem + stage, k_gmem, k_pitch, keys - next - BLOCK_K, args.head_dim);
             }
         }
         fa::cp_async_commit_group();
@@ -126,54 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::pack_a<scalar>(p_reg, score_reg);
         fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
         if (next < keys) {
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) score_reg[m][n][e] = 0;
-            fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane + (stage ^ (2 * TILE)));
+            fa::clear(score_reg);
+            fa::multiply_abt<scalar>(score_reg, q, k_lane + (stage ^ (2 * TILE)));
         }
     }
     softmax.finish();
     fa::cp_async_wait_group<0>();  // a block without keys has not waited for Q yet
     __syncthreads();
-
-    // O goes to the place of Q, so that a warp writes whole lines of memory. Its rows are its own: no other warp is waited for.
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-    unsigned char* out_smem = fa::dynamic_shared();
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.row_sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.row_max[m][half] * (scale_log2e * fa::ln2) + fa::log(sum) : -fa::infinity();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
-                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
-        }
-    __syncwarp();
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
-    const int rows = min(WARP_ROWS, q_end - q_first - warp_row), pitch = int(args.O.row);
-    // One piece of code for a whole tile and a short loop for others: bounds in every store made the kernel 9 % slower at 512 keys.
-    const bool whole = rows == WARP_ROWS && args.head_dim == HEAD_DIM;
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * COLUMNS / 32; ++i) {
-            const int row = (fa::lane_id() + 32 * i) / COLUMNS, chunk = (fa::lane_id() + 32 * i) % COLUMNS;
-            fa::store_128(out + row * pitch + chunk * 8,
-                          fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))));
-        }
-    } else {
-#pragma unroll 1
-        for (int i = fa::lane_id(); i < rows * COLUMNS; i += 32) {
-            const int row = i / COLUMNS, chunk = i % COLUMNS;
-            fa::store_128_upto(out + row * pitch + chunk * 8,
-                               fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
-                               args.head_dim - chunk * 8);
-        }
-    }
+    fa::store_output_smem<scalar, HEAD_DIM>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale_log2e * fa::ln2);
 }

@@ -158,7 +158,7 @@ def product(backend: Backend, folder: Path, products: str, layouts: str, width: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """multiply_abt onto what was there, with operands kept or read again; pack_a, which rounds, and multiply_pb."""
+    """multiply_abt onto what was there, with operands in registers or loaded again; pack_a, which rounds, and multiply_pb."""
     products = """\
     fa::multiply_abt<scalar>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
@@ -180,8 +180,8 @@ def test_tf32_products(backend: Backend, tmp_path: Path) -> None:
     """Operands go to the nearest tf32 number: a hair below an integer is that integer, where cutting bits off would lose 2^-10."""
     products = """\
     uint32_t bits[4] = {__float_as_uint(0.99990f), __float_as_uint(-3.0004f), __float_as_uint(1e-30f), __float_as_uint(1.0f)};
-    fa::round_tf32(bits);
-    fa::multiply_abt_tf32(d, rows, fa::lane_of_b<wide, S>(b_smem));
+    fa::round_operand<float>(bits);
+    fa::multiply_abt<float>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
     get(p, p_from);
     fa::multiply_pb_tf32<W>(o, p, reinterpret_cast<const float*>(fa::dynamic_shared() + 48 * W * 4));

@@ -123,14 +123,23 @@ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
 }
 
 template <class T>
-__forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
+__forceinline__ void mma_m16n8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
 template <>
-__forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_f16(d, a, b0, b1, file, line);
 }
 template <>
-__forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_bf16(d, a, b0, b1, file, line);
+}
+template <>
+__forceinline__ void mma_m16n8<float>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+    mma_m16n8k8_tf32(d, a, b0, b1, file, line);
+}
+
+template <class T> __forceinline__ void round_operand(uint32_t (&x)[4]) {
+    if constexpr (sizeof(T) == 4)
+        for (int i = 0; i < 4; ++i) x[i] = cvt_rna_tf32_f32(__uint_as_float(x[i]));
 }
 
 template <class T> __forceinline__ uint32_t pack(float low, float high);

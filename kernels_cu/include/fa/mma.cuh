@@ -68,16 +68,28 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
     return y;
 }
 
-// The same by storage type: mma_m16n8k16<T>(d, a, b0, b1), pack<T>(low, high).
+// The same by storage type: mma_m16n8<T>(d, a, b0, b1) with 32 bytes of a row as K, k16 of 16-bit types and k8 of tf32 (T = float);
+// round_operand<T>(x), which rounds floats to tf32; pack<T>(low, high).
 template <class T>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma_m16n8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
-__device__ __forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_m16n8k16_f16(d, a, b0, b1);
 }
 template <>
-__device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_m16n8k16_bf16(d, a, b0, b1);
+}
+template <>
+__device__ __forceinline__ void mma_m16n8<float>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_m16n8k8_tf32(d, a, b0, b1);
+}
+
+template <class T> __device__ __forceinline__ void round_operand(uint32_t (&x)[4]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = cvt_rna_tf32_f32(__uint_as_float(x[i]));
+    }
 }
 
 template <class T> __device__ __forceinline__ uint32_t pack(float low, float high);

@@ -9,44 +9,46 @@
 
 namespace fa {
 
-// Rows of a tensor to shared memory, 16 bytes a thread at a time, as they are: tensor cores take 16-bit numbers. 8 neighbouring
-// threads take a line of 128 bytes. What lies beyond row `valid` or element `head_dim` (the row's poison) becomes zero, because a
-// masked P is 0, and 0 times NaN is NaN. `flip` is XORed to the bits: 0x80008000 turns all signs. The barrier is the caller's.
-template <int Rows, int Width, int Threads, class T>
-__device__ __forceinline__ void load_tile(T* to_smem /* [Rows][Width] */, const T* from /* [valid], stride apart */, int stride, int valid,
-                                          int head_dim, int thread, uint32_t flip = 0) {
-    constexpr int row_step = Threads / 8, columns = Width / 64, row_steps = Rows / row_step;
-    constexpr int batch = row_steps < 8 / columns
-                              ? row_steps
-                              : 8 / columns;  // of rows: 8 loads are on their way at once, since each takes hundreds of cycles
+// Copies rows of a tensor to shared memory as they are, 16 bytes a thread at a time: tensor cores take 16-bit elements. 8 neighbouring
+// threads copy a line of 128 bytes.
+template <class T, int Rows, int Width, int Threads> struct RowCopy {
+    static constexpr int row_step = Threads / 8, columns = Width / 64, row_steps = Rows / row_step;
+    // Rows of a batch: 8 loads a thread are in flight at once, because each takes hundreds of cycles.
+    static constexpr int batch = row_steps < 8 / columns ? row_steps : 8 / columns;
     static_assert(columns * 64 == Width && row_steps * row_step == Rows && row_steps % batch == 0, "every thread moves as many vectors");
-    const int row = thread / 8, column = thread % 8 * 8;
+
+    // What lies beyond row `rows` or element `head_dim` (the row's poison) becomes zero, because a masked P is 0, and 0 times NaN is NaN.
+    // `flip` is XORed to the bits: 0x80008000 turns all signs. The barrier is the caller's.
+    static __device__ __forceinline__ void copy_sync(T* tile_smem /* [Rows][Width] */, const T* from /* [rows], pitch apart */, int pitch,
+                                                     int rows, int head_dim, uint32_t flip = 0) {
+        const int thread = threadIdx.x, row = thread / 8, column = thread % 8 * 8;
 #pragma unroll 1
-    for (int first = row; first < Rows; first += batch * row_step) {
-        Vec<uint32_t, 4> reg[batch][columns] = {};
-#pragma unroll
-        for (int r = 0; r < batch; ++r)
-#pragma unroll
-            for (int c = 0; c < columns; ++c)
-                if (first + r * row_step < valid && column + 64 * c < head_dim) {
-                    const T* at = from + (first + r * row_step) * stride + column + 64 * c;
-                    reg[r][c] = load_vec<4>(reinterpret_cast<const uint32_t*>(at));
-                }
-#pragma unroll
-        for (int c = 0; c < columns; ++c) {
-            const int left = head_dim - column - 64 * c;  // elements that count, of this vector
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const uint32_t mask = left > 2 * w + 1 ? 0xffffffff : left > 2 * w ? 0xffff : 0;
-#pragma unroll
-                for (int r = 0; r < batch; ++r) reg[r][c][w] = (reg[r][c][w] & mask) ^ flip;
-            }
+        for (int first = row; first < Rows; first += batch * row_step) {
+            Vec<uint32_t, 4> reg[batch][columns] = {};
 #pragma unroll
             for (int r = 0; r < batch; ++r)
-                store_vec<4>(reinterpret_cast<uint32_t*>(to_smem + (first + r * row_step) * Width + column + 64 * c), reg[r][c]);
+#pragma unroll
+                for (int c = 0; c < columns; ++c)
+                    if (first + r * row_step < rows && column + 64 * c < head_dim) {
+                        const T* at = from + (first + r * row_step) * pitch + column + 64 * c;
+                        reg[r][c] = load_vec<4>(reinterpret_cast<const uint32_t*>(at));
+                    }
+#pragma unroll
+            for (int c = 0; c < columns; ++c) {
+                const int left = head_dim - column - 64 * c;  // valid elements of this vector
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const uint32_t mask = left > 2 * w + 1 ? 0xffffffff : left > 2 * w ? 0xffff : 0;
+#pragma unroll
+                    for (int r = 0; r < batch; ++r) reg[r][c][w] = (reg[r][c][w] & mask) ^ flip;
+                }
+#pragma unroll
+                for (int r = 0; r < batch; ++r)
+                    store_vec<4>(reinterpret_cast<uint32_t*>(tile_smem + (first + r * row_step) * Width + column + 64 * c), reg[r][c]);
+            }
         }
     }
-}
+};
 
 // The running softmax of a warp's 16 rows. Lane i works on rows i / 8, i / 8 + 4, ... and there on every eighth 4 of the keys: a
 // row's 8 lanes read 128 bytes side by side, and reduce with three shuffles.
