@@ -1,9 +1,10 @@
-// What gradients on tensor cores need beside fa/fragment.cuh. Forward, a product's left operand comes by rows, or out of the product
-// before it. Backward, the scores are needed three ways: as they are (dK, dV), transposed (dQ), and by warps that did not make them.
+// What gradients on tensor cores need beside fa/fragment.cuh. In a forward pass the left operand of a product comes by rows, or from the
+// accumulators of the product before. A backward pass needs the scores in three ways: as they are (dK, dV), transposed (dQ), and in warps
+// that did not compute them.
 //
-// Columns of a product are dealt out to warps in groups of 16, like cards: of Stride warps, warp w takes groups w, w + Stride, … So a
-// width of 96 is as easy to share out as one of 128, and the first group of each warp lies in the first line of the row, from where
-// step_16 leads to the others.
+// The columns of a product are distributed over warps round-robin, in groups of 16: of Stride warps, warp w takes groups w, w + Stride, …
+// A width of 96 then divides as well as one of 128, and the first group of each warp lies in the first line of the row, from where step_16
+// leads to the others.
 #pragma once
 
 #include <fa/atomic.cuh>
@@ -11,7 +12,7 @@
 
 namespace fa {
 
-// What `lane` tells ldmatrix_x4 about the 16 x 16 numbers at (row, 16 * step) of a tile: lane_of_a and lane_of_b of fa/fragment.cuh.
+// The address that `lane` gives to ldmatrix_x4 for the 16 x 16 elements at (row, 16 * step) of a tile: see lane_of_a of fa/fragment.cuh.
 template <int Width> __device__ __forceinline__ uint32_t lane_of_a_at(uint32_t tile_smem, int row, int step, int lane) {
     return tile_smem + chunk_at<Width>(row + lane % 16, 2 * step + lane / 16);
 }
@@ -19,10 +20,10 @@ template <int Width> __device__ __forceinline__ uint32_t lane_of_b_at(uint32_t t
     return tile_smem + chunk_at<Width>(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2);
 }
 
-// In all products an operand in shared memory is a lane's address, and a number of bytes to add behind the XOR of step_16: tiles of one
-// shape then share the addresses, and what is added is part of the instruction.
+// An operand in shared memory is a lane's address and an offset in bytes, which is added behind the XOR of step_16: tiles of one shape
+// share lane addresses, and the offset becomes part of the instruction.
 
-// d += A B for K steps of 16. A: in shared memory, in rows of WidthA,
+// d += A B over K steps of 16 columns of A. A: in shared memory, in rows of WidthA.
 template <class T, int K, int WidthA, int Width, int Stride, int M, int N>
 __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], uint32_t a_smem /* lane_of_a_at */, uint32_t a_bytes, uint32_t b_smem,
                                             uint32_t b_bytes) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], uint32_t a_smem
     }
 }
 
-// and A transposed, which is in shared memory in rows of WidthA: its rows are the steps, its columns the rows of d.
+// d += A^T B over K steps of 16 rows of A. A: in shared memory, in rows of WidthA; its columns are the rows of d.
 template <class T, int K, int WidthA, int Width, int Stride, int M, int N>
 __device__ __forceinline__ void multiply_atb(float (&d)[M][N][4], uint32_t a_smem /* lane_of_b_at */, uint32_t b_smem) {
 #pragma unroll
@@ -47,13 +48,13 @@ __device__ __forceinline__ void multiply_atb(float (&d)[M][N][4], uint32_t a_sme
     }
 }
 
-// Where share_step of this lane begins, in bytes from the beginning of the tile: at (row, 8 * chunk), chunk a power of 2 or 0.
+// The offset of share_step for this lane, in bytes from the beginning of the tile: at (row, 8 * chunk), chunk a power of 2 or 0.
 template <int Width> __device__ __forceinline__ uint32_t lane_of_share(int row, int chunk, int lane) {
     return chunk_at<Width>(row + lane / 4, chunk) + lane % 4 * 4;
 }
 
-// Writes an A operand to columns 16 * k to 16 * k + 15 behind there: 4 bytes a lane, a row of 8 numbers from 4 lanes, 8 rows in 8
-// different places of the line. 16 * k is less than 8 * chunk, where chunk is not 0.
+// Writes an A operand to shared memory, to columns 16 * k to 16 * k + 15 from lane_of_share on: 4 bytes a lane, 8 elements of a row from a
+// quad, 8 rows in 8 different places of the line, so without bank conflicts. 16 * k is less than 8 * chunk, where chunk is not 0.
 template <int Width, int M>
 __device__ __forceinline__ void share_step(unsigned char* tile_smem, const uint32_t (&a)[M][4], uint32_t lane_of_share, int k) {
 #pragma unroll

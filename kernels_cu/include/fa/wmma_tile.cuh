@@ -1,6 +1,6 @@
-// What the WMMA steps do around their products: bring a tile to shared memory, take the softmax of 16 rows there, write O.
-// A warp owns 16 queries, the height of a fragment. Which lane holds which number of a fragment is not said, so whatever needs to
-// know its row happens in shared memory, where 8 lanes share a row and each row's maximum and sum stay with its lanes.
+// What the WMMA steps do around their products: copy a tile to shared memory, the online softmax of 16 rows there, the epilogue.
+// A warp owns 16 queries, the height of a fragment. Which lane holds which element of a fragment is unspecified, so what depends on the
+// row happens in shared memory, where 8 lanes share a row and keep its row maximum and row sum in registers.
 #pragma once
 
 #include <fa/copy.cuh>
@@ -50,21 +50,21 @@ template <class T, int Rows, int Width, int Threads> struct RowCopy {
     }
 };
 
-// The running softmax of a warp's 16 rows. Lane i works on rows i / 8, i / 8 + 4, ... and there on every eighth 4 of the keys: a
-// row's 8 lanes read 128 bytes side by side, and reduce with three shuffles.
+// The online softmax of a warp's 16 rows. Lane i works on rows i / 8, i / 8 + 4, ... and there on every eighth group of 4 keys: the 8
+// lanes of a row read 128 bytes side by side, and reduce with three shuffles.
 template <class T, int Keys> struct WarpSoftmax {
     static constexpr int steps = 4;                     // of 4 rows
     static constexpr float lowest = -3.402823466e38f;   // a masked score: finite, so that no difference of two is NaN
     static_assert(Keys % 32 == 0, "8 lanes take 4 keys each");
-    float max_reg[steps], sum_reg[steps];  // sum_reg: only of this lane's keys
+    float max_reg[steps], sum_reg[steps];  // row maximum; row sum over this lane's keys only
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < steps; ++i) max_reg[i] = lowest, sum_reg[i] = 0;
     }
 
-    // P = exp(scale * (S - max)) of a tile whose first key is `k_first`. All 16 columns of rescale_smem get, for each row, what a
-    // larger maximum leaves of the sums so far.
+    // P = exp(scale * (S - row max)) of a tile whose first key is `k_first`. All 16 columns of rescale_smem get, for each row, the factor
+    // exp(old - new row max) by which O is to be rescaled.
     __device__ __forceinline__ void update(T* p_smem /* [16][Keys] */, float* rescale_smem /* [16][16] */,
                                            const float* s_smem /* [16][Keys] */, float scale_log2e, const Args& args, int q_first,
                                            int k_first) {
@@ -110,7 +110,7 @@ template <class T, int Keys> struct WarpSoftmax {
         }
     }
 
-    // After the last tile: 1 / sum of each row to the 16 columns of inverse_smem, and the logsumexp of the first `rows` rows to memory.
+    // After the last tile: 1 / row sum to the 16 columns of inverse_smem, and the logsumexp of the first `rows` rows to global memory.
     __device__ __forceinline__ void finish(float* inverse_smem /* [16][16] */, float* logsumexp /* [rows] */, int rows, float scale) {
         const int lane = lane_id() % 8;
 #pragma unroll
@@ -123,8 +123,8 @@ template <class T, int Keys> struct WarpSoftmax {
     }
 };
 
-// out_reg *= factor, row by row, without knowing which lane holds which row: load the factors as an accumulator, 16 times side by
-// side, and every lane finds in each register the factor of the row whose number it holds in the same register of out_reg.
+// out_reg *= factor, row by row, without knowing which lane holds which row: the factors, 16 times side by side, are loaded as an
+// accumulator, so that each register holds the factor of the row whose element is in the same register of out_reg.
 template <int Count> __device__ __forceinline__ void scale_rows(WmmaAccumulator (&out_reg)[Count],
                                                                 const float* factor_smem /* [16][16] */) {
     WmmaAccumulator factor;
@@ -135,7 +135,7 @@ template <int Count> __device__ __forceinline__ void scale_rows(WmmaAccumulator 
         for (int e = 0; e < 8; ++e) out_reg[c].reg[e] *= factor.reg[e];
 }
 
-// A warp's 16 rows of O to memory, 32 columns at a time through staging_smem, where they turn from fragments into rows.
+// A warp's 16 rows of O to global memory, 32 columns at a time through staging_smem, where fragments become rows.
 template <class T, int Count>
 __device__ __forceinline__ void store_rows(T* to /* [rows], stride apart */, int stride, int rows, int head_dim,
                                            const WmmaAccumulator (&out_reg)[Count], float* staging_smem /* [16][32] */) {
@@ -147,10 +147,10 @@ __device__ __forceinline__ void store_rows(T* to /* [rows], stride apart */, int
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = lane_id() / 4 + 8 * half, column = lane_id() % 4 * 8;
-            Vec128<T> some;
+            Vec128<T> value;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) some[e] = narrow<T>(staging_smem[row * 32 + column + e]);
-            if (row < rows) store_128_upto(to + row * stride + 16 * c + column, some, head_dim - 16 * c - column);
+            for (int e = 0; e < 8; ++e) value[e] = narrow<T>(staging_smem[row * 32 + column + e]);
+            if (row < rows) store_128_upto(to + row * stride + 16 * c + column, value, head_dim - 16 * c - column);
         }
         __syncwarp();
     }
