@@ -182,7 +182,7 @@ def test_store_output(backend: Backend, tmp_path: Path, through_smem: bool, dtyp
 
     Sums are powers of two, so that O / row_sum is exact before it is rounded; rows without a key get 0 and -inf.
     """
-    word = "store_output_smem<scalar, W>" if through_smem else "store_output<scalar>"
+    word = "fa::store_output_smem<scalar, W>" if through_smem else "fa::store_output<scalar>"
     before = (
         STRIDED
         + f"""\
@@ -197,7 +197,7 @@ template <int W> __device__ void store(const fa::Args& args, const float* a, int
         const int row = warp_row + 16 * (i / 2) + 8 * (i % 2) + fa::fragment_row();
         softmax.row_max[i / 2][i % 2] = row, softmax.row_sum[i / 2][i % 2] = row % 7 == 3 ? 0 : exp2f(row % 5 - 2);
     }}
-    fa::{word}(args, 0, 0, 8, warp_row, args.seq_q, d, softmax, 0.25f);
+    {word}(args, 0, 0, 8, warp_row, args.seq_q, d, softmax, 0.25f);
 }}
 """
     )
