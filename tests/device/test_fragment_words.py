@@ -105,6 +105,29 @@ template <int W, bool S> __device__ void bring(const scalar* a, int pitch, int r
             assert np.isnan(tile[40]).all()  # and nothing beyond the tile
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_apply_sign_and_clear(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """A tile times the sign of the scale, every bit of it: as it was, negated, or zero. clear makes every accumulator zero."""
+    body = """\
+    for (int i = t; i < 16 * 64; i += 64) fa::dynamic_shared<scalar>()[i] = a[i];
+    __syncthreads();
+    fa::TileCopy<scalar, 16, 64, 64>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
+    if (args.scale > 0) __syncthreads();
+    for (int i = t; i < 16 * 64; i += 64) reinterpret_cast<scalar*>(out)[i] = fa::dynamic_shared<scalar>()[i];
+    float d[2][3][4];
+    for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1.0f;
+    fa::clear(d);
+    bool zero = true;
+    for (auto& x : d) for (auto& y : x) for (auto& z : y) zero = zero && __float_as_uint(z) == 0;
+    out[2048 + t] = zero;"""
+    a = integers(16, 64).astype(TYPES[dtype])
+    for scale in (0.5, -0.5, 0.0):
+        got = run(backend, tmp_path, body, a, dtype=dtype, block=64, shared=16 * 64 * 4, fields={"scale": scale}, before=BEFORE)
+        want = a if scale > 0 else -a if scale < 0 else np.zeros_like(a)
+        assert got.view(TYPES[dtype])[: 16 * 64].tobytes() == want.tobytes(), scale
+        assert (got[2048:2112] == 1).all()
+
+
 # -- products ---------------------------------------------------------------------------------------------------------
 
 #: Puts tiles of 48 rows of a and 32 of b in shared memory, takes rows 16 to 47 of a, and writes accumulators by rows.
@@ -158,14 +181,15 @@ def product(backend: Backend, folder: Path, products: str, layouts: str, width: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """multiply_abt onto what was there, with operands kept or read again; pack_a, which rounds, and multiply_pb."""
+    """multiply_abt onto what was there, with operands in registers or loaded again; pack_a, which rounds, with multiply_pb or as multiply_pv."""
     products = """\
     fa::multiply_abt<scalar>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
     get(p, p_from);
     uint32_t packed[2][2][4];
     fa::pack_a<scalar>(packed, p);
-    fa::multiply_pb<scalar, wide, S>(o, packed, fa::lane_of_a<wide, S>(b_smem));"""
+    if constexpr (S) fa::multiply_pb<scalar, wide, S>(o, packed, fa::lane_of_a<wide, S>(b_smem));
+    else fa::multiply_pv<scalar, wide>(o, p, b_smem);"""
     for width in WIDTHS:
         for swizzled in (True, False):
             a, b, p = integers(48, width), integers(32, width, seed=1), integers(32, 32, seed=2) * (1 + 2.0**-6 + 2.0**-13)
@@ -180,11 +204,12 @@ def test_tf32_products(backend: Backend, tmp_path: Path) -> None:
     """Operands go to the nearest tf32 number: a hair below an integer is that integer, where cutting bits off would lose 2^-10."""
     products = """\
     uint32_t bits[4] = {__float_as_uint(0.99990f), __float_as_uint(-3.0004f), __float_as_uint(1e-30f), __float_as_uint(1.0f)};
-    fa::round_tf32(bits);
-    fa::multiply_abt_tf32(d, rows, fa::lane_of_b<wide, S>(b_smem));
+    fa::round_operand<float>(bits);
+    fa::multiply_abt<float>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
     get(p, p_from);
-    fa::multiply_pb_tf32<W>(o, p, reinterpret_cast<const float*>(fa::dynamic_shared() + 48 * W * 4));
+    if constexpr (W % 64 == 0) fa::multiply_pb_tf32<W>(o, p, reinterpret_cast<const float*>(fa::dynamic_shared() + 48 * W * 4));
+    else fa::multiply_pv<float, W>(o, p, b_smem);
     for (int i = 0; i < 4; ++i) out[8000 + i] = __uint_as_float(bits[i]);"""
     hair = 1 - 2.0**-13
     for width in WIDTHS:

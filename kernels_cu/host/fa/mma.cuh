@@ -1,4 +1,4 @@
-// The CPU meaning of <fa/mma.cuh>: the last lane to come does the work of all 32 on their registers. Products are exact in float32;
+// The CPU meaning of <fa/mma.cuh>: the last lane to arrive does the work of all 32 on their registers. Products are exact in float32;
 // sums are rounded to nearest in the order of k, where a tensor core keeps some bits more and truncates.
 #pragma once
 
@@ -64,7 +64,7 @@ template <class T> FA_HOST_COLLECTIVE mma_pairs(void* const* lanes, unsigned) {
     for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-// The 13 lowest bits of a float are not looked at.
+// The 13 lowest bits of a float are ignored.
 FA_HOST_COLLECTIVE mma_tf32(void* const* lanes, unsigned) {
     auto& all = *static_cast<Collective*>(lanes[0]);
     Floats d[8];
@@ -76,7 +76,7 @@ FA_HOST_COLLECTIVE mma_tf32(void* const* lanes, unsigned) {
     for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-// 16-bit and tf32 fragments lie alike: a register is a pair of columns (rows), or one.
+// 16-bit and tf32 fragments have the same layout: a register is a pair of columns (rows), or one.
 __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, fa_host::Apply apply, const char* word,
                          const char* file, int line) {
     Collective& all = collective(file, line);
@@ -123,14 +123,23 @@ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
 }
 
 template <class T>
-__forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
+__forceinline__ void mma_m16n8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
 template <>
-__forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_f16(d, a, b0, b1, file, line);
 }
 template <>
-__forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_bf16(d, a, b0, b1, file, line);
+}
+template <>
+__forceinline__ void mma_m16n8<float>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+    mma_m16n8k8_tf32(d, a, b0, b1, file, line);
+}
+
+template <class T> __forceinline__ void round_operand(uint32_t (&x)[4]) {
+    if constexpr (sizeof(T) == 4)
+        for (int i = 0; i < 4; ++i) x[i] = cvt_rna_tf32_f32(__uint_as_float(x[i]));
 }
 
 template <class T> __forceinline__ uint32_t pack(float low, float high);

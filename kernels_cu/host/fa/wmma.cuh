@@ -1,5 +1,5 @@
-// The CPU meaning of <fa/wmma.cuh>. A fragment is cut into 64 chunks of 4 neighbours in a row, dealt out to the lanes in a scrambled
-// order, which is not a GPU's: a kernel that takes a register for a certain element goes wrong.
+// The CPU meaning of <fa/wmma.cuh>. A fragment is cut into 64 chunks of 4 neighbours in a row, distributed over the lanes in a
+// scrambled order, which is not a GPU's: a kernel that relies on a certain layout fails.
 #pragma once
 
 #include <fa/async.cuh>
@@ -54,7 +54,7 @@ template <class T, bool STORES> FA_HOST_COLLECTIVE move_rows(void* const* lanes,
     }
 }
 
-// Checks that 16 rows of 16 are there and aligned, and meets the other lanes.
+// Checks that 16 rows of 16 are in shared memory and aligned, and synchronises with the other lanes.
 template <class T, bool STORES>
 __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char* word, const char* file, int line) {
     if (stride < 0 || stride * sizeof(T) % 16) fa_host_fail("the stride of a wmma word is not a multiple of 16 bytes", file, line);
@@ -65,7 +65,7 @@ __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char*
     fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, file, line);
 }
 
-// 16-bit fragments hold each number twice where a GPU's do.
+// float16 fragments hold each element twice, as a GPU's do.
 template <class T>
 __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* from_smem, int stride, const char* word, const char* file,
                                   int line) {

@@ -1,4 +1,4 @@
-// What every kernel is given: one struct by value, the same for all, so that a launch needs no per-kernel code.
+// The arguments of every kernel: one struct by value, the same for all, so that a launch needs no per-kernel code.
 // harness/backends/launch.py mirrors it with one numpy dtype; tests/device/test_plain_words.py compares the two.
 #pragma once
 

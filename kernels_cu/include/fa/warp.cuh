@@ -1,4 +1,4 @@
-// Threads, warps and the shared memory they meet in. __syncthreads, __syncwarp, __shfl_*_sync and atomicAdd are CUDA's own.
+// Threads, warps and the block's shared memory. __syncthreads, __syncwarp, __shfl_*_sync and atomicAdd are CUDA's own.
 #pragma once
 
 #include <fa/math.cuh>
@@ -19,7 +19,7 @@ __device__ __forceinline__ int opaque_thread_id() {
     return thread;
 }
 
-// The block's dynamic shared memory, 128-byte aligned; how much there is stands in the header's `shared`.
+// The block's dynamic shared memory, 128-byte aligned; its size is the header's `shared`.
 template <class T = unsigned char> __device__ __forceinline__ T* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char fa_dynamic_shared[];
     return reinterpret_cast<T*>(fa_dynamic_shared);
