@@ -1,6 +1,7 @@
 """Writes the generated parts of the documents and the editor's settings: `make docs`. With --check it only says what is stale.
 
-Between `<!-- generated: WHAT -->` and `<!-- end -->` of a Markdown file stands what this prints; .clangd is made whole.
+Between `<!-- generated: WHAT -->` and `<!-- end -->` of a Markdown file stands what this prints; .clangd is made whole, and
+plots/house.png is drawn where what it shows has changed (support/draw_house.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import draw_house  # noqa: E402
 
 from cli import main  # noqa: E402
 from harness import choose, sweep  # noqa: E402
@@ -172,9 +175,15 @@ def stale() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    check = "--check" in sys.argv
     found = stale()
     for file, content in found.items():
-        print(f"{'stale' if '--check' in sys.argv else 'written'}: {file.relative_to(ROOT)}")
-        if "--check" not in sys.argv:
+        if not check:
             file.write_text(content)
-    sys.exit(bool(found) and "--check" in sys.argv)
+        print(f"{'stale' if check else 'written'}: {file.relative_to(ROOT)}")
+    redraw = draw_house.drawn() != draw_house.facts()
+    if redraw and not check:
+        draw_house.draw()
+    if redraw:
+        print(f"{'stale' if check else 'written'}: {draw_house.PICTURE.relative_to(ROOT)}")
+    sys.exit(check and (bool(found) or redraw))

@@ -69,3 +69,20 @@ def ours(module: str) -> set[str]:
     """The modules below harness that one of them imports, TYPE_CHECKING counted, itself and empty faces left out."""
     found = {item[1:] for item in imports(MODULES[f"harness.{module}"], typing_too=True) if item.startswith(".") and item != "."}
     return {f"{name}.__init__" if f"harness.{name}" not in MODULES else name for name in found} - {module}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Each room with the rooms below it that its modules import."""
+    found: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for module in INNER:
+        found[room(module)] |= {room(other) for other in ours(module)} - {room(module)}
+    return found
+
+
+def direct(found: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """The arrows that no chain of other arrows implies, in the order of the rooms."""
+
+    def reach(start: str) -> set[str]:
+        return found[start].union(*(reach(below) for below in found[start]))
+
+    return [(a, b) for a in ROOMS for b in ROOMS if b in found[a] and not any(b in reach(other) for other in found[a] - {b})]
