@@ -29,7 +29,10 @@ SWEEP = """
 title = "a test"
 kernels = ["naive", "fa2"]
 peers = []
-shapes = [{ test = "plain", batch = 1, heads = 2, seq = [16, 33], dim = 16 }, { test = "mask", batch = 2, heads = 4, heads_kv = 2, seq = 20, seq_kv = 33, dim = 8, causal = true }]
+shapes = [
+    { test = "plain", batch = 1, heads = 2, seq = [16, 33], dim = 16 },
+    { test = "mask", batch = 2, heads = 4, heads_kv = 2, seq = 20, seq_kv = 33, dim = 8, causal = true },
+]
 """
 
 TWO_LENGTHS = 'title = "Two lengths"\nshapes = [{ batch = 1, heads = 2, seq = [16, 33], dim = 16 }]\n'

@@ -173,7 +173,8 @@ def test_a_kernel_that_does_not_compile_is_exit_5(fa_cli: Run, tmp_path: Path) -
         (
             "race",
             20,
-            "    __shared__ float shared[32];\n    shared[threadIdx.x / 2] = threadIdx.x;\n    __syncthreads();\n    if (shared[0] > 99) return;\n",
+            "    __shared__ float shared[32];\n    shared[threadIdx.x / 2] = threadIdx.x;\n"
+            "    __syncthreads();\n    if (shared[0] > 99) return;\n",
         ),
     ],
 )

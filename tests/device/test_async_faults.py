@@ -180,7 +180,8 @@ def test_tensor_core_words_are_seen_by_the_race_check(word: str, tmp_path: Path)
     call = f"fa::WmmaAccumulator c{{}}; fa::{word}({'c, tile' if 'load' in word else 'tile, c'}, 16);"
     if word.startswith("ldmatrix"):
         call = f"uint32_t d[4]; fa::{word}(d, fa::smem_u32(tile) + 16 * t);"
-    body = f"float* tile = fa::dynamic_shared<float>();\nfor (int i = t; i < 256; i += 32) tile[i ^ 1] = i;  // plain\nSYNC\n{call}\nout[t] = 0;"
+    fill = "for (int i = t; i < 256; i += 32) tile[i ^ 1] = i;  // plain"
+    body = f"float* tile = fa::dynamic_shared<float>();\n{fill}\nSYNC\n{call}\nout[t] = 0;"
     run(Host(check="race"), tmp_path, body.replace("SYNC", "__syncwarp();"), shared=1024, before=BEFORE)
     with pytest.raises(CheckFault) as caught:
         run(Host(check="race"), tmp_path, body.replace("SYNC", ""), shared=1024, before=BEFORE)

@@ -40,7 +40,8 @@ def test_blocks_of_any_size(seed: int, block: int, tmp_path: Path) -> None:
     __syncthreads();
     const int last = min(blockDim.x - t / 32 * 32, 32u) - 1;
     out[t] = *count;
-    out[1024 + t] = __all_sync(fa::full_warp, 1) + 2 * __all_sync(fa::full_warp, t % 32 < last) + 4 * __any_sync(fa::full_warp, t % 32 == last);
+    out[1024 + t] = __all_sync(fa::full_warp, 1) + 2 * __all_sync(fa::full_warp, t % 32 < last) +
+                    4 * __any_sync(fa::full_warp, t % 32 == last);
     out[2048 + t] = __popc(__ballot_sync(fa::full_warp, 1)) + 64 * __shfl_sync(fa::full_warp, t, last);"""
     got = run(Host(seed=seed), tmp_path, body, block=block, shared=4).astype(int)
     t = np.arange(block)

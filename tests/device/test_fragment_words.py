@@ -25,7 +25,8 @@ def each_width(call: str, swizzled: str = "true, false") -> str:
     """A body that runs call for the width in args.heads_q and the layout in args.heads_kv: W and S are constants in it."""
     layouts = [s == "true" for s in swizzled.split(", ")]
     return "\n".join(
-        f"    if (args.heads_q == {w} && args.heads_kv == {int(s)}) {{ constexpr int W = {w}; constexpr bool S = {str(s).lower()}; {call} }}"
+        f"    if (args.heads_q == {w} && args.heads_kv == {int(s)}) {{ "
+        f"constexpr int W = {w}; constexpr bool S = {str(s).lower()}; {call} }}"
         for w in WIDTHS
         for s in layouts
     )

@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def levels(self) -> set[Hashable]:
-        """What a sample of the kernel's pieces must have each of: types, masks, forms, schedules, groups, and queries and keys that differ."""
+        """What a sample of the kernel's pieces must have: types, masks, forms, schedules, groups, queries and keys that differ."""
         found: set[Hashable] = {self.dtype, ("causal", self.causal), ("deterministic", self.deterministic)}
         for case in self.cases:
             p = case.problem

@@ -1,4 +1,4 @@
-"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that no word is without a test; against numpy on every backend.
+"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that each word has a test; against numpy on every backend.
 
 All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
 of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact

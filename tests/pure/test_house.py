@@ -105,7 +105,8 @@ def test_kernels_speak_words_only() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     """`fa-cli --help` imports neither cupy, torch, pandas, matplotlib nor numpy."""
-    code = f"import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nsys.stderr.write(' '.join(m for m in {HEAVY} if m in sys.modules))"
+    code = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += f"sys.stderr.write(' '.join(m for m in {HEAVY} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "Usage: fa-cli" in done.stdout
     assert done.stderr == ""

@@ -109,6 +109,7 @@ def test_a_failed_check_has_no_speed() -> None:
 def test_rows_without_a_result() -> None:
     """A refusal is a row too, on one line, for each pass."""
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
-    rows = results.rows_without("case", Contender("fa1"), "both", Problem.of(), backend, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
+    about = (Contender("fa1"), "both", Problem.of(), backend)
+    rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()
