@@ -9,7 +9,7 @@ from typing import Any
 
 import draw_house
 import pytest
-from rooms import INNER, ROOMS, ROOT, arrows, direct, room
+from rooms import INNER, ROOMS, ROOT, arrows, direct, ours, room
 
 from cli import main
 
@@ -83,6 +83,11 @@ def test_the_figure_shows_every_room_and_only_arrows_that_go_down() -> None:
         assert draw_house.PLACES[upper][0] < draw_house.PLACES[lower][0], (upper, lower)
     for step, name, _ in draw_house.STEPS:
         assert step in (*ROOMS, "kernels_cu") and named(name)
+
+
+def test_an_import_of_a_whole_room_is_an_arrow() -> None:
+    """`from . import peers` names a folder, not a module: its face is what is imported."""
+    assert "peers.__init__" in ours("choose") and "peers" in arrows()["choose"]
 
 
 def test_the_figure_is_up_to_date() -> None:

@@ -58,7 +58,8 @@ def imports(path: Path, typing_too: bool = False) -> set[str]:
                 base = [*package[: len(package) - child.level + 1], *(child.module.split(".") if child.module else ())]
                 for alias in child.names:
                     whole = ".".join([*base, alias.name])
-                    found.add("." + (whole if f"harness.{whole}" in MODULES else ".".join(base)))
+                    is_module = {f"harness.{whole}", f"harness.{whole}.__init__"} & MODULES.keys()
+                    found.add("." + (whole if is_module else ".".join(base)))
             visit(child)
 
     visit(ast.parse(path.read_text()))
