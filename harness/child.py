@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .fault import Fault, KernelFault
 from .files import locked, write_files
@@ -78,12 +78,21 @@ class Command(Generic[T]):
         found: T = value
         return found
 
-    def wait(self, wrapper: Sequence[str] = (), timeout: float | None = None, **streams: Any) -> tuple[int, str]:
+    def wait(
+        self,
+        wrapper: Sequence[str] = (),
+        timeout: float | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> tuple[int, str]:
         """Run the command, behind the words of a launcher, to its end: its exit code, and of stderr what streams (subprocess) pipe.
 
         Raises Ended after timeout seconds, and KeyboardInterrupt at Ctrl-C, here or in the child. The child is then gone.
         """
-        with subprocess.Popen([*wrapper, *self.argv], env=self.environment, text=True, errors="replace", **streams) as process:
+        with subprocess.Popen(
+            [*wrapper, *self.argv], env=self.environment, text=True, errors="replace", stdin=stdin, stdout=stdout, stderr=stderr
+        ) as process:
             try:
                 _, said = process.communicate(timeout=timeout)
             except BaseException as error:
@@ -165,7 +174,7 @@ def _ended(label: str, code: int | None) -> Ended:
 # -- in the child -----------------------------------------------------------------------------------------------------
 
 
-def _main(job: Callable[[], Any], label: str, folder: Path) -> int:
+def _main(job: Callable[[], object], label: str, folder: Path) -> int:
     """Run the job and leave its result or its fault in the folder; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored here, as by whoever started us
         signal.signal(signal.SIGINT, _interrupt_once)

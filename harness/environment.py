@@ -9,15 +9,14 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from .files import json_bytes, read_json, write_files
+from .files import Json, json_bytes, read_json, write_files
 
 #: Packages whose versions a measurement depends on, asked for by name, never imported.
 PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
 
 
-def environment(**facts: Any) -> dict[str, Any]:
+def environment(**facts: object) -> Json:
     """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
 
     facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
@@ -59,11 +58,11 @@ def _git_commit() -> str | None:
     return found[0] + ("+" if found[1] else "")
 
 
-def write_env(path: Path, record: Mapping[str, Any] | None = None) -> None:
+def write_env(path: Path, record: Mapping[str, object] | None = None) -> None:
     """Write an environment record (:func:`environment` of now by default) as JSON, atomically. Raises DiskFault."""
     write_files(path.parent, {path.name: json_bytes(environment() if record is None else record)})
 
 
-def read_env(path: Path) -> dict[str, Any]:
+def read_env(path: Path) -> Json:
     """The record that :func:`write_env` wrote. Raises DataFault."""
     return read_json(path, "fa-cli experiment writes it beside results.csv")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class Fault(Exception):
     """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
@@ -22,7 +20,7 @@ class Fault(Exception):
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """A fault comes back from another process as it was, also of a class that is made from other arguments."""
         return Fault.__new__, (type(self), self.what), self.__dict__
 

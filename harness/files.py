@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from .array import Bytes
 from .fault import DataFault, DiskFault
 
 #: No record of ours is larger; a larger file is not one.
 JSON_LIMIT = 1 << 20
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+#: A JSON object as json reads it. Its values are checked where they are used.
+Json = dict[str, Any]
 
 
 def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
@@ -58,7 +60,7 @@ def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
     return data
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json(path: Path, hint: str = "") -> Json:
     """A JSON object from a file. Raises DataFault as :func:`read_exact` does, and where it is not a JSON object."""
     data = read_exact(path, hint=hint)
 
@@ -74,17 +76,17 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     return found
 
 
-def json_bytes(record: Mapping[str, Any]) -> bytes:
+def json_bytes(record: Mapping[str, object]) -> bytes:
     """A record as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have (write None)."""
     return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
 
 
-def sha256(data: Any) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
-def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
+def write_files(folder: Path, contents: Mapping[str, bytes | memoryview]) -> None:
     """Write several files (name -> bytes-like) of a folder: all are staged on disk first, then renamed in the order given.
 
     So a full disk leaves every old file as it was, and the last name is the commit point. Raises DiskFault; temporary files
@@ -112,7 +114,7 @@ def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
     """Add JSON records to a file, a line each, in one write, and fsync. Raises DiskFault."""
     if not records:
         return

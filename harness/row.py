@@ -143,7 +143,7 @@ def _line(cells: list[str]) -> str:
     return out.getvalue()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "", True: "true", False: "false"}[value]
     if isinstance(value, float):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..fault import UsageFault
 from .nvml import nvidia_driver as nvidia_driver
 from .protocol import Backend as Backend
@@ -16,8 +14,8 @@ from .protocol import Step as Step
 from .protocol import cache_dir as cache_dir
 
 
-def pick(spec: str = "auto", **host_options: Any) -> Backend:
-    """The backend for --device auto|cuda|cuda:N|cpu. host_options go to the CPU backend (seed, check).
+def pick(spec: str = "auto", seed: int | None = None, check: str | None = None) -> Backend:
+    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host).
 
     auto takes a GPU if there is one. An NVIDIA driver without a working CuPy is an EnvironmentFault, never a silent
     fall-back to the CPU. Raises UsageFault for another spec.
@@ -31,4 +29,4 @@ def pick(spec: str = "auto", **host_options: Any) -> Backend:
         return Cuda(int(index or 0))
     from .host.backend import Host
 
-    return Host(**host_options)
+    return Host(seed, check)

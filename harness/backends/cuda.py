@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..array import Bytes
 from ..fault import EnvironmentFault, KernelFault, UsageFault
+from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 from . import nvml, nvrtc
@@ -47,7 +49,7 @@ class Cuda(Backend):
     name = "cuda"
 
     def __init__(self, index: int = 0) -> None:
-        self.xp = _cupy()
+        self.xp: Any = _cupy()  # CuPy has no types: what it returns is checked where it is given one
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
         except RuntimeError as error:  # CuPy's CUDARuntimeError
@@ -62,8 +64,8 @@ class Cuda(Backend):
             self.xp.cuda.set_allocator(None)
         #: Bytes of poisoned memory run.py puts around each tensor.
         self.guard_bytes = 0 if sanitized else 4096
-        self._spin: Any = None
-        self._flush: Any = None
+        self._spin: Any = None  # a cupy.RawKernel
+        self._flush: Any = None  # a cupy.ndarray: filled through its memory
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
         arch, optin = f"sm_{facts['major']}{facts['minor']}", facts["sharedMemPerBlockOptin"]
         self._device = Device("cuda", facts["name"].decode(), arch, facts["multiProcessorCount"], facts["l2CacheSize"], optin)
@@ -72,10 +74,10 @@ class Cuda(Backend):
         """What this GPU is."""
         return self._device
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """GPU, driver, CUDA, NVRTC and CuPy versions; clocks, power, temperature and throttle reasons as NVML gives them now."""
         runtime = self.xp.cuda.runtime
-        facts: dict[str, Any] = {
+        facts: Json = {
             "device": self.name,
             "device_name": self._device.name,
             "arch": self._device.arch,
@@ -137,22 +139,25 @@ class Cuda(Backend):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def memory(self, size: int) -> Any:
+    def memory(self, size: int) -> Bytes:
         """Uninitialised device memory. Raises UsageFault where there is not so much."""
         try:
-            return self.xp.empty(size, np.uint8)
+            found: Bytes = self.xp.empty(size, np.uint8)
+            return found
         except self.xp.cuda.memory.OutOfMemoryError:
             free, total = self.xp.cuda.runtime.memGetInfo()
             what = f"{self._device.name} has no room for {size} more bytes"
             raise UsageFault(what, f"{free} of its {total} bytes are free", "use a smaller problem") from None
 
-    def get(self, buffer: Any) -> Any:
+    def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
-        return self.xp.asnumpy(buffer)
+        found: Bytes = self.xp.asnumpy(buffer)
+        return found
 
-    def address(self, buffer: Any) -> int:
+    def address(self, buffer: Bytes) -> int:
         """Where a device buffer starts."""
-        return int(buffer.data.ptr)
+        memory: Any = buffer.data  # CuPy's own object, not numpy's memoryview
+        return int(memory.ptr)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -222,13 +227,13 @@ class Cuda(Backend):
         if seconds:
             self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """An NVTX range, where this CuPy has NVTX."""
         from cupyx.profiler import time_range
 
         return time_range(name) if self.xp.cuda.nvtx.available else super().range(name)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """What NVML says of clocks, power, temperature and throttling now; empty without NVML."""
         return nvml.state(self.xp.cuda.Device().pci_bus_id)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 from pathlib import Path
-from typing import Any
+
+from ..files import Json
 
 
 def nvidia_driver() -> bool:
@@ -24,7 +25,7 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def state(bus: str) -> dict[str, Any]:
+def state(bus: str) -> Json:
     """The state of the GPU at a PCI bus id; empty without NVML, and what it does not tell (in a container, say) is None."""
     try:
         import pynvml
@@ -36,9 +37,10 @@ def state(bus: str) -> dict[str, Any]:
     except pynvml.NVMLError:
         return {}
 
-    def ask(question: str, *more: Any) -> Any:
+    def ask(question: str, *more: int) -> int | None:
         try:
-            return getattr(pynvml, question)(gpu, *more)
+            found: int | None = getattr(pynvml, question)(gpu, *more)
+            return found
         except pynvml.NVMLError:
             return None
 

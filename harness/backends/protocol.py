@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ..array import ArrayModule, Bytes
 from ..fault import KernelFault
+from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 
@@ -38,7 +40,7 @@ class Loaded:
 
     kernel: Kernel
     plan: Plan
-    functions: Mapping[str, Any]
+    functions: Mapping[str, Any]  # the backend's own: CuPy's functions by entry, or the host's library
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
@@ -69,26 +71,26 @@ class Backend(Protocol):
     """What a backend offers. Buffers are uint8 arrays of `xp`; everything runs in order on one stream."""
 
     name: str  # "cpu" or "cuda", as --device, JSON and CSV say it
-    xp: Any  # numpy or cupy
+    xp: ArrayModule  # numpy or cupy
     guard_bytes: int  # poisoned memory wanted before and after each tensor
 
     def device(self) -> Device: ...
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """What a record says of this backend now: device, driver, versions, and for a GPU clocks, power and throttling."""
         ...
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded: ...
 
-    def memory(self, size: int) -> Any:
+    def memory(self, size: int) -> Bytes:
         """A new uint8 buffer of so many bytes, their values unspecified."""
         ...
 
-    def get(self, buffer: Any) -> Any:
+    def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...
 
-    def address(self, buffer: Any) -> int: ...
+    def address(self, buffer: Bytes) -> int: ...
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue the steps on a stream, given by its handle (None: the current one), and wait for nothing. What all others use."""
@@ -118,11 +120,11 @@ class Backend(Protocol):
         """Get ready for a sample: flush the L2 cache where cold, and keep the device busy for so long without waiting for it."""
         ...
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """A named stretch of time that a profiler's time line shows; nothing where there is no profiler."""
         return nullcontext()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
 

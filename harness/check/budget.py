@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, ArrayModule, to_host
 from ..dataset.storage import widen
 from ..problem import Problem
 from .reference import Reference
@@ -57,7 +57,12 @@ def ulp(value: float, dtype: str) -> float:
 
 
 def budget(
-    xp: Any, problem: Problem, tensor: str, reference: Reference, baselines: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+    xp: ArrayModule,
+    problem: Problem,
+    tensor: str,
+    reference: Reference,
+    baselines: Sequence[Mapping[str, Array]],
+    inputs: Mapping[str, Array],
 ) -> float:
     """The largest error a tensor may have, from the worst error e of the baselines and the largest finite reference value m.
 
@@ -92,12 +97,12 @@ def budget(
 
 def compare(
     problem: Problem,
-    got: Mapping[str, Any],
+    got: Mapping[str, Array],
     reference: Reference,
-    baselines: Sequence[Mapping[str, Any]],
+    baselines: Sequence[Mapping[str, Array]],
     tolerance: float | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    xp: Any = np,
+    inputs: Mapping[str, Array] | None = None,
+    xp: ArrayModule = np,
     tile: int = 64,
 ) -> dict[str, Verdict]:
     """A verdict for each tensor of `got` (storage arrays of xp). inputs: the storage tensors Q, K and dO, needed for dQ and dK.
@@ -113,7 +118,7 @@ def compare(
     return found
 
 
-def _judge(xp: Any, problem: Problem, tensor: str, array: Any, reference: Reference, limit: float, tile: int) -> Verdict:
+def _judge(xp: ArrayModule, problem: Problem, tensor: str, array: Array, reference: Reference, limit: float, tile: int) -> Verdict:
     expected = _expected(xp, problem, tensor, reference)
     values = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor))
     error = _error(xp, values, expected)
@@ -161,7 +166,7 @@ def message(verdict: Verdict) -> str:
     return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {verdict.expected:.7g}; {verdict.reason}"
 
 
-def error_map(problem: Problem, tensor: str, got: Any, reference: Reference, tile: int = 8, xp: Any = np) -> np.ndarray[Any, Any]:
+def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, tile: int = 8, xp: ArrayModule = np) -> Array:
     """|error| of the worst (batch, head) as (rows, blocks of `tile` columns), the greatest of each block; logsumexp has one column.
 
     inf marks what is not finite where it should be. Rows are the rows the reference holds.
@@ -172,21 +177,20 @@ def error_map(problem: Problem, tensor: str, got: Any, reference: Reference, til
     batch, head = np.unravel_index(int(error.argmax()), error.shape)[:2]
     picture = error[batch, head]
     blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
-    stacked = xp.stack(blocks, axis=1)
-    return stacked if xp is np else stacked.get()  # type: ignore[no-any-return]
+    return to_host(xp.stack(blocks, axis=1))
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _expected(xp: Any, problem: Problem, tensor: str, reference: Reference) -> Any:
+def _expected(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference) -> Array:
     """The reference, infinite where the storage type has no such value: a float16 gradient of 1e5 can only be stored as inf."""
     dtype, expected = problem.tensor_dtype(tensor), reference[tensor]
     limit = _TYPES[dtype][2] + (ulp(_TYPES[dtype][2], dtype) / 2 if dtype != "float64" else 0.0)
     return xp.where(xp.abs(expected) > limit, xp.copysign(xp.asarray(np.inf), expected), expected)
 
 
-def _error(xp: Any, values: Any, expected: Any) -> Any:
+def _error(xp: ArrayModule, values: Array, expected: Array) -> Array:
     """|values - expected|; 0 where both are the same infinity or both NaN; inf where only one of them is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (values == expected) | (xp.isnan(values) & xp.isnan(expected))
@@ -194,17 +198,17 @@ def _error(xp: Any, values: Any, expected: Any) -> Any:
     return xp.where(xp.isnan(error), np.inf, error)
 
 
-def _finite_error(xp: Any, values: Any, expected: Any) -> float:
+def _finite_error(xp: ArrayModule, values: Array, expected: Array) -> float:
     """The greatest error of a baseline, where it did not overflow and the reference is finite."""
     good = xp.isfinite(values) & xp.isfinite(expected)
     return float(xp.where(good, xp.abs(xp.where(good, values, 0.0) - xp.where(good, expected, 0.0)), 0.0).max())
 
 
-def _wide(xp: Any, problem: Problem, inputs: Mapping[str, Any], name: str) -> Any:
+def _wide(xp: ArrayModule, problem: Problem, inputs: Mapping[str, Array], name: str) -> Array:
     return widen(xp, inputs[name], problem.tensor_dtype(name))
 
 
-def _norm(xp: Any, array: Any) -> Any:
+def _norm(xp: ArrayModule, array: Array) -> Array:
     """Euclidean length of each row, nothing counted that is not finite."""
     finite = xp.where(xp.isfinite(array), array, 0.0)
     return xp.sqrt((finite * finite).sum(axis=-1))

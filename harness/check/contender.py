@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from ..array import Array
 from ..backends import Backend, Loaded
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
@@ -33,7 +33,7 @@ class PassResult:
     """
 
     name: str
-    outputs: Mapping[str, Any]
+    outputs: Mapping[str, Array]
     verdicts: Mapping[str, budget.Verdict]
     timed: Timed
     device_bytes: int | None  # None: not known
@@ -41,7 +41,7 @@ class PassResult:
     loaded: Loaded | None = None
     ran: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
-    maps: Mapping[str, Any] = field(default_factory=dict)
+    maps: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -84,7 +84,7 @@ class Contender:
             if backend.name == "cpu":  # a GPU says itself what does not fit
                 check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
 
-    def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Any] | None = None) -> PassResult:
+    def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:
         """Run a pass once on poisoned outputs, checked, not yet timed. A kernel's backward pass reads O and logsumexp of `forward`,
         by default the reference's; a peer makes its own. Raises as :func:`run_kernel` and Peer.prepare do."""
         if self.peer:
@@ -93,7 +93,7 @@ class Contender:
 
 
 def run_kernel(
-    backend: Backend, chosen: Kernel, oracle: Oracle, inputs: Mapping[str, Any], tiles: Mapping[str, int] | None = None
+    backend: Backend, chosen: Kernel, oracle: Oracle, inputs: Mapping[str, Array], tiles: Mapping[str, int] | None = None
 ) -> PassResult:
     """Load a kernel, run it once on poisoned outputs and judge what it wrote. inputs: READS of its pass, host storage arrays.
 
@@ -120,7 +120,7 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran)
 
 
-def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Any]) -> None:
+def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:
     """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises."""
     if chosen.logits == float("inf"):
         return

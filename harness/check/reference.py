@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, tf32, through, widen
 from ..problem import Problem
 
@@ -34,15 +34,15 @@ class Reference:
     size 1 (row norms): what a peaked softmax does to the last bits of a long dot product, whatever their order.
     """
 
-    values: Mapping[str, Any]
-    rows: Mapping[str, Any] | None
+    values: Mapping[str, Array]
+    rows: Mapping[str, Array] | None
     share: float
     noise: Mapping[str, float]
 
-    def __getitem__(self, tensor: str) -> Any:
+    def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
 
-    def select(self, tensor: str, array: Any) -> Any:
+    def select(self, tensor: str, array: Array) -> Array:
         """The rows of a whole tensor that the reference holds."""
         return array if self.rows is None else array[:, :, self.rows[tensor]]
 
@@ -50,47 +50,48 @@ class Reference:
 # -- one attention, at any precision ----------------------------------------------------------------------------------
 
 
-def _same(array: Any) -> Any:
+def _same(array: Array) -> Array:
     return array
 
 
-def _square(array: Any) -> Any:
+def _square(array: Array) -> Array:
     """The squared length of each row, as a last axis of one."""
-    return (array * array).sum(axis=-1, keepdims=True)
+    lengths: Array = (array * array).sum(axis=-1, keepdims=True)
+    return lengths
 
 
 @dataclass(frozen=True)
 class _Math:
     """How one computation rounds: the type it works in, what happens to operands of a product, to P and dS, to outputs."""
 
-    xp: Any
+    xp: ArrayModule
     problem: Problem
     work: str = "float64"
-    operand: Callable[[Any], Any] = _same
-    narrow: Callable[[Any], Any] = _same
+    operand: Callable[[Array], Array] = _same
+    narrow: Callable[[Array], Array] = _same
     reverse: bool = False  # visit the keys from the last to the first: another legal order of summation
     noise: dict[str, float] | None = None  # where to note Reference.noise; None: do not
 
-    def load(self, tensors: Mapping[str, Any], name: str) -> Any:
+    def load(self, tensors: Mapping[str, Array], name: str) -> Array:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
         p = self.problem
         array = widen(self.xp, tensors[name], p.tensor_dtype(name), self.work)
         return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
 
-    def product(self, a: Any, b: Any) -> Any:
+    def product(self, a: Array, b: Array) -> Array:
         return self.xp.matmul(self.operand(a), self.operand(b))
 
-    def key_order(self, keys: Any | None) -> Any:
+    def key_order(self, keys: Array | None) -> Array:
         every = self.xp.arange(self.problem.seq_kv) if keys is None else keys
         return every[::-1] if self.reverse else every
 
-    def note(self, name: str, squares: Any, factor: Any) -> None:
+    def note(self, name: str, squares: Array, factor: Array) -> None:
         """Keep the greatest sqrt(squares) * |scale| * factor as the noise of a tensor. squares may be a little below zero."""
         assert self.noise is not None
         size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
         self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
-    def tiles(self, rows: Any, keys: int) -> Iterator[tuple[slice, Any]]:
+    def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
         """(group slice, row indices) such that a tile of scores stays within the limit."""
         p, limit = self.problem, _TILE_CPU if self.xp is np else _TILE_GPU
         group = p.heads_q // p.heads_kv
@@ -100,7 +101,7 @@ class _Math:
             for row in range(0, len(rows), step):
                 yield slice(first, first + some), rows[row : row + step]
 
-    def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> Any:
+    def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
         n, group, count, dim = q.shape
         s = self.product(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
@@ -111,7 +112,7 @@ class _Math:
             s = self.xp.where(visible, s, s.dtype.type(-np.inf))
         return s
 
-    def forward(self, q: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any, Any]:
+    def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
         """O (n, group, rows, D), and per row the greatest score (0 where fully masked) and the sum of exp(score - greatest)."""
         xp, keys = self.xp, self.key_order(None)
         n, group, _, dim = q.shape
@@ -140,12 +141,14 @@ class _Math:
                 self.note("logsumexp", whole.reshape(shape), norm / divisor)
         return out, top, total
 
-    def logsumexp(self, top: Any, total: Any) -> Any:
+    def logsumexp(self, top: Array, total: Array) -> Array:
         xp = self.xp
         safe = xp.where(total == 0, total.dtype.type(1), total)
         return xp.where(total == 0, total.dtype.type(-np.inf), top + xp.log(safe))
 
-    def gradients(self, x: Mapping[str, Any], top: Any, total: Any, delta: Any, rows: Any, keys: Any | None) -> tuple[Any, Any, Any]:
+    def gradients(
+        self, x: Mapping[str, Array], top: Array, total: Array, delta: Array, rows: Array, keys: Array | None
+    ) -> tuple[Array, Array, Array]:
         """dQ of these rows, dK and dV of these keys (None: all), P = exp(score - top) / total; rows index top, total, delta too."""
         xp, scale = self.xp, self.problem.scale
         q, dout = x["Q"], x["dO"]
@@ -191,7 +194,7 @@ class _Math:
             dk, dv = dk[:, ::-1], dv[:, ::-1]
         return dq, dk, dv
 
-    def backward(self, x: Mapping[str, Any], out: Any, top: Any, total: Any) -> dict[str, Any]:
+    def backward(self, x: Mapping[str, Array], out: Array, top: Array, total: Array) -> dict[str, Array]:
         """dQ, dK, dV (sampled as :func:`sample` says) from whole-row O, top and total."""
         delta = (x["dO"] * out).sum(axis=-1)
         picked, every = sample(self.problem), self.xp.arange(self.problem.seq_q)
@@ -203,7 +206,7 @@ class _Math:
             _, dk, dv = self.gradients(x, top, total, delta, every, keys)
         return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
 
-    def shaped(self, name: str, array: Any) -> Any:
+    def shaped(self, name: str, array: Array) -> Array:
         """A grouped array as the tensor it is, (batch, heads, rows, ...)."""
         shape = self.problem.shape(name)
         return array.reshape(*shape[:2], -1, *shape[3:])
@@ -212,13 +215,13 @@ class _Math:
 # -- what others call -------------------------------------------------------------------------------------------------
 
 
-def sample(problem: Problem) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+def sample(problem: Problem) -> tuple[Array, Array] | None:
     """(query rows, key rows) to check where a head has more than DENSE_SCORES scores, else None: all. The same on every call."""
     if problem.seq_q * problem.seq_kv <= DENSE_SCORES:
         return None
     random = np.random.RandomState(0)
 
-    def rows(count: int) -> np.ndarray[Any, Any]:
+    def rows(count: int) -> Array:
         every = np.arange(count)
         edges = every[(every % EDGE == 0) | (every % EDGE == EDGE - 1) | (every == count - 1)]
         return np.union1d(edges, random.choice(count, min(count, SAMPLE), replace=False))
@@ -226,7 +229,7 @@ def sample(problem: Problem) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
     return rows(problem.seq_q), rows(problem.seq_kv)
 
 
-def _rows(xp: Any, problem: Problem, backward: bool) -> tuple[Any, dict[str, Any] | None]:
+def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dict[str, Array] | None]:
     """The rows a forward must compute, and the rows each tensor is returned in (None: all)."""
     picked, every = sample(problem), xp.arange(problem.seq_q)
     if picked is None:
@@ -236,7 +239,7 @@ def _rows(xp: Any, problem: Problem, backward: bool) -> tuple[Any, dict[str, Any
     return every if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 
-def reference(xp: Any, problem: Problem, tensors: Mapping[str, Any]) -> Reference:
+def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -> Reference:
     """Float64 O and logsumexp (and dQ, dK, dV where tensors holds dO) of storage tensors Q, K, V[, dO].
 
     A fully masked row gives O = 0, logsumexp = -inf, gradients 0.
@@ -256,7 +259,7 @@ def reference(xp: Any, problem: Problem, tensors: Mapping[str, Any]) -> Referenc
     return Reference(values, picked, share, noise)
 
 
-def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic: str) -> list[dict[str, Any]]:
+def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str) -> list[dict[str, Array]]:
     """What a right kernel of a class computes, in several legal ways; their worst error against the reference sets the budget.
 
     arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type
@@ -269,10 +272,10 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
     """
     if problem.dtype == "float64":
         return []
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Array]] = []
     dtype, backward = problem.dtype, "dO" in tensors
-    narrow: Callable[[Any], Any] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
-    operand: Callable[[Any], Any] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
+    narrow: Callable[[Array], Array] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
+    operand: Callable[[Array], Array] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
         for reverse in (False, True):

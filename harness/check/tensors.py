@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, Bytes
 from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
@@ -46,11 +46,12 @@ class Tensor:
         self.address = backend.address(self._raw) + self._start
 
     @property
-    def buffer(self) -> Any:
+    def buffer(self) -> Bytes:
         """The tensor's own bytes."""
-        return self._raw[self._start : self._start + self.bytes]
+        own: Bytes = self._raw[self._start : self._start + self.bytes]
+        return own
 
-    def rows(self) -> Any:
+    def rows(self) -> Array:
         """A (..., pitch) view in the storage type; bfloat16 as uint16 where the array module has no such type."""
         item = (
             self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
@@ -58,14 +59,14 @@ class Tensor:
         shape = (*self.shape[:3], self.pitch) if len(self.shape) == 4 else self.shape
         return self.buffer.view(item).reshape(shape)
 
-    def upload(self, array: Any) -> None:
+    def upload(self, array: Array) -> None:
         """Fill with a host array of the storage type; pitch columns stay poisoned."""
         xp = self.backend.xp
         view = self.rows()
         source = array if xp is np else xp.asarray(np.ascontiguousarray(array).view(view.dtype))
         view[..., : array.shape[-1]] = source
 
-    def values(self) -> Any:
+    def values(self) -> Array:
         """The tensor without its pitch columns, in the backend's array module."""
         view = self.rows()
         return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
@@ -92,7 +93,7 @@ class Bound:
     outside its outputs or changed an input.
     """
 
-    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Array]) -> None:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
         self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
@@ -117,7 +118,7 @@ class Bound:
         """Device memory the tensors and workspaces take."""
         return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Array]:
         """Poison the outputs, launch, check guard bands and inputs; the outputs as host storage arrays."""
         for name in WRITES[self.pass_]:
             self.tensors[name].poison()
@@ -143,7 +144,7 @@ class Bound:
         """Free the copies of the inputs that run() compares with, half the memory of a forward pass: only times are wanted now."""
         self._originals.clear()
 
-    def _host(self, name: str) -> Any:
+    def _host(self, name: str) -> Array:
         tensor = self.tensors[name]
         flat = np.asarray(self.backend.get(tensor.buffer)).view(tensor.storage)
         if len(tensor.shape) == 3:

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from ..array import Array
 from ..fault import DataFault, UsageFault
-from ..files import json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
+from ..files import Json, json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
-from .storage import STORAGE, Array
+from .storage import STORAGE
 
 META, OUTPUTS = "meta.json", "outputs.json"
 #: What stands for the hash of a dO.bin that is not there: seed 002's rule, all ones.
@@ -38,7 +38,7 @@ class Dataset:
     folder: Path
     problem: Problem
     seed: int | None
-    meta: Mapping[str, Any] | None
+    meta: Json | None
     tensors: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
@@ -53,7 +53,7 @@ class Dataset:
             self.hashes[name] = ONES
             return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
         data = read_exact(path, self.problem.tensor_bytes(name), _remake(self.problem))
-        self.hashes[name] = sha256(data)
+        self.hashes[name] = sha256(data.data)
         if self.meta is not None and listed.get(path.name) != self.hashes[name]:
             raise DataFault(
                 f"{path} is not the file {META} describes",
@@ -99,7 +99,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
     try:
         with locked(folder):
             data = generate(problem, seed)
-            hashes = {f"{name}.bin": sha256(array.view(np.uint8)) for name, array in data.items()}
+            hashes = {f"{name}.bin": sha256(array.view(np.uint8).data) for name, array in data.items()}
             meta = {
                 "format": 1,
                 "shape": _shape(problem),
@@ -110,8 +110,8 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
                 "sha256": hashes,
                 "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
             }
-            files: dict[str, Any] = {META: json_bytes(meta)}
-            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1) for name, array in data.items()})
+            files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
+            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
     finally:
         if created:
             with suppress(OSError):  # not empty: it was written
@@ -158,7 +158,7 @@ def open_(folder: Path) -> Dataset:
     return Dataset(folder, problem, seed, meta, tensors)
 
 
-def _parse(path: Path, meta: Mapping[str, Any], hint: str) -> tuple[Problem, int | None]:
+def _parse(path: Path, meta: Json, hint: str) -> tuple[Problem, int | None]:
     shape, hashes, seed = meta.get("shape"), meta.get("sha256"), meta.get("seed")
     names = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
     good = isinstance(shape, dict) and isinstance(hashes, dict) and (seed is None or type(seed) is int)
@@ -189,13 +189,15 @@ def _remake(problem: Problem | None) -> str:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, Any]) -> None:
+def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
     """Write a run's outputs beside its inputs and outputs.json last. The caller holds the folder's lock.
 
     record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
     backward run keeps the forward's O and logsumexp listed, and under "forward" what the earlier record said of them.
     """
-    files: dict[str, Any] = {f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1) for name, array in outputs.items()}
+    files: dict[str, bytes | memoryview] = {
+        f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for name, array in outputs.items()
+    }
     listed = {name: sha256(data) for name, data in files.items()}
     whole = dict(record)
     if record["mode"] == "backward":
@@ -231,7 +233,7 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
         if path.name not in listed:
             raise DataFault(f"{folder / OUTPUTS} does not list {path.name}", "no forward pass finished here", hint)
         data = read_exact(path, problem.tensor_bytes(name), hint)
-        if sha256(data) != listed[path.name]:
+        if sha256(data.data) != listed[path.name]:
             raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
         found.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
     return found[0], found[1]

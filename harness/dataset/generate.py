@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..array import Array
 from ..fault import UsageFault
 from ..problem import Problem
-from .storage import STORAGE, Array
+from .storage import STORAGE
 
 INPUTS = ("Q", "K", "V", "dO")
 RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"

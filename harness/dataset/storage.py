@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from ..array import Array, ArrayModule
 
 #: The numpy dtype of each storage type.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -21,7 +21,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
 }
 
 
-def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
+def widen(xp: ArrayModule, array: Array, dtype: str, to: str = "float64") -> Array:
     """Storage values as float64 (or `to`), exactly. bfloat16 may come as ml_dtypes.bfloat16 or as its bits in uint16."""
     if dtype == "bfloat16":
         bits = array if array.dtype == np.uint16 else array.view(np.uint16)
@@ -30,7 +30,7 @@ def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
         return array.astype(to, copy=False)
 
 
-def round_to(xp: Any, array: Any, dtype: str) -> Any:
+def round_to(xp: ArrayModule, array: Array, dtype: str) -> Array:
     """Values rounded to nearest even in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -44,14 +44,14 @@ def round_to(xp: Any, array: Any, dtype: str) -> Any:
     return half.view(ml_dtypes.bfloat16)
 
 
-def through(xp: Any, array: Any, dtype: str) -> Any:
+def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
     """The array with its values rounded to a storage type, still in its own type."""
     if np.dtype(array.dtype).name == dtype:
         return array
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
 
 
-def tf32(xp: Any, array: Any) -> Any:
+def tf32(xp: ArrayModule, array: Array) -> Array:
     """float32 values rounded to tf32's 10 bits of mantissa, ties away from zero, as cvt.rna does."""
     rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return xp.where(xp.isfinite(array), rounded, array)

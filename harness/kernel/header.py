@@ -10,10 +10,13 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, READS, WRITES
+
+#: A TOML table. REQUIRED, OPTIONAL and their like check its values; after that they are what these say.
+Table = dict[str, Any]
 
 #: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
 ARITHMETIC = ("f32", "p16", "tf32")
@@ -26,29 +29,29 @@ _BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", 
 _ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
-def _expression(value: Any) -> bool:
+def _expression(value: object) -> bool:
     return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
-def _named(value: Any) -> bool:
+def _named(value: object) -> TypeGuard[Table]:
     """A table whose keys can be macro names."""
     return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
 
 
-def _rising(value: Any) -> bool:
+def _rising(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(v) is int and v > 0 for v in value) and value == sorted(set(value))
 
 
-def _arch(value: Any) -> bool:
+def _arch(value: object) -> bool:
     rules = list(value.values()) if isinstance(value, dict) else [value]
     return all(isinstance(rule, str) and _ARCH.fullmatch(rule) for rule in rules)
 
 
-Kind = tuple[Callable[[Any], bool], str]
+Kind = tuple[Callable[[object], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
 _NUMBER: Kind = (_expression, "a whole number or an expression")
@@ -105,13 +108,13 @@ class Launch:
     args: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, item: dict[str, Any]) -> Launch:
+    def of(cls, item: Table) -> Launch:
         """From a checked table."""
         grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
         return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Table:
     """The checked header of a kernel file. Raises UsageFault naming file and line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -155,7 +158,7 @@ class _Lines:
     first: int
     body: str
 
-    def check(self, table: str, found: dict[str, Any], required: dict[str, Kind], optional: dict[str, Kind]) -> None:
+    def check(self, table: str, found: Table, required: dict[str, Kind], optional: dict[str, Kind]) -> None:
         """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong kind."""
         kinds = required | optional
         where = f" in {table}" if table else ""

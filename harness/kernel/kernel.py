@@ -11,12 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
-from .header import Launch, bad, read_header
+from .header import Launch, Table, bad, read_header
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
@@ -54,7 +53,7 @@ class Kernel:
     aliases: tuple[str, ...] = ()
     spill_bytes_allowed: int = 0
     tile: Mapping[str, int | str] = field(default_factory=dict)
-    workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    workspace: Mapping[str, Table] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
     forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
 

@@ -11,9 +11,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+
+from ..files import Json
 
 #: Below this part of the device's greatest clock a run was throttled, whatever the driver says (as nvbench has it).
 SLOW_CLOCK = 0.75
@@ -82,8 +84,8 @@ class Timing:
     call_seconds: tuple[float, ...]
     launch: str = "direct"
     throttled: str = ""
-    before: Mapping[str, Any] = field(default_factory=dict)
-    after: Mapping[str, Any] = field(default_factory=dict)
+    before: Json = field(default_factory=dict)
+    after: Json = field(default_factory=dict)
     turns: tuple[int, ...] = ()
 
     @property
@@ -130,7 +132,7 @@ class Stage(Protocol):
         """Flush the L2 cache where cold, then keep the device busy for at least so long, without waiting for it."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now; empty on a CPU."""
         ...
 
@@ -235,7 +237,7 @@ def _noise(values: Sequence[float]) -> float:
     return float(1.25 * spread / len(values) ** 0.5 / middle)
 
 
-def throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def throttling(before: Json, after: Json) -> str:
     """Why the device was held back during a measurement, or an empty text. Running into its power limit at full clocks is not."""
     found = []
     for state in (before, after):

@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from ..array import Array
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 
@@ -27,7 +28,7 @@ class Prepared(Protocol):
     @property
     def peak_bytes(self) -> int | None: ...
 
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self) -> dict[str, Array]:
         """Host storage arrays of a fresh run: O and, where the library gives it, logsumexp; or dQ, dK, dV."""
         ...
 
@@ -61,7 +62,7 @@ class Peer(Protocol):
         """Raise UsageFault where it does not take a pass of a problem."""
         ...
 
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> Prepared:
+    def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> Prepared:
         """Put host storage arrays Q, K, V (backward: and dO) in place and run once. pass_: "forward" or "backward".
 
         Raises UsageFault for what it refuses, or where something else ran; EnvironmentFault for a library that does not

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..problem import PASSES, Problem
 from .base import installed
-from .on_torch import Step, TorchPeer, module, version
+from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +23,13 @@ class Flash(TorchPeer):
     heads_first: bool = False
     bottom_right: bool = True
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
         """The function; of what it returns, O and logsumexp."""
         run = module(self, self.package).flash_attn_func
         options = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
 
-        def attend(q: Any, k: Any, v: Any) -> Sequence[Any]:
-            found: Sequence[Any] = run(q, k, v, **options)[:2]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = run(q, k, v, **options)[:2]
             return found
 
         return attend

@@ -6,22 +6,20 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..array import Array
 from ..dataset.storage import round_to, widen
 from ..problem import WRITES, Problem
 from .base import Library
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numpy(Library):
     """float32 arithmetic whatever the storage type; one rounding of each output."""
 
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> NumpyPrepared:
+    def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> NumpyPrepared:
         """Inputs widened and, for a backward pass, the forward done. Raises UsageFault for what it refuses."""
         self.refuse(problem, pass_)
         return NumpyPrepared(self.name, problem, inputs, pass_)
@@ -30,7 +28,7 @@ class Numpy(Library):
 class NumpyPrepared:
     """numpy, ready: see base.Prepared."""
 
-    def __init__(self, name: str, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> None:
+    def __init__(self, name: str, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> None:
         self.name, self._problem, self._pass = name, problem, pass_
         names = ("Q", "K", "V") if pass_ == "forward" else ("Q", "K", "V", "dO")
         self._x = {n: widen(np, inputs[n], problem.dtype, "float32") for n in names}
@@ -45,7 +43,7 @@ class NumpyPrepared:
     def _run(self) -> tuple[Array, ...]:
         return forward(self._problem, self._x) if self._pass == "forward" else backward(self._problem, self._x | self._saved)
 
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self) -> dict[str, Array]:
         """Host storage arrays of a fresh run."""
         values = zip(WRITES[self._pass], self._run(), strict=True)
         return {name: round_to(np, value, self._problem.tensor_dtype(name)) for name, value in values}

@@ -19,12 +19,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..array import Array
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..problem import Problem
 from .base import Library
 
+#: A torch tensor, and a torch device. PyTorch is optional, and mypy does not follow it (pyproject.toml): it finds the same with it
+#: and without.
+Tensor = Any
+TorchDevice = Any
+
+#: A differentiable attention of (q, k, v) that returns (O[, logsumexp]), all in the library's layout.
+Attention = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
+
 #: One run: enqueues the pass and returns its outputs, (O[, logsumexp]) or (dQ, dK, dV), in the library's layout.
-Step = Callable[[], Sequence[Any]]
+Step = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +44,11 @@ class TorchPeer(Library):
 
     # -- what a family says -------------------------------------------------------------------------------------------
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
         """A function of (q, k, v) that returns (O[, logsumexp]); a mask and the like are made here, before any timing."""
         raise NotImplementedError
 
-    def forced(self) -> contextlib.AbstractContextManager[Any]:
+    def forced(self) -> contextlib.AbstractContextManager[object]:
         """What must hold while it runs: a choice of backend."""
         return contextlib.nullcontext()
 
@@ -61,7 +70,7 @@ class TorchPeer(Library):
                     why = f"it has code for compute capability {self.arch[0] / 10} to {self.arch[1] / 10}, this GPU has {major}.{minor}"
                     raise UsageFault(f"{self.name} does not run on this GPU", why, "leave it out: --peers")
 
-    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
+    def start(self, problem: Problem, x: Mapping[str, Tensor], pass_: str) -> Step:
         """The step of a pass; a backward pass's forward is run now, in the current stream."""
         import torch
 
@@ -72,7 +81,7 @@ class TorchPeer(Library):
         out = attend(*leaves)[0]
         return lambda: torch.autograd.grad(out, leaves, x["dO"], retain_graph=True)
 
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> TorchPrepared:
+    def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> TorchPrepared:
         """Tensors in place and one run done. Raises as base.Peer.prepare says."""
         self.refuse(problem, pass_)
         with told(self):
@@ -82,7 +91,7 @@ class TorchPeer(Library):
 class TorchPrepared:
     """A torch peer, ready: see base.Prepared."""
 
-    def __init__(self, peer: TorchPeer, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> None:
+    def __init__(self, peer: TorchPeer, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> None:
         import torch
 
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -104,7 +113,7 @@ class TorchPrepared:
             self.ran += ", TF32 off"
         self.peak_bytes = self._peak(before) if self._on_gpu else None
 
-    def _layout(self, tensor: Any) -> Any:
+    def _layout(self, tensor: Tensor) -> Tensor:
         return (tensor if self._peer.heads_first else tensor.transpose(1, 2)).contiguous()
 
     @contextlib.contextmanager
@@ -120,7 +129,7 @@ class TorchPrepared:
         cuda.synchronize()
         return int(cuda.max_memory_allocated() - before)
 
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self) -> dict[str, Array]:
         """Host storage arrays of a fresh run: O[, logsumexp], or dQ, dK, dV. A row that sees no key has logsumexp -inf."""
         with told(self._peer), self._scope():
             values = self._step()
@@ -187,7 +196,9 @@ class TorchPrepared:
             cuda.synchronize()
             return None
 
-        def replay(kept: Any = kept, step: Step = step) -> Callable[[], float]:  # both hold memory that the graph writes and reads
+        def replay(
+            kept: Sequence[Tensor] = kept, step: Step = step
+        ) -> Callable[[], float]:  # both hold memory that the graph writes and reads
             return self._between_events(captured.replay)
 
         return replay
@@ -196,7 +207,7 @@ class TorchPrepared:
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def to_torch(array: Any, dtype: str) -> Any:
+def to_torch(array: Array, dtype: str) -> Tensor:
     """A CPU tensor with a copy of a storage array. bfloat16 goes by its bits, since numpy and torch share no such type."""
     import torch
 
@@ -206,14 +217,16 @@ def to_torch(array: Any, dtype: str) -> Any:
     return torch.from_numpy(array)
 
 
-def to_host(tensor: Any, dtype: str) -> Any:
+def to_host(tensor: Tensor, dtype: str) -> Array:
     """A tensor as a contiguous storage array; the inverse of :func:`to_torch`."""
     import torch
 
     tensor = tensor.detach().contiguous().cpu()
     if dtype == "bfloat16":
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.to(getattr(torch, dtype)).numpy()
+        bits: Array = tensor.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    found: Array = tensor.to(getattr(torch, dtype)).numpy()
+    return found
 
 
 def operators(step: Step) -> tuple[str, ...]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, operators
+from .on_torch import Attention, Step, TorchDevice, TorchPeer, operators
 
 HALF = ("float16", "bfloat16")
 TORCH = "pip install 'fa-cli[torch]'"
@@ -28,7 +26,7 @@ class Sdpa(TorchPeer):
     modules: tuple[str, ...] = ("torch",)
     install: str = TORCH
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
         """The function, with its mask made."""
         import torch
 
@@ -41,13 +39,13 @@ class Sdpa(TorchPeer):
         run = torch.nn.functional.scaled_dot_product_attention
         return lambda q, k, v: (run(q, k, v, **options),)
 
-    def forced(self) -> contextlib.AbstractContextManager[Any]:
+    def forced(self) -> contextlib.AbstractContextManager[object]:
         """Nothing but this backend."""
         if not self.backend:
             return contextlib.nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        forced: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, self.backend))
+        forced: contextlib.AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, self.backend))
         return forced
 
     def ran(self, step: Step, pass_: str) -> str:

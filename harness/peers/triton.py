@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, module, version
+from .on_torch import Step, Tensor, TorchPeer, module, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,7 @@ class Triton(TorchPeer):
 
     bottom_right: bool = True
 
-    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
+    def start(self, problem: Problem, x: Mapping[str, Tensor], pass_: str) -> Step:
         """The launches of a pass; a backward pass's O and logsumexp are made now."""
         step: Step = module(self, f"{__package__}.triton_kernels").step(problem, x, pass_)
         return step

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, module, operators, version
+from .on_torch import Attention, Step, TorchDevice, TorchPeer, module, operators, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +16,7 @@ class Xformers(TorchPeer):
     heads_first: bool = False
     bottom_right: bool = True
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
         """The function, with its mask made."""
         run = module(self, "xformers.ops").memory_efficient_attention
         biases = module(self, "xformers.ops.fmha.attn_bias")

@@ -36,6 +36,7 @@ ROOMS = (
     "child",
     "environment",
     "files",
+    "array",
     "problem",
     "fault",
 )

@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...array import ArrayModule, Bytes
 from ...fault import DiskFault, EnvironmentFault, UsageFault
+from ...files import Json
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
@@ -76,7 +77,7 @@ class Host(Backend):
     """
 
     name = "cpu"
-    xp: Any = np
+    xp: ArrayModule = np
 
     def __init__(self, seed: int | None = None, check: str | None = None) -> None:
         if check not in (None, *CHECKS):
@@ -95,7 +96,7 @@ class Host(Backend):
         """The processor. The architecture and sizes are those of the GPU whose launch plans are followed (an H200)."""
         return Device("cpu", processor(), "sm_90", 132, 50 << 20, 232448)
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """Processor, compiler and threads."""
         version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
         return {"device": self.name, "device_name": processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
@@ -106,15 +107,15 @@ class Host(Backend):
         library = _library(kernel, plan, self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
-    def memory(self, size: int) -> Any:
+    def memory(self, size: int) -> Bytes:
         """Bytes between fences; for AddressSanitizer of the heap, around whose arrays it puts its own."""
         return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
 
-    def get(self, buffer: Any) -> Any:
+    def get(self, buffer: Bytes) -> Bytes:
         """The buffer's bytes, copied."""
         return np.array(buffer)
 
-    def address(self, buffer: Any) -> int:
+    def address(self, buffer: Bytes) -> int:
         """Where the buffer starts."""
         return int(buffer.ctypes.data)
 
@@ -169,7 +170,7 @@ class Host(Backend):
     def before(self, seconds: float, cold: bool) -> None:
         """Nothing: CPU times are not published, so its caches are left as they are."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Nothing to say."""
         return {}
 
@@ -314,7 +315,7 @@ def _words() -> str:
     return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 
 
-def _aligned(data: bytes) -> Any:
+def _aligned(data: bytes) -> Bytes:
     room = np.empty(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
     room[start : start + len(data)] = np.frombuffer(data, np.uint8)

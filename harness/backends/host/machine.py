@@ -14,10 +14,10 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...array import Bytes
 from ...fault import UsageFault
 
 #: Bytes before and after that cannot be read or written: address space, not memory.
@@ -49,7 +49,7 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
-def fenced(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def fenced(size: int) -> Bytes:
     """size bytes of zeros between two fences; given back when the array and its views are gone. Raises MemoryError."""
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
