@@ -122,7 +122,7 @@ class Problem:
 
         The new values are not checked, but for causal_shift, which is clamped. Raises TypeError for a field that there is none of.
         """
-        made = replace(self, **changes)  # type: ignore[arg-type]
+        made = replace(self, **changes)  # type: ignore[arg-type]  # the values are the caller's
         given = "causal_shift" in changes or self.causal_shift != self.default_shift
         return replace(made, causal_shift=_shift(made.seq_q, made.seq_kv, made.causal, made.causal_shift if given else None))
 

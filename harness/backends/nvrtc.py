@@ -1,4 +1,4 @@
-"""NVRTC without a GPU or a driver: the options every CUDA compile of ours uses, and what the compiler says of a kernel.
+"""NVRTC without a GPU or a driver: the options of every CUDA compile, and the resources of a compiled kernel.
 
 `options` is the only place of compile options: cuda.py passes them to cupy.RawModule, `compile_` to NVRTC itself. So `fa-cli compile`
 on a machine without a GPU compiles the code that a GPU runs.

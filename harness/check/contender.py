@@ -20,7 +20,7 @@ from . import budget
 from .oracle import Oracle
 from .tensors import Bound
 
-#: A peer whose errors are within so many budgets keeps its times, and the row says what it exceeds: it is measured, not tested.
+#: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
 PEER_BUDGETS = 8.0
 
 
@@ -81,7 +81,7 @@ class Contender:
                 self.peer.refuse(problem, pass_)
         for kernel in self.kernels.values():
             spaces = kernel.plan(problem, backend.device(), self.tiles).workspaces
-            if backend.name == "cpu":  # a GPU says itself what does not fit
+            if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
                 check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
 
     def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:

@@ -139,7 +139,7 @@ def open_(folder: Path) -> Dataset:
 
     Raises DataFault where there is no such folder, its name and meta.json disagree, or neither describes it.
     """
-    folder = Path(os.path.abspath(folder))  # not resolved: a link's own name may be the one that says the shape
+    folder = Path(os.path.abspath(folder))  # not resolved: the shape may be in the name of a link
     if not folder.is_dir():
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise DataFault(f"{folder} is not a data folder", why, "fa-cli gen-data makes one")
@@ -162,11 +162,11 @@ def open_(folder: Path) -> Dataset:
 def _parse(path: Path, meta: Json, hint: str) -> tuple[Problem, int | None]:
     shape, hashes, seed = meta.get("shape"), meta.get("sha256"), meta.get("seed")
     names = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
-    good = isinstance(shape, dict) and isinstance(hashes, dict) and (seed is None or type(seed) is int)
-    if not good or set(shape or ()) != set(names) or any(type(v) is not int for v in (shape or {}).values()):
+    good = isinstance(hashes, dict) and (seed is None or type(seed) is int)
+    if not good or not isinstance(shape, dict) or set(shape) != set(names) or any(type(v) is not int for v in shape.values()):
         raise DataFault(f"{path} is not a data folder's record", f"it needs shape ({', '.join(names)}), dtype, seed and sha256", hint)
     try:
-        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed  # type: ignore[arg-type]
+        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed
     except UsageFault as fault:
         raise DataFault(f"{path}: {fault.what}", fault.why, hint) from None
 

@@ -137,7 +137,7 @@ class Stage(Protocol):
     """What measure needs of a backend (harness.backends.Backend has it)."""
 
     def before(self, seconds: float, cold: bool) -> None:
-        """Flush the L2 cache where cold, then keep the device busy for at least so long, without waiting for it."""
+        """Flush the L2 cache where cold, then keep the device busy for at least `seconds`, without waiting for it."""
         ...
 
     def state(self) -> Json:

@@ -186,7 +186,7 @@ def compiler() -> tuple[str, ...]:
         if found := shutil.which(name):
             return (found,)
     with contextlib.suppress(ImportError):
-        import ziglang  # type: ignore[import-not-found]  # noqa: F401
+        import ziglang  # type: ignore[import-not-found]  # noqa: F401  # optional; found, not used
 
         return (sys.executable, "-m", "ziglang", "c++")
     raise EnvironmentFault(
