@@ -26,6 +26,7 @@ ROOMS = (
     "child",
     "environment",
     "files",
+    "array",
     "problem",
     "fault",
 )
