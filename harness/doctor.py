@@ -21,7 +21,7 @@ from .backends import cache_dir, nvidia_driver, nvrtc
 from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
-from .fault import Fault
+from .fault import Fault, install_extra
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -122,7 +122,7 @@ def _version(package: str) -> str | None:
 
 
 def _fa_cli() -> Check:
-    version = _version("fa-cli")
+    version = _version("fa-harness")
     return Check("fa-cli", OK, f"{version}, from {Path(__file__).parent.parent}" if version else "a checkout that is not installed")
 
 
@@ -170,7 +170,7 @@ def _cuda_major(name: str) -> str | None:
 def _torch() -> Check:
     version = _version("torch")
     if not version:
-        return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install 'fa-cli[torch]'")
+        return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install torch")
     spec = importlib.util.find_spec("torch")  # of a top-level package: finds it without importing it
     stated = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", stated, re.M)
@@ -192,7 +192,7 @@ def _nccl() -> Check:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
-        return Check("nccl", WARN, "not found: no ring over several GPUs", "pip install 'fa-cli[ring]'")
+        return Check("nccl", WARN, "not found: no ring over several GPUs", install_extra("ring"))
     return Check("nccl", OK, f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}, the system's")
 
 
@@ -203,7 +203,7 @@ def _mpi() -> Check:
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
     lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"
-    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", "pip install 'fa-cli[ring]'")
+    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", install_extra("ring"))
 
 
 # -- tools and the process --------------------------------------------------------------------------------------------

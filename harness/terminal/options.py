@@ -155,7 +155,7 @@ def print_version(context: click.Context, _parameter: click.Parameter, value: bo
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            click.echo(f"fa-cli {version('fa-cli')}")
+            click.echo(f"fa-cli {version('fa-harness')}")
         except PackageNotFoundError:
             click.echo("fa-cli, a checkout that is not installed")
         context.exit()
