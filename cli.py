@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -39,7 +39,7 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Replace a folder that holds other data.")
 @options.printing
 @click.pass_context
-def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: Any) -> int:
+def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
     """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
     written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
     return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
@@ -69,7 +69,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
-def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: Any) -> int:
+def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: options.Value) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
     if watch and not harness.terminal.watch.watched():
@@ -120,7 +120,7 @@ def experiment(
     peers: str | None,
     no_gpu_reference: bool,
     json: bool,
-    **given: Any,
+    **given: options.Value,
 ) -> int:
     """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
@@ -144,7 +144,7 @@ def experiment(
 @options.checks
 @options.printing
 @click.pass_context
-def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: Any) -> int:
+def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: options.Value) -> int:
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
@@ -197,7 +197,7 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.option("--output-dir", type=options.folder, help="Add the variants to tune.csv there.")
 @options.printing
 @click.pass_context
-def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: Any) -> int:
+def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
@@ -219,7 +219,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
 @options.printing
 @click.pass_context
-def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: Any) -> int:
+def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from .backends import cache_dir, nvidia_driver, nvrtc
 from .backends.cuda import Cuda, pip_line
@@ -68,7 +67,7 @@ def doctor() -> list[Check]:
 # -- what kernels run on ----------------------------------------------------------------------------------------------
 
 
-def _gpu() -> tuple[Any, list[Check]]:
+def _gpu() -> tuple[Cuda | None, list[Check]]:
     """The CUDA backend if it works, and what to say of it: nothing where there is no driver, which `_driver` says."""
     if not nvidia_driver():
         return None, []
@@ -86,7 +85,7 @@ def _gpu() -> tuple[Any, list[Check]]:
     return backend, [Check("gpu", OK, f"{count} x {device.name}, {device.arch}, {sizes}")]
 
 
-def _runs(gpu: Any) -> Check:
+def _runs(gpu: Cuda | None) -> Check:
     if gpu is not None:
         return Check("kernels", OK, "run on the GPU (--device cuda), and checked on the CPU (--device cpu) where there is a C++ compiler")
     try:

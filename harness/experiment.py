@@ -124,7 +124,7 @@ def _shape(
     problem: Problem,
     run_id: str,
     progress: Callable[[str], None],
-) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
+) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
@@ -149,7 +149,7 @@ def _shape(
     yield results.with_torch([row for row, _ in found]), samples
 
 
-def _keep(folder: Path, rows: list[Row], samples: list[dict[str, Any]]) -> list[Row]:
+def _keep(folder: Path, rows: list[Row], samples: list[files.Json]) -> list[Row]:
     for row in rows:
         append_row(folder / "results.csv", row)
     files.append_lines(folder / "samples.jsonl", samples)
@@ -252,7 +252,7 @@ def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
 
 def _write_environment(path: Path, backend: Backend, run_id: str, resumed: bool) -> None:
     """The record of this run; those of earlier runs into the same table stay, under their run_id."""
-    earlier: dict[str, Any] = {}
+    earlier: files.Json = {}
     if path.exists():
         last = environment.read_env(path)
         if resumed and last.get("run_id") == run_id:

@@ -6,10 +6,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from .backends import Backend
 from .check.contender import Contender, PassResult
+from .files import Json
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
 from .row import CEILING, SHAPE, TYPES, Row
@@ -30,7 +30,7 @@ def rows_of(result: Result, test: str, run_id: str) -> list[Row]:
     return [row for mode in modes for row in _rows(result, mode, test, run_id)]
 
 
-def samples_of(result: Result, row: Row) -> dict[str, Any]:
+def samples_of(result: Result, row: Row) -> Json:
     """The line of samples.jsonl that belongs to a row: which run, row and timing, and every sample in milliseconds."""
     timing = _timing(result, row.Type, row.timing)
     shape = {name: getattr(row, name) for name in SHAPE}
@@ -86,14 +86,14 @@ def rows_without(
     """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     message = " ".join(why.split())
-    facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
+    facts: Json = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
     return [
         Row(**_of_problem(test, contender.name, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
         for m in modes
     ]
 
 
-def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:
+def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> Json:
     p = problem
     return {
         "Test": test,
@@ -132,7 +132,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
-    of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
+    of_tensors: Json = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
     row = Row(
         **_of_problem(test, result.compute, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",

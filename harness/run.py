@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from . import choose, dataset
+from .array import Array
 from .backends import Backend, pick
 from .check import budget
 from .check.contender import Contender, PassResult
@@ -52,7 +52,7 @@ class Result:
         times = {name: p.timings["warm"].median_ms for name, p in self.passes.items() if self.passed and "warm" in p.timings}
         return {name: times.get(name) for name in PASSES}
 
-    def _rate(self, work: Any) -> dict[str, float | None]:
+    def _rate(self, work: Callable[[str], float]) -> dict[str, float | None]:
         return {name: work(name) / (ms * 1e-3) if ms else None for name, ms in self.time_ms.items()}
 
     @property
@@ -67,7 +67,7 @@ class Result:
 
 
 def contend(
-    backend: Backend, contender: Contender, mode: str, oracle: Oracle, forward: Mapping[str, Any] | None = None, chained: bool = False
+    backend: Backend, contender: Contender, mode: str, oracle: Oracle, forward: Mapping[str, Array] | None = None, chained: bool = False
 ) -> dict[str, PassResult]:
     """The passes of a mode by a contender, checked, not yet timed.
 
@@ -187,7 +187,7 @@ def _result(
     )
 
 
-def _record(result: Result) -> dict[str, Any]:
+def _record(result: Result) -> dict[str, object]:
     problem = result.problem
     return {
         "kernel": result.compute,

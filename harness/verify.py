@@ -66,6 +66,8 @@ SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)
 SOFTMAX_SCALES = (1.0, 0.5)
 SCHEDULES = (0, 7)
 MATRICES = ("quick", "full")
+#: A level of a factor of the matrix: a pair of lengths, a width, a dtype, whether causal …
+Level = Any
 _MOST = {"cpu": 200, "cuda": 300}
 
 
@@ -110,7 +112,7 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
     if not chosen.cross:
         lengths = [pair for pair in lengths if pair[0] == pair[1]]
     scales = [s for s in SCALES[chosen.pass_] if s <= 10 or chosen.logits == float("inf")]
-    factors: dict[str, list[Any]] = {
+    factors: dict[str, list[Level]] = {
         "length": lengths,
         "dim": [d for d in HEAD_DIMS if d <= chosen.head_dims[-1] and (d <= 128 or which == "full")],
         "causal": [False, True] if chosen.causal else [False],
@@ -159,7 +161,7 @@ def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
         yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal)
 
 
-def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[dict[str, Any]]:
+def covering(factors: dict[str, list[Level]], widths: Sequence[int]) -> Iterator[dict[str, Level]]:
     """Rows over the factors in which all allowed pairs of levels meet, greedily few, the same every time.
 
     (length, dim) is too many pairs for a matrix that runs in minutes: each length meets each compiled width instead.
@@ -167,17 +169,17 @@ def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[d
     draw = random.Random(1)
     names = list(factors)
 
-    def keys(row: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    def keys(row: dict[str, Level]) -> Iterator[tuple[Level, ...]]:
         for a, b in itertools.combinations(names, 2):
             if (a, b) == ("length", "dim"):
                 yield a, b, row[a], next(w for w in widths if w >= row[b])
             else:
                 yield a, b, row[a], row[b]
 
-    def allowed(row: dict[str, Any]) -> bool:
+    def allowed(row: dict[str, Level]) -> bool:
         return not (row["dtype"] == "float16" and row["scale"] > 100)
 
-    wanted: set[tuple[Any, ...]] = set()
+    wanted: set[tuple[Level, ...]] = set()
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
             row = {a: x, b: y}
@@ -188,7 +190,7 @@ def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[d
             wanted.add((a, b, x, y))
     while wanted:
         seed = min(wanted, key=repr)  # start from a pair nobody has met, so every row makes progress
-        best: dict[str, Any] = {}
+        best: dict[str, Level] = {}
         gain = -1
         for _ in range(40):
             row = {name: draw.choice(levels) for name, levels in factors.items()}
@@ -248,7 +250,7 @@ def verify(
 
 def compile_ahead(backend: Backend, chosen: kernel.Kernel, cases: Iterable[Case]) -> None:
     """Compile what the cases need, several at once, into the backend's cache. What fails here fails again, and is told, in its case."""
-    wanted: dict[Any, Case] = {}
+    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
     for each in cases:
         with suppress(Fault):
             wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)

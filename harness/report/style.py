@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     from ..row import Row
 
+#: Keywords of a matplotlib call, which checks them itself.
+Keywords = dict[str, Any]
+
 FOOT = 0.19  # inches at the bottom that are the footer's alone
 GREY, RED = "0.35", "#a11d1d"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color_palette("colorblind")  # its yellow is lost on white
@@ -43,11 +46,11 @@ _BLACK = (0.1, 0.1, 0.1)
 COLOURS = (_GREY, _BROWN, _PINK, _SKY, _PURPLE, _RED, _GREEN, _BLUE, _ORANGE, _BLACK)
 PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY, _GREEN, _RED)
 MARKERS = "os^DvPX<>dph"
-DASHES: tuple[Any, ...] = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-MARK: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
-HOLLOW: dict[str, Any] = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
-NOTE: dict[str, Any] = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
-RC: dict[str, Any] = {
+DASHES = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
+MARK: Keywords = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
+HOLLOW: Keywords = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
+NOTE: Keywords = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
+RC: Keywords = {
     "font.size": 8.5,
     "axes.titlesize": 9,
     "axes.labelsize": 8.5,
@@ -61,7 +64,7 @@ RC: dict[str, Any] = {
 
 
 @cache
-def look_of(kernel: str) -> Mapping[str, Any]:
+def look_of(kernel: str) -> Keywords:
     """Colour, marker and line of a kernel: by its number in the ladder, by a peer's place, by checksum for any other name."""
     number = {k.name: k.number for k in catalogue()}.get(kernel)
     if number is not None:
@@ -80,8 +83,8 @@ def look_of(kernel: str) -> Mapping[str, Any]:
 
 def sheet(
     view: View, title: str, footer: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **how: Any
-) -> tuple[Figure, Any]:
-    """A figure with a title that says what is timed on what, a footer, and an array of axes."""
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a title that says what is timed on what, a footer, and its axes, row by row."""
     sns.set_theme(style="whitegrid", rc=RC)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
     where = f"{HOST_TIME}\n{view.device_name}" if view.cpu else view.device_name
@@ -89,7 +92,7 @@ def sheet(
     margin = FOOT / size[1]
     figure.get_layout_engine().set(rect=(0, margin, 1, 1 - margin))
     figure.text(0.01, 0.3 * margin, footer, fontsize=6.5, color=GREY)
-    return figure, axes
+    return figure, list(axes.flat)
 
 
 def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: int, place: Callable[[Row], float], joined: bool) -> None:

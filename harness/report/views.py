@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..kernel.kernel import catalogue
 from ..problem import Problem
@@ -25,7 +24,8 @@ FAMILY = 4
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.
 LADDER = 6
 
-Key = tuple[Any, ...]
+#: Values of a row's columns that tell it, or its group, apart.
+Key = tuple[str | float | None, ...]
 
 
 def key_of(row: Row) -> Key:
@@ -91,9 +91,9 @@ class View:
         """The problems, in the order of the rows."""
         return list(dict.fromkeys(shape_of(row) for row in self.rows))
 
-    def only(self, keep: Callable[[Row], bool], suffix: str = "") -> View:
+    def only(self, rows: Iterable[Row], suffix: str = "") -> View:
         """The view of some of the rows."""
-        return replace(self, rows=tuple(row for row in self.rows if keep(row)), suffix=suffix + self.suffix)
+        return replace(self, rows=tuple(rows), suffix=suffix + self.suffix)
 
     def cells(self, kernel: str, timing: str | None = None) -> dict[Key, Row]:
         """A kernel's rows by shape, of the timing drawn (or of another) and those without one."""
@@ -140,7 +140,7 @@ def views(rows: Iterable[Row]) -> list[View]:
     """The views of rows, in their order; GPU and CPU apart, the suffix of the CPU's is _cpu."""
     every = latest(rows)
     ceilings = [row for row in every if row.Kernel.startswith(CEILING)]
-    groups: dict[Key, list[Row]] = {}
+    groups: dict[tuple[str, str, str, str, bool], list[Row]] = {}
     for row in every:
         if row not in ceilings:
             device = "cpu" if row.device == "cpu" else "cuda"
@@ -184,7 +184,7 @@ def by_head_dim(view: View, most: int = 16) -> list[View]:
     dims = list(dict.fromkeys(row.HeadDim for row in view.rows))
     if len(view.shapes) <= most or len(dims) == 1:
         return [view]
-    return [view.only(lambda row, dim=dim: row.HeadDim == dim, f"_D{dim}") for dim in dims]  # type: ignore[misc]
+    return [view.only((row for row in view.rows if row.HeadDim == dim), f"_D{dim}") for dim in dims]
 
 
 def _suffixes(found: Sequence[View]) -> list[str]:
@@ -210,7 +210,7 @@ def ladders(rows: Iterable[Row]) -> list[list[View]]:
     """The panels of each figure of the ladder: a view a dtype, cut to the shape most steps have (then the largest), if LADDER have it."""
     found: dict[Key, list[View]] = {}
     for view in views(rows):
-        shapes = [view.only(lambda row, shape=shape: shape_of(row) == shape) for shape in view.shapes]  # type: ignore[misc]
+        shapes = [view.only(row for row in view.rows if shape_of(row) == shape) for shape in view.shapes]
         best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
         if len(steps(best)) >= LADDER:
             found.setdefault((view.device_name, view.type, view.causal), []).append(best)

@@ -14,7 +14,9 @@ import click
 from ..fault import DiskFault, Fault, UsageFault
 from ..problem import Problem
 
-F = TypeVar("F", bound=Callable[..., Any])
+#: The value of an option, of the type that its click type or callback gives it.
+Value = Any
+F = TypeVar("F", bound=Callable[..., object])
 
 EXIT_CODES = """\
 \b
@@ -51,7 +53,7 @@ class FaCli(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        obj: dict[str, Any] = {"verbosity": 0, "arguments": list(arguments)}
+        obj: dict[str, Value] = {"verbosity": 0, "arguments": list(arguments)}
         try:
             code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -171,13 +173,13 @@ def note(text: str) -> None:
     click.echo(f"note: {text}", err=True)
 
 
-def problem_of(given: dict[str, Any]) -> Problem:
+def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; the sizes are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.get("causal", False), scale=given.get("scale"))
 
 
-def without_mask(given: dict[str, Any]) -> dict[str, Any]:
+def without_mask(given: dict[str, Value]) -> dict[str, Value]:
     """What is left of the options once the problem is made of them."""
     return {name: value for name, value in given.items() if name not in ("causal", "scale")}
 

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +50,7 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def document(value: Any) -> None:
+def document(value: object) -> None:
     """The one JSON document of a verb. What is not finite or not measured is null."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
@@ -89,7 +88,7 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value as JSON has it: dataclasses and mappings as objects, paths as text, NaN and infinity as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name.rstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}

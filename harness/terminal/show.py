@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..check import budget
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
@@ -63,7 +63,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
     return 0 if passed else 1
 
 
-def result_json(result: Result) -> dict[str, Any]:
+def result_json(result: Result) -> dict[str, object]:
     """A Result as the JSON object of README, "JSON"."""
     keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
     return {
@@ -245,9 +245,11 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
     columns, rows = ladder(kernels)
     if as_json:
         names = ("no", "name", "passes", "dtypes", "max_head_dim", "also", "arch", "title")
-        listed: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
-        for row in listed:
-            row.update({key: row[key].split() for key in ("passes", "dtypes", "also")}, max_head_dim=int(row["max_head_dim"]))
+        listed: list[dict[str, object]] = []
+        for row in rows:
+            words = dict(zip(names, row, strict=True))
+            lists = {key: words[key].split() for key in ("passes", "dtypes", "also")}
+            listed.append({**words, **lists, "max_head_dim": int(words["max_head_dim"])})
         document({"passed": True, "rows": listed, "sweeps": sweeps})
         return 0
     if verbosity <= QUIET:

@@ -11,9 +11,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from .. import child
 from ..choose import kernels
@@ -32,6 +32,13 @@ POLL_SECONDS = 0.2
 HOPELESS = (2, 3, 4, 6)
 
 
+class Told(TypedDict):
+    """What a watched run tells of a pass of a kernel that passed."""
+
+    ms: float | None
+    errors: dict[str, float]  # the largest of each tensor it writes
+
+
 def watched() -> bool:
     """Whether this process is a run that a watching process started."""
     return WATCHED in os.environ
@@ -41,7 +48,7 @@ def tell(results: Sequence[Result]) -> None:
     """Tell the watching process, if there is one, the time and the errors of every pass of the kernels that passed."""
     if not watched():
         return
-    found = {}
+    found: dict[str, Told] = {}
     for result in results:
         for name in result.passes if result.passed else ():
             errors = {tensor: float(v.max_abs) for tensor, v in result.verdicts.items() if tensor in WRITES[name]}
@@ -59,7 +66,7 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
         raise UsageFault("--watch and --json together", "watching has no end, and so no one document", "leave out --json or --watch")
     files = kernel_files(computes, MODES[mode])
     note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
-    good: dict[str, Any] = {}
+    good: dict[str, Told] = {}
     for number, changed in enumerate(saves(lambda: sources(files), lambda: time.sleep(POLL_SECONDS))):
         if changed:
             line(f"\nsaved    {', '.join(str(near(path)) for path in changed)}")
@@ -117,7 +124,7 @@ def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Ite
         changed = [path for path in seen if now[path] != seen[path]]
 
 
-def change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def change(name: str, before: Told | None, now: Told) -> str:
     """A pass of a kernel against its last good run, in a line: times in milliseconds, greatest errors."""
     texts = [_texts(now)] if before is None else [_texts(before), _texts(now)]
     parts = [" -> ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True)]
@@ -129,11 +136,11 @@ def change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _texts(run: Mapping[str, Any]) -> list[str]:
+def _texts(run: Told) -> list[str]:
     return [f"{run['ms']:.4g} ms" if run["ms"] else "not timed", *(f"{name} error {error:.2e}" for name, error in run["errors"].items())]
 
 
-def _stamps(files: Sequence[Path] | Mapping[Path, Any]) -> dict[Path, tuple[int, int, int] | None]:
+def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int, int] | None]:
     """What changes when a file is saved: time, size, inode. None where there is no file."""
     found: dict[Path, tuple[int, int, int] | None] = {}
     for path in files:
@@ -145,7 +152,7 @@ def _stamps(files: Sequence[Path] | Mapping[Path, Any]) -> dict[Path, tuple[int,
     return found
 
 
-def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
+def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Told]]:
     """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         told = Path(folder) / "results.json"
