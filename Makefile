@@ -1,5 +1,6 @@
-# make run    set everything up and run the main job        make test   set up and pass the tests
-# make check  everything a change must pass                 make docs   rewrite the generated parts of the documents
+# make run    set everything up and run the main job        make test      set up and pass the tests: of the matrices a day's sample
+# make check  everything a change must pass                 make test-all  all of them, slow ones too
+# make docs   rewrite the generated parts of the documents  make format    repair what ruff and clang-format can
 # Python 3.11 or newer is needed, and a C++ compiler where there is no GPU. PYTHON=python3.12 chooses another one.
 
 PYTHON ?= python3
@@ -14,14 +15,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BASE_STAMP := .venv/.installed-base$(addprefix -,$(EXTRA))
 DEV_STAMP := .venv/.installed-dev$(addprefix -,$(EXTRA))
 
-.PHONY: run test check docs format clean
+.PHONY: run test test-all check docs format clean
 
 run: $(BASE_STAMP)
 	$(BIN)/fa-cli gen-data $(SIZE)
 	$(BIN)/fa-cli run --compute fa2 --mode both --data data/B2_H8_S512_D64
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 240
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ''
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -185,7 +185,7 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 
 @main.command(
     epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples("fa-cli tune fa2 --seq 2048", "fa-cli tune fa2 --mode backward --tile STREAMED=32,64 --tile OWNED=32,64,128")
+    + options.examples("fa-cli tune fa2 --seq 2048", "fa-cli tune fa2 --mode backward --tile STREAMED=32,64 --tile RESIDENT=32,64,128")
 )
 @click.argument("name", metavar="KERNEL")
 @click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)

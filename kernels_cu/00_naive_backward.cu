@@ -1,7 +1,7 @@
 // /// kernel
-// title = "four launches, P and dS in memory"
+// title = "four launches, P and dS in global memory"
 // dtypes = ["float32", "float16", "bfloat16", "float64"]
-// head_dims = [256]                # one compile: the head dim is a run-time number here
+// head_dims = [256]                # one compile: the head dim is a run-time value
 // arch = ">=sm_70"
 // causal = true
 // gqa = true
@@ -12,7 +12,7 @@
 // [tile]
 // THREADS = 128
 // [workspace.delta]
-// dtype = "float32"                # counted in float32; a float64 problem takes two of them for each number
+// dtype = "float32"                # counted in float32; a float64 problem takes two of them for each element
 // size = "batch * heads_q * seq_q * max(1, sizeof_dtype // 4)"
 // init = "none"
 // [workspace.p]
@@ -24,49 +24,49 @@
 // size = "batch * heads_q * seq_q * seq_kv * max(1, sizeof_dtype // 4)"
 // init = "none"
 // [[launch]]
-// entry = "row_delta"              # a thread makes one row's delta
+// entry = "row_delta"              # a thread computes delta of one row
 // grid = ["ceil_div(seq_q, THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "p_and_ds"               # a thread makes one entry of P and of dS
+// entry = "p_and_ds"               # a thread computes one element of P and of dS
 // grid = ["seq_q * ceil_div(seq_kv, THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "dk_and_dv"              # a thread makes 16 bytes of a row of dK and of dV
+// entry = "dk_and_dv"              # a thread computes 16 bytes of a row of dK and of dV
 // grid = ["ceil_div(seq_kv * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_kv", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "dq"                     # a thread makes 16 bytes of a row of dQ
+// entry = "dq"                     # a thread computes 16 bytes of a row of dQ
 // grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // ///
 //
 // Step 00, backward. The forward pass was S = scale * Q K^T, P = softmax(S), O = P V. Its gradients, for a given dO:
 //
-//     dV = P^T dO                                   V[key] went into every O[query], P[query][key] times
+//     dV = P^T dO                                   V[key] enters every O[query] with weight P[query][key]
 //     dP = dO V^T
-//     dS = P * (dP - delta)                         the softmax: its row sums to 1, so a part of dP cannot move it
-//     dQ = scale * dS K      dK = scale * dS^T Q    S is a product of two matrices, so each gradient is one too
+//     dS = P * (dP - delta)                         the softmax: a row of P sums to 1, so a part of dP has no effect
+//     dQ = scale * dS K      dK = scale * dS^T Q    S is a product of two matrices, and so is each gradient
 //
-// delta[query] = sum over keys of P * dP looks like one more pass over the matrix. It is not: P dP^T summed over the keys is
-// the same sum as dO · O, taken in the other order, and that is one dot product of two rows of head_dim (launch 1).
+// delta[query] = sum over keys of P * dP looks like one more pass over the matrix. It is not: summed in the other order it is dO ·
+// O, one dot product of two rows of head_dim (launch 1).
 //
-// P is not kept from the forward pass, where it would be seq_q × seq_kv numbers for each head. It is made again from one number
-// a row, P = exp(S - logsumexp), which needs neither maximum nor sum: they are inside the logsumexp (launch 2). This is the
-// bargain that every later backward pass makes: one more product of matrices instead of the matrix. Here it is only half
-// made, because P and dS still go through memory to the launches that sum over queries (3) and over keys (4).
+// P is recomputed, not stored by the forward pass, where it would be seq_q × seq_kv elements for each head. P = exp(S - logsumexp)
+// needs one value a row; row maximum and row sum are inside the logsumexp (launch 2). Every later backward pass makes this trade:
+// one more matrix product instead of the matrix. Here only half of it is made, because P and dS still go through global memory to
+// the launches that sum over queries (3) and over keys (4).
 //
-// Launch 3 is the place where a backward pass usually needs atomics: dK and dV sum over queries, and with grouped heads over
-// all the query heads that read this key head. A thread here owns an element of dK and walks over all of them, so the
-// order of the additions is fixed and the result is the same bits every time.
+// Launch 3 is where a backward pass usually needs atomics: dK and dV sum over queries, and with grouped heads over all query heads
+// that read this key head. Here one thread accumulates an element of dK over all of them, so the order of the additions is fixed
+// and the result has the same bits every time.
 //
-// A masked pair is skipped, never multiplied by zero: P and dS are not written there, and 0 * NaN is not 0. A row that sees no
-// key has logsumexp -inf, which no launch reads; its dQ is an empty sum.
+// A masked pair is skipped, never multiplied by zero: P and dS are not written there, and 0 * NaN is not 0. A row that sees no key
+// has logsumexp -inf, which no launch reads; its dQ is an empty sum.
 #include <fa/math.cuh>
 #include <fa/row.cuh>
 
-using scalar = fa::DTYPE;               // what is stored
-using real = fa::accumulate_t<scalar>;  // what is computed in
+using scalar = fa::DTYPE;               // storage
+using real = fa::accumulate_t<scalar>;  // arithmetic
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 
@@ -74,13 +74,13 @@ constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
-    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);    // [head_dim]
+    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);        // [batch, heads_q, seq_q]
+    real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);         // [batch, heads_q, seq_q]
     delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] = fa::dot(o, d_o, args.head_dim);
 }
 
-// P[query][key] and dS[query][key]. A block makes THREADS neighbouring keys of one query.
+// P[query][key] and dS[query][key]. A block computes THREADS neighbouring keys of one query.
 extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_constant__ fa::Args args) {
     int key_blocks = (args.seq_kv + THREADS - 1) / THREADS;
     int query = blockIdx.x / key_blocks, key = blockIdx.x % key_blocks * THREADS + threadIdx.x;
@@ -101,27 +101,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
         p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
 }
 
-// The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
-
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
-// 4: so many blocks to a multiprocessor are enough. Left to itself the compiler makes room for more, by spilling registers.
+// 4: blocks a multiprocessor. Left to itself the compiler makes room for more by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
     int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
-    int key = index / columns, d = index % columns * vec, head_kv = blockIdx.y, batch = blockIdx.z;
+    int key = index / columns, d = index % columns * vec, kv_head = blockIdx.y, batch = blockIdx.z;
     if (key >= args.seq_kv) return;
 
-    // Where head_dim does not fill 16 bytes the last elements are the row's poison: summed like the others, never stored.
+    // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real dk_reg[vec] = {}, dv_reg[vec] = {};
     int group = args.heads_q / args.heads_kv;
-    for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const real* p = fa::matrix_row<real>(args, WORKSPACE_P, batch, head, 0) + key;    // [seq_q], seq_kv apart
         const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, 0) + key;  // [seq_q], seq_kv apart
         const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, 0) + d;            // [seq_q], Q.row apart
         const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, 0) + d;         // [seq_q], dO.row apart
-        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, first_query(args, key), args.seq_q);
-        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, first_query(args, key), args.seq_q);
+        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, fa::first_query(args, key), args.seq_q);
+        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, fa::first_query(args, key), args.seq_q);
     }
 
     fa::Vec128<scalar> dk, dv;
@@ -130,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
         dk[i] = fa::narrow<scalar>(real(args.scale) * dk_reg[i]);
         dv[i] = fa::narrow<scalar>(dv_reg[i]);
     }
-    fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, head_kv, key) + d, dk, args.head_dim - d);
-    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, head_kv, key) + d, dv, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, kv_head, key) + d, dk, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, kv_head, key) + d, dv, args.head_dim - d);
 }
 
 // dQ[query] = scale * sum over keys of dS[query][key] * K[key]

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "FlashAttention-1: K/V outside, Q inside"
+// title = "FlashAttention-1: K/V tiles resident, Q tiles streamed; warps of 8 rows"
 // dtypes = ["float32"]
 // head_dims = [64, 128]
 // arch = ">=sm_70"
@@ -10,7 +10,7 @@
 // deterministic = true
 // [tile]
 // WARPS = 4
-// BLOCK_Q = 32                     # queries of a tile, shared out among the warps
+// BLOCK_Q = 32                     # queries of a tile, as many for each warp
 // BLOCK_K = "max(32, min(128, floor_pow2(shared_optin // (16 * HEAD_DIM))))"  # the paper's M / 4d, M in floats
 // [workspace.m]
 // dtype = "float32"
@@ -27,140 +27,123 @@
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
 // ///
 //
-// Step 03. FlashAttention's first form (Dao et al. 2022, arXiv 2205.14135, Algorithm 1): the scores matrix is gone. It is made
-// tile by tile in shared memory and used there, and what memory sees is Q, K, V and O only.
-//
-// What stood in the way was the softmax, which needs the maximum and the sum of a whole row before it can give the first
-// probability. The way out is to keep three things for each row over the keys seen so far, the maximum m, the sum
-// l = sum of exp(score - m), and O = the average of V under those keys' softmax, and to correct them when a tile adds keys:
+// Step 03, read against step 02. FlashAttention-1 (Dao et al. 2022, arXiv 2205.14135, Algorithm 1): the loops and the online
+// softmax of step 02, with the work of a block laid out for warps. The state of a row is the same, the row maximum m, the row sum
+// l, and O divided by l; for each tile
 //
 //     m_new = max(m, largest score of the tile)
 //     l_new = l * exp(m - m_new) + sum over the tile of exp(score - m_new)
 //     O_new = (l * exp(m - m_new) * O + sum over the tile of exp(score - m_new) * V) / l_new
 //
-// After the last tile O is exact: nothing was approximated, the sum was only taken in another order, and logsumexp = m + log(l).
+// After the last tile O is exact: nothing is approximated, the sum is taken in another order, and logsumexp = m + log(l).
 //
-// The loops, in the paper's order: a tile of K and V is brought to shared memory once and stays while all the Q tiles pass by.
-// Each of them takes its O, m and l from memory, puts the tile's keys in, and writes them back. So K and V are read once, and
-// Q and O as many times as there are K/V tiles, which is why the paper makes that tile as large as shared memory allows:
-// M / 4d rows, the expression in the header.
+// The loops are in the paper's order: a K/V tile is resident in shared memory and all Q tiles stream past it. Each Q tile reads its
+// O, m and l from global memory, accumulates the keys of the tile, and writes them back. K and V are read once, Q and O as many
+// times as there are K/V tiles, which is why the paper makes that tile as large as shared memory allows: M / 4d rows, the
+// expression in the header.
 //
-// A warp works on 8 rows by itself. In the scores a lane is a key, so the maximum and the sum of a row are reductions over the
-// lanes; in the product with V a lane is a column of O. The probabilities change hands between the two in shared memory.
+// What changes is the work of a thread. In step 02 it has a whole row. Here a warp has 8 rows:
+//   - in S = Q K^T a lane has every 32nd key, so row maximum and row sum are reductions over the lanes (fa::online_softmax);
+//   - in P V a lane has every 32nd column of O; P changes lanes between the two products through shared memory;
+//   - in both, an element of K or V, once in a register, is used for 8 rows;
+//   - neighbouring lanes load neighbouring elements, so loads are coalesced, and a row of K is padded by one element, so that a
+//     column lies in 32 banks (step 01).
+// Both products, the state of 8 rows and the stores of O get new lines for this, more than the 60 that a step should change.
 //
 // What is wrong with it, and what step 05 repairs by exchanging the loops:
-//   - O goes through memory once for each K/V tile, and is divided by l each time only to be multiplied by it the next.
-//   - All Q tiles of a head meet in one K/V tile, so a head is one block. With 16 heads in the batch a GPU of 132
+//   - O crosses global memory once for each K/V tile, and is divided by l each time only to be multiplied by it the next.
+//   - All Q tiles of a head need the same resident K/V tile, so a head is one block. With 16 heads in the batch a GPU of 132
 //     multiprocessors leaves 116 idle, however long the sequences are.
 #include <fa/row.cuh>
-#include <fa/warp.cuh>
 
-static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");
-static_assert(BLOCK_Q % WARPS == 0, "each warp takes as many queries of a tile");
+constexpr int LANES = 32, ROWS = BLOCK_Q / WARPS, THREADS = WARPS * LANES;    // a warp shares ROWS queries of the tile
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;             // of a lane: lane, lane + 32, …
+constexpr int Q_PITCH = HEAD_DIM, K_PITCH = HEAD_DIM + 1, P_PITCH = BLOCK_K;  // K_PITCH is odd: a column lies in 32 banks
 
-constexpr int rows = BLOCK_Q / WARPS, threads = 32 * WARPS;  // rows: a warp's, of a Q tile
-constexpr int keys = BLOCK_K / 32;      // of a tile, a lane's
-constexpr int columns = HEAD_DIM / 32;  // of O, a lane's: lane, lane + 32, ...
-constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys at the same d hit 32 banks
+static_assert(BLOCK_Q % WARPS == 0 && BLOCK_K % LANES == 0, "whole rows for each warp, whole keys for each lane");
 
-// The 1 gives up on a second block per multiprocessor: without it the compiler, unasked, saves registers by spilling a few.
-extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.x, batch = blockIdx.y, head_kv = fa::kv_head_of(args, head);
-    int lane = fa::lane_id(), warp = fa::warp_id();
+// 1: no second block a multiprocessor. Without it the compiler saves registers for one by spilling a few.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
+    float* k_smem = fa::dynamic_shared<float>();  // [BLOCK_K][K_PITCH]
+    float* v_smem = k_smem + BLOCK_K * K_PITCH;   // [BLOCK_K][HEAD_DIM]
+    float* q_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][Q_PITCH]
+    float* p_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_Q][P_PITCH]
 
-    float* k_smem = fa::dynamic_shared<float>();                           // [BLOCK_K][k_pitch]
-    float* v_smem = k_smem + BLOCK_K * k_pitch;                            // [BLOCK_K][HEAD_DIM]
-    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * rows * HEAD_DIM;  // [rows][HEAD_DIM], this warp's
-    float* p_smem = v_smem + (BLOCK_K + BLOCK_Q) * HEAD_DIM + warp * rows * BLOCK_K;  // [rows][BLOCK_K], this warp's
+    const int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
+    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
+    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);         // [seq_q]
+    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);         // [seq_q]
 
-    fa::int64_t first_row = (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;
-    float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;  // [seq_q]
-    float* l = static_cast<float*>(args.workspace[WORKSPACE_L]) + first_row;  // [seq_q]
+    // Main loop over the K/V tiles.
+    for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
+        __syncthreads();  // every warp has finished with the previous tile
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        __syncthreads();  // the tile is complete
 
-    for (int first_key = 0; first_key < args.seq_kv; first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile is there for all
+        // The Q tiles stream past; q_first is the first query of this warp. It has the same rows of every tile: no barrier of the block.
+        for (int q_first = row; q_first < args.seq_q; q_first += BLOCK_Q) {
+            // Rows that see nothing of the tile keep their state. The first tile is never skipped: it initialises O, m and l.
+            const bool first_tile = k_first == 0;
+            if (!first_tile && fa::visible_keys(args, q_first + ROWS - 1) <= k_first) continue;
 
-        // A warp's rows are its own in every tile, so it meets the others only at the K/V tile, never inside this loop.
-        for (int first_query = warp * rows; first_query < args.seq_q; first_query += BLOCK_Q) {
-            // Rows that see nothing of the tile keep what they have. The first tile must go on: it is what O, m, l start from.
-            bool first_tile = first_key == 0;
-            if (!first_tile && fa::visible_keys(args, first_query + rows - 1) <= first_key) continue;
-
-            const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
-            __syncwarp();  // no lane reads the rows and probabilities before any more
-            fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
+            __syncwarp();  // every lane has finished with the previous rows of Q and P
+            fa::load_rows<ROWS, HEAD_DIM, Q_PITCH, LANES>(q_rows, args.Q, batch, head, q_first, args.seq_q, args.head_dim, lane);
             __syncwarp();
 
-            // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
-            float s_reg[rows][keys] = {};
+            // S = Q K^T: the warp's queries by the lane's keys. All lanes read the same q (a broadcast), each its own k.
+            float score_reg[ROWS][KEYS] = {};
             for (int d = 0; d < HEAD_DIM; ++d) {
 #pragma unroll
-                for (int n = 0; n < keys; ++n) {
-                    float k_reg = k_smem[(lane + 32 * n) * k_pitch + d];
+                for (int n = 0; n < KEYS; ++n) {
+                    float k_reg = k_smem[lane * K_PITCH + n * LANES * K_PITCH + d];
 #pragma unroll
-                    for (int r = 0; r < rows; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
+                    for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_smem[(row + r) * Q_PITCH + d] * k_reg;
                 }
             }
 
-            float keep_reg[rows], inverse_reg[rows];  // O_new = keep * O + inverse * (sum of exp(score - m_new) * V)
+            // Online softmax: P to shared memory, m and l to global memory. O = rescale * O + inverse * P V.
+            float rescale_reg[ROWS], inverse_reg[ROWS];
 #pragma unroll
-            for (int r = 0; r < rows; ++r) {
-                int query = min(first_query + r, args.seq_q - 1);
-                int visible = fa::visible_keys(args, query) - first_key;  // of this tile
-                float largest = -fa::infinity();
-#pragma unroll
-                for (int n = 0; n < keys; ++n) {
-                    s_reg[r][n] = lane + 32 * n < visible ? float(args.scale) * s_reg[r][n] : -fa::infinity();
-                    largest = max(largest, s_reg[r][n]);
-                }
-                float m_old = first_tile ? -fa::infinity() : m[query], l_old = first_tile ? 0.0f : l[query];
-                float m_new = max(m_old, fa::group_max<32>(largest));
-                // A row that has seen no key yet has m = -inf, and -inf - -inf is NaN. Against 0 its terms are exp(-inf) = 0.
-                float shift = m_new == -fa::infinity() ? 0.0f : m_new;
-                float sum = 0;
-#pragma unroll
-                for (int n = 0; n < keys; ++n) {
-                    float p = fa::exp(s_reg[r][n] - shift);
-                    p_smem[r * BLOCK_K + lane + 32 * n] = p;
-                    sum += p;
-                }
-                l_old *= fa::exp(m_old - shift);
-                float l_new = l_old + fa::group_sum<32>(sum);
-                inverse_reg[r] = l_new > 0 ? 1 / l_new : 0.0f;  // no visible key: O is 0
-                keep_reg[r] = l_old * inverse_reg[r];
-                if (lane == 0 && first_query + r < args.seq_q) m[query] = m_new, l[query] = l_new;
+            for (int r = 0; r < ROWS; ++r) {
+                const int query = min(q_first + r, args.seq_q - 1), visible = fa::visible_keys(args, query) - k_first;
+                float row_max = first_tile ? -fa::infinity() : m[query], row_sum = first_tile ? 0.0f : l[query], old_sum = row_sum;
+                rescale_reg[r] =
+                    fa::online_softmax<LANES>(row_max, row_sum, score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
+                inverse_reg[r] = row_sum > 0 ? 1 / row_sum : 0.0f;  // no visible key: O is 0
+                rescale_reg[r] *= old_sum * inverse_reg[r];
+                if (lane == 0 && q_first + r < args.seq_q) m[query] = row_max, l[query] = row_sum;
             }
-            __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's
+            __syncwarp();  // the lanes of a row read each other's P
 
-            float o_reg[rows][columns] = {};
+            // P V: the warp's queries by the lane's columns. All lanes read the same p, each its own v.
+            float tile_reg[ROWS][COLUMNS] = {};
             for (int key = 0; key < BLOCK_K; ++key) {
 #pragma unroll
-                for (int c = 0; c < columns; ++c) {
-                    float v_reg = v_smem[key * HEAD_DIM + lane + 32 * c];
+                for (int c = 0; c < COLUMNS; ++c) {
+                    float v_reg = v_smem[key * HEAD_DIM + lane + LANES * c];
 #pragma unroll
-                    for (int r = 0; r < rows; ++r) o_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
+                    for (int r = 0; r < ROWS; ++r) tile_reg[r][c] += p_rows[r * P_PITCH + key] * v_reg;
                 }
             }
 
+            // O to global memory and back, once for each K/V tile.
 #pragma unroll
-            for (int r = 0; r < rows; ++r) {
-                if (first_query + r >= args.seq_q) break;
-                float* o = fa::row_pointer<float>(args.O, batch, head, first_query + r);  // [head_dim]
+            for (int r = 0; r < ROWS; ++r) {
+                if (q_first + r >= args.seq_q) break;
+                float* o = fa::row_pointer<float>(args.O, batch, head, q_first + r);  // [head_dim]
 #pragma unroll
-                for (int c = 0; c < columns; ++c) {
-                    int d = lane + 32 * c;
-                    if (d < args.head_dim) o[d] = (first_tile ? 0.0f : keep_reg[r] * o[d]) + inverse_reg[r] * o_reg[r][c];
+                for (int c = 0; c < COLUMNS; ++c) {
+                    const int d = lane + LANES * c;
+                    if (d < args.head_dim) o[d] = (first_tile ? 0.0f : rescale_reg[r] * o[d]) + inverse_reg[r] * tile_reg[r][c];
                 }
             }
         }
     }
 
-    __syncthreads();  // m and l of all the warps are there
+    // Epilogue: O is complete already; logsumexp = m + log(l).
+    __syncthreads();  // m and l of all warps are written
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);  // [seq_q]
-    for (int query = threadIdx.x; query < args.seq_q; query += threads) logsumexp[query] = m[query] + fa::log(l[query]);
+    for (int query = threadIdx.x; query < args.seq_q; query += THREADS) logsumexp[query] = m[query] + fa::log(l[query]);
 }

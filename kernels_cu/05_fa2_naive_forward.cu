@@ -1,5 +1,5 @@
 // /// kernel
-// title = "FlashAttention-2's loop order, plainly written"
+// title = "FlashAttention-2: loops exchanged, Q tile resident, O in registers"
 // dtypes = ["float32"]
 // head_dims = [64, 128]
 // arch = ">=sm_70"
@@ -10,7 +10,7 @@
 // deterministic = true
 // [tile]
 // WARPS = 4
-// BLOCK_Q = 32                     # queries of a tile, shared out among the warps
+// BLOCK_Q = 32                     # queries of a tile, as many for each warp
 // BLOCK_K = "64 if HEAD_DIM == 64 else 32"  # keys of a tile
 // [[launch]]
 // entry = "forward"
@@ -19,136 +19,108 @@
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
 // ///
 //
-// Step 05. FlashAttention-2's forward pass (Dao 2023, arXiv 2307.08691, Algorithm 1), with nothing added. Hold it beside step
-// 03: the tiles, the products and the way threads share them are the same lines. What moved is the loops.
+// Step 05, read against step 04, and beside step 03. FlashAttention-2's forward pass (Dao 2023, arXiv 2307.08691, Algorithm 1): the
+// loops are exchanged. Tiles, products and warps of 8 rows are those of step 03.
 //
-//     FlashAttention-1, step 03              FlashAttention-2, here
-//     for each K/V tile                      each block: one Q tile
+//     FlashAttention-1, steps 03 and 04      FlashAttention-2, here
+//     for each K/V tile                      each block: one Q tile, resident
 //         for each Q tile                        for each K/V tile
-//             O, m, l from memory                    O, m, l are registers
-//             one more tile into them                one more tile into them
-//             O, m, l back to memory             O and logsumexp to memory, once
+//             O, m, l from global memory             O, m, l in registers
+//             accumulate the tile                    accumulate the tile
+//             O, m, l to global memory           O and logsumexp to global memory, once
 //
 // Three things follow from the exchange.
-//   1. A row's running numbers belong to one block from the first key to the last, so they never leave its registers. Memory
-//      sees Q once and O once; K and V are read again by every Q tile, but from the L2 cache, where a head's K and V fit.
-//   2. Blocks no longer meet in O, so a head can have as many blocks as it has Q tiles. Two sequences of 512 tokens with eight
-//      heads are 16 blocks in step 03 and 256 here, on a GPU of a hundred multiprocessors and more.
-//   3. O need not be right after every tile, because nobody looks. It stays the sum of exp(score - m) * V, rescaled only when
-//      the maximum m moves, and is divided by l once at the end: the division of every step is gone.
+//   1. The state of a row belongs to one block from the first key to the last, so it never leaves the registers. Global memory sees
+//      Q once and O once; K and V are read again by every Q tile, but from the L2 cache, where a head's K and V fit.
+//   2. Blocks no longer share O, so a head can have as many blocks as it has Q tiles. Two sequences of 512 tokens with eight heads
+//      are 16 blocks in step 03 and 256 here, on a GPU of a hundred multiprocessors and more.
+//   3. O need not be normalised after every tile. It stays the sum of exp(score - m) * V, is rescaled only when the row maximum
+//      grows, and is divided by the row sum once, in the epilogue.
 //
-// The running softmax itself: with m the largest score so far, l = sum of exp(score - m) and o = sum of exp(score - m) * V, a tile
-// with a larger maximum m_new turns them into l * exp(m - m_new) and o * exp(m - m_new) before its own terms are added. The factor
-// is 1 where the maximum stays, and exp(-inf) = 0 at the first tile, so it needs no case of its own. m and l then
-// leave as one number, logsumexp = m + log(l), which is all that the backward pass wants.
+// The online softmax: with m the row maximum so far, l = sum of exp(score - m) and o = sum of exp(score - m) * V, a tile with a
+// larger maximum m_new rescales them to l * exp(m - m_new) and o * exp(m - m_new) before its own terms are added. The factor is 1
+// where the maximum stays, and exp(-inf) = 0 at the first tile, so it needs no case of its own. m and l are written as one value,
+// logsumexp = m + log(l), which is all that the backward pass needs.
 //
-// What is still plain: tiles are loaded one float a thread while nobody computes; a lane takes 8 + 2 numbers from shared memory
-// for 16 products (at head dim 64); the masked half of a causal tile is computed and thrown away. Step 07 takes these up.
+// The terms of one tile are summed by themselves and then added to o (fa::add_tile): one float32 sum over all keys, of which there
+// may be thousands, would have an error several times as large as that of a sum of sums.
+//
+// What remains: tiles are loaded one float a thread with no computation behind the loads; a lane loads 8 + 2 elements from shared
+// memory for 16 multiply-adds (at head dim 64); the masked half of a causal tile is computed and discarded. Steps 06 and 07 take
+// these up.
 #include <fa/row.cuh>
-#include <fa/warp.cuh>
 
-static_assert(BLOCK_K % 32 == 0, "a lane takes every 32nd key of a tile");
-static_assert(BLOCK_Q % WARPS == 0, "each warp takes as many queries of a tile");
+constexpr int LANES = 32, ROWS = BLOCK_Q / WARPS, THREADS = WARPS * LANES;    // a warp shares ROWS queries of the tile
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;             // of a lane: lane, lane + 32, …
+constexpr int Q_PITCH = HEAD_DIM, K_PITCH = HEAD_DIM + 1, P_PITCH = BLOCK_K;  // K_PITCH is odd: a column lies in 32 banks
 
-constexpr int rows = BLOCK_Q / WARPS, threads = 32 * WARPS;  // rows: a warp's, of a Q tile
-constexpr int keys = BLOCK_K / 32;      // of a tile, a lane's
-constexpr int columns = HEAD_DIM / 32;  // of O, a lane's: lane, lane + 32, ...
-constexpr int k_pitch = HEAD_DIM + 1;   // odd, so that 32 lanes reading 32 keys at the same d hit 32 banks
+static_assert(BLOCK_Q % WARPS == 0 && BLOCK_K % LANES == 0, "whole rows for each warp, whole keys for each lane");
 
-extern "C" __global__ void __launch_bounds__(threads) forward(const __grid_constant__ fa::Args args) {
-    int head = blockIdx.y, batch = blockIdx.z, head_kv = fa::kv_head_of(args, head);
-    int lane = fa::lane_id(), warp = fa::warp_id();
-    int tile_query = blockIdx.x * BLOCK_Q, first_query = tile_query + warp * rows;
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ fa::Args args) {
+    float* k_smem = fa::dynamic_shared<float>();  // [BLOCK_K][K_PITCH]
+    float* v_smem = k_smem + BLOCK_K * K_PITCH;   // [BLOCK_K][HEAD_DIM]
+    float* q_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][Q_PITCH]
+    float* p_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_Q][P_PITCH]
 
-    float* k_smem = fa::dynamic_shared<float>();                          // [BLOCK_K][k_pitch]
-    float* v_smem = k_smem + BLOCK_K * k_pitch;                           // [BLOCK_K][HEAD_DIM]
-    float* q_smem = v_smem + BLOCK_K * HEAD_DIM + warp * rows * HEAD_DIM;  // [rows][HEAD_DIM], this warp's
-    float* p_smem = v_smem + (BLOCK_K + BLOCK_Q) * HEAD_DIM + warp * rows * BLOCK_K;  // [rows][BLOCK_K], this warp's
+    const int q_first = blockIdx.x * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
 
-    const float* q = fa::row_pointer<const float>(args.Q, batch, head, first_query);  // [rows], Q.row apart
-    fa::load_rows<rows, HEAD_DIM, HEAD_DIM, 32>(q_smem, q, args.Q.row, first_query, args.seq_q, args.head_dim, lane);
-
-    float m_reg[rows], l_reg[rows], o_reg[rows][columns];
+    // Prologue: Q, which is resident, and the state of each row: maximum, sum, and O before the division by the sum.
+    fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim);
+    float row_max[ROWS], row_sum[ROWS] = {}, out_reg[ROWS][COLUMNS] = {};
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-        m_reg[r] = -fa::infinity(), l_reg[r] = 0;
-#pragma unroll
-        for (int c = 0; c < columns; ++c) o_reg[r][c] = 0;
-    }
+    for (int r = 0; r < ROWS; ++r) row_max[r] = -fa::infinity();
 
-    // Tiles that no row of the block sees are not visited. The bound is the block's, not the warp's: all meet at the barriers.
-    int last_query = min(tile_query + BLOCK_Q, args.seq_q) - 1;
-    for (int first_key = 0; first_key < fa::visible_keys(args, last_query); first_key += BLOCK_K) {
-        const float* k = fa::row_pointer<const float>(args.K, batch, head_kv, first_key);  // [BLOCK_K], K.row apart
-        const float* v = fa::row_pointer<const float>(args.V, batch, head_kv, first_key);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_rows<BLOCK_K, HEAD_DIM, k_pitch, threads>(k_smem, k, args.K.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, threads>(v_smem, v, args.V.row, first_key, args.seq_kv, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+    // Main loop over the K/V tiles that some row of the block sees. The bound is the block's, not the warp's, because of the barriers.
+    for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += BLOCK_K) {
+        __syncthreads();  // every warp has finished with the previous tile
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, is complete
 
-        // Scores of the warp's queries and the lane's keys. Every lane reads the same q (a broadcast) and its own k.
-        float s_reg[rows][keys] = {};
+        // S = Q K^T: the warp's queries by the lane's keys. All lanes read the same q (a broadcast), each its own k.
+        float score_reg[ROWS][KEYS] = {};
         for (int d = 0; d < HEAD_DIM; ++d) {
 #pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                float k_reg = k_smem[(lane + 32 * n) * k_pitch + d];
+            for (int n = 0; n < KEYS; ++n) {
+                float k_reg = k_smem[lane * K_PITCH + n * LANES * K_PITCH + d];
 #pragma unroll
-                for (int r = 0; r < rows; ++r) s_reg[r][n] += q_smem[r * HEAD_DIM + d] * k_reg;
+                for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_smem[(row + r) * Q_PITCH + d] * k_reg;
             }
         }
 
-        float factor_reg[rows];
+        // Online softmax: P to shared memory, the rescale factors of O to registers.
+        float rescale_reg[ROWS];
 #pragma unroll
-        for (int r = 0; r < rows; ++r) {
-            int visible = fa::visible_keys(args, first_query + r) - first_key;  // of this tile
-            float largest = -fa::infinity();
-#pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                s_reg[r][n] = lane + 32 * n < visible ? float(args.scale) * s_reg[r][n] : -fa::infinity();
-                largest = max(largest, s_reg[r][n]);
-            }
-            float m_new = max(m_reg[r], fa::group_max<32>(largest));
-            // A row that has seen no key yet has m = -inf, and -inf - -inf is NaN. Against 0 its terms are exp(-inf) = 0.
-            float shift = m_new == -fa::infinity() ? 0.0f : m_new;
-            float sum = 0;
-#pragma unroll
-            for (int n = 0; n < keys; ++n) {
-                float p = fa::exp(s_reg[r][n] - shift);
-                p_smem[r * BLOCK_K + lane + 32 * n] = p;
-                sum += p;
-            }
-            factor_reg[r] = fa::exp(m_reg[r] - shift);
-            l_reg[r] = l_reg[r] * factor_reg[r] + fa::group_sum<32>(sum);
-            m_reg[r] = m_new;
+        for (int r = 0; r < ROWS; ++r) {
+            const int visible = fa::visible_keys(args, q_first + row + r) - k_first;  // of this tile
+            rescale_reg[r] =
+                fa::online_softmax<LANES>(row_max[r], row_sum[r], score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
         }
-        __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's
+        __syncwarp();  // the lanes of a row read each other's P
 
-        // The tile's terms are summed by themselves and then added to o: one float32 sum over all keys, of which there may be
-        // thousands, would have an error several times as large as that of a sum of sums.
-        float tile_reg[rows][columns] = {};
+        // O = rescale * O + P V: the warp's queries by the lane's columns. All lanes read the same p, each its own v.
+        float tile_reg[ROWS][COLUMNS] = {};
         for (int key = 0; key < BLOCK_K; ++key) {
 #pragma unroll
-            for (int c = 0; c < columns; ++c) {
-                float v_reg = v_smem[key * HEAD_DIM + lane + 32 * c];
+            for (int c = 0; c < COLUMNS; ++c) {
+                float v_reg = v_smem[key * HEAD_DIM + lane + LANES * c];
 #pragma unroll
-                for (int r = 0; r < rows; ++r) tile_reg[r][c] += p_smem[r * BLOCK_K + key] * v_reg;
+                for (int r = 0; r < ROWS; ++r) tile_reg[r][c] += p_rows[r * P_PITCH + key] * v_reg;
             }
         }
-#pragma unroll
-        for (int r = 0; r < rows; ++r)
-#pragma unroll
-            for (int c = 0; c < columns; ++c) o_reg[r][c] = o_reg[r][c] * factor_reg[r] + tile_reg[r][c];
+        fa::add_tile(out_reg, rescale_reg, tile_reg);
     }
 
+    // Epilogue: O divided by the row sum, and logsumexp.
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-        int query = first_query + r;
-        if (query >= args.seq_q) break;
-        float inverse = l_reg[r] > 0 ? 1 / l_reg[r] : 0.0f;  // no visible key: O is 0, and m + log(l) is -inf
-        float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]
-#pragma unroll
-        for (int c = 0; c < columns; ++c)
-            if (lane + 32 * c < args.head_dim) o[lane + 32 * c] = o_reg[r][c] * inverse;
-        if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, query) = m_reg[r] + fa::log(l_reg[r]);
+    for (int r = 0; r < ROWS; ++r) {
+        const int query = q_first + row + r;
+        if (query >= q_end) break;
+        const float inverse = row_sum[r] > 0 ? 1 / row_sum[r] : 0.0f;  // no visible key: O is 0, and logsumexp -inf
+        fa::store_output<float, LANES, 1>(fa::row_pointer<float>(args.O, batch, head, query), out_reg[r], inverse, lane, args.head_dim);
+        if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, query) = row_max[r] + fa::log(row_sum[r]);
     }
 }

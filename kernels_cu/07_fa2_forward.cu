@@ -1,5 +1,5 @@
 // /// kernel
-// title = "FlashAttention-2 on CUDA cores: register tiles, swizzled shared memory, loads behind the products"
+// title = "FlashAttention-2 on CUDA cores: 8 x 8 register tiles, swizzled shared memory, loads hidden behind products"
 // dtypes = ["float32", "float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_70"
@@ -10,7 +10,7 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "8 if HEAD_DIM <= 64 else 16"  # threads that share a row; each row belongs to lanes of one warp
+// LANES = "8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
 // BLOCK_K = "64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
 // BLOCK_Q = "floor_pow2(max(32, min(128, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
 // [[launch]]
@@ -20,56 +20,60 @@
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM)"
 // ///
 //
-// Step 07. The algorithm is that of step 05: a block owns a tile of queries, walks over the keys once, and keeps the running
-// maximum, the running sum and O in registers until the end. What changes is where the numbers of the two products S = Q K^T and
-// O += P V wait to be multiplied. A CUDA core can start one multiplication a cycle and needs two numbers for it. Shared memory
-// gives a multiprocessor 32 numbers a cycle, its 128 cores ask for 256. So each number that comes must be used eight times and
-// more, and the only place from where a core takes two numbers every cycle is its registers.
+// Step 07, read against step 06. FlashAttention-2 on CUDA cores at 8 x 8 register tiles: swizzled shared memory, global loads
+// behind the products, 16-bit storage. The algorithm is that of step 05: a Q tile is resident, K and V stream past once, row
+// maximum, row sum and O stay in registers until the epilogue. The limit is operand bandwidth. A CUDA core starts one multiply-add
+// a cycle and needs two operands for it. Shared memory delivers 32 elements a cycle to a multiprocessor, its 128 cores consume 256.
+// So each loaded element must be used eight times or more, from registers.
 //
 // Geometry, at head dim 64 on a GPU with much shared memory (others follow from [tile] above):
 //
-//     block    128 queries, 128 threads; K and V come 64 keys at a time
-//     thread   owns 8 queries, together with 7 neighbours ("lanes") of its warp
-//     S        of its 8 queries each lane makes 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
-//     O        of its 8 queries each lane makes 8 of the 64 columns                              8 x 8 registers
+//     block    128 queries, 128 threads; K and V are streamed in tiles of 64 keys
+//     thread   8 queries, shared with 7 neighbouring lanes of its warp
+//     S        each lane has 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
+//     O        each lane has 8 of the 64 columns                              8 x 8 registers
 //
-// For four columns of S a thread loads 8 x 4 numbers of Q and 8 x 4 of K, 16 loads of 16 bytes, and multiplies 256 times: 94 of
-// 100 instructions multiply. (Step 05: about 60.) In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen of addresses.
-// The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. There also stands why
-// no access meets a bank conflict: all tiles are swizzled by an XOR with a few bits of the row number.
+// For four columns of S a thread loads 8 x 4 elements of Q and 8 x 4 of K, 16 loads of 16 bytes, for 256 multiply-adds: 94 of 100
+// instructions are multiply-adds (step 05: about 60). In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen address
+// instructions. The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. Their
+// layouts are free of bank conflicts without padding: all tiles are swizzled by an XOR with a few bits of the row.
 //
-// One tile of keys, from the side of a thread:
-//   1. S: 8 x 8 sums. Meanwhile V comes from memory into registers, a piece of 32 columns at a time, and goes to shared memory
-//      when the columns that it travelled behind are multiplied. A load takes some 600 cycles, a piece of S thousands.
-//   2. Softmax. The maximum of a row needs the other 7 lanes (three shuffles), its sum does not: every lane adds up its own keys
-//      and the lanes meet once, after the last tile. Keys that a query does not see are looked at only in tiles where there are any.
-//   3. P goes through shared memory, since every lane needs the P of all keys for its columns. A row's lanes are in one warp, so
-//      __syncwarp is enough: warps do not wait for each other here.
-//   4. O = keep * O + P V. Meanwhile the next K comes, as V did: nobody has needed K since the end of 1.
-//   Two __syncthreads a tile: V has arrived (and K may be overwritten), K has arrived (and V and P may be overwritten).
+// The main loop, one K/V tile, from the side of a thread:
+//   1. S: 8 x 8 sums. Meanwhile V is loaded from global memory into registers, a piece of 32 columns at a time, and stored to
+//      shared memory after the product that hides its load. A load takes some 600 cycles, a piece of S thousands.
+//   2. Online softmax. The row maximum is reduced over the 8 lanes (three shuffles). The row sum is not: each lane sums its own
+//      keys, and the epilogue reduces once. Masking is applied only in tiles that have masked keys.
+//   3. P goes through shared memory, since every lane needs the P of all keys for its columns. The lanes of a row are in one warp,
+//      so __syncwarp is enough: warps do not wait for each other here.
+//   4. O = rescale * O + P V. Meanwhile the next K is loaded, as V was: its buffer is free since the end of 1.
+// Two __syncthreads a tile: V is complete (and K may be overwritten), K is complete (and V and P may be overwritten).
 //
 // Details that matter more than they look:
-//   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds
-//     max * scale: at logits of 10^4 that is an error of 10^-3 in every P. The first is exact where S = max. Hence logits = "any".
-//   - The terms of one tile are summed by themselves and then added to O (see add_tile). It costs nothing here, because O has to be
-//     multiplied by `keep` anyway. 16384 keys are then 256 sums of 64, and lose digits like a sum of 256, not of 16384.
-//   - A masked P is set to 0, never multiplied by 0. A row that sees no key ends with sum 0, and gets O = 0, logsumexp = -inf.
-//   - Loads are kept as raw words until they are stored (fa::Staged). Widening float16 on arrival would wait for the load at once.
+//   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max
+//     * scale: at logits of 10^4 that is an error of 10^-3 in every P. The first is exact where S = max. Hence logits = "any".
+//   - The terms of one tile are summed by themselves and then added to O (fa::add_tile). It costs nothing here, because O is
+//     multiplied by the rescale factor anyway. 16384 keys are then 256 sums of 64, with the rounding error of a sum of 256, not of
+//     16384.
+//   - A masked P is set to 0, never multiplied by 0. A row that sees no key ends with row sum 0, and gets O = 0, logsumexp = -inf.
+//   - Loaded elements stay raw 32-bit words until they are stored (fa::Staged). Widening float16 on arrival would wait for the
+//     load.
 //
-// If you follow the paper (Dao 2023, arXiv 2307.08691): line 10 of its Algorithm 1 multiplies the old O by diag(exp(m_old - m_new))^-1,
-// and so does the two-block example before it. The inverse is a slip. With o = sum exp(s - m_old) v, what is wanted after the
-// maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile would divide
-// by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same holds: O1 is
-// already divided by l1, so its weight is (l1 / l2) * exp(m1 - m2). The algorithms also leave out the softmax scale.
+// Against step 06 nearly every line of the main loop changes: the wide register tile brings its layouts (queries as the fast axis),
+// the loads in pieces, the softmax in base 2 and three storage types with it. Prologue, main loop and epilogue keep their places.
+//
+// Errata, if you follow the paper (Dao 2023, arXiv 2307.08691): line 10 of its Algorithm 1 multiplies the old O by diag(exp(m_old -
+// m_new))^-1, and so does the two-block example before it. The inverse is a slip. With o = sum exp(s - m_old) v, what is needed
+// after the maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile
+// would divide by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same
+// holds: O1 is already divided by l1, so its weight is (l1 / l2) * exp(m1 - m2). The algorithms also leave out the softmax scale.
 #include <fa/tile.cuh>
-#include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr int THREADS = BLOCK_Q / fa::owned * LANES;
-constexpr int KEYS = BLOCK_K / LANES;       // keys of a thread in the scores: 8 x KEYS numbers
-constexpr int COLUMNS = HEAD_DIM / LANES;   // columns of a thread in O: 8 x COLUMNS numbers
-constexpr int PIECES = HEAD_DIM / 32;       // K and V travel in pieces of 32 columns: few registers for what is on its way
+constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
+
+constexpr int PIECES = HEAD_DIM / 32;  // K and V are loaded in pieces of 32 columns: few registers hold loads in flight
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
@@ -77,23 +81,24 @@ static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][BLOCK_Q] transposed
-    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;    // [BLOCK_K][HEAD_DIM]
-    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;    // [BLOCK_K][BLOCK_Q]
+    float* q_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][BLOCK_Q] transposed
+    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;  // [BLOCK_K][HEAD_DIM]
+    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][HEAD_DIM]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][BLOCK_Q]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the tail.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * fa::owned, lane = threadIdx.x % LANES;
+    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
 
-    const int keys = fa::visible_keys(args, q_end - 1);     // what the last query sees is what any query of the tile sees
-    const int unmasked = fa::visible_keys(args, q_first);   // what every query of the tile sees
+    const int keys = fa::visible_keys(args, q_end - 1);    // that some query of the tile sees
+    const int unmasked = fa::visible_keys(args, q_first);  // that every query of the tile sees
 
+    // Prologue: Q, which is resident, the first K, and the state of each row.
     {
         Staged<BLOCK_Q> q;
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
@@ -106,14 +111,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     __syncthreads();
 
-    float out_reg[fa::owned][COLUMNS] = {};                 // O, not yet divided by the sum
-    float max_reg[fa::owned], sum_reg[fa::owned] = {};      // sum_reg: only of this lane's keys
+    float out_reg[ROWS][COLUMNS] = {};        // O before the division by the row sum
+    float row_max[ROWS], row_sum[ROWS] = {};  // row_sum: of this lane's keys only
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) max_reg[i] = LOWEST;
+    for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
 
+    // Main loop over the K/V tiles.
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        // S = Q K^T
-        float score_reg[KEYS][fa::owned] = {};
+        // S = Q K^T, while V is loaded
+        float score_reg[KEYS][ROWS] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             const int first = piece * (HEAD_DIM / PIECES), last = first + HEAD_DIM / PIECES;
@@ -123,43 +129,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
-        __syncthreads();  // V is there, and nobody needs K any more
+        __syncthreads();  // V is complete, and every warp has finished with K
 
-        // P = exp(scale * (S - max)), unnormalised
-        float keep_reg[fa::owned];  // what a larger maximum leaves of the sums so far
+        // Online softmax: P = exp(scale * (S - row_max)), unnormalised
+        float rescale_reg[ROWS];  // what the sums so far are worth under the new maximum
         const bool masked = k_first + BLOCK_K > unmasked;
         if (masked) {
 #pragma unroll
-            for (int i = 0; i < fa::owned; ++i) {
-                const int visible = fa::visible_keys(args, q_first + row + i);
+            for (int r = 0; r < ROWS; ++r) {
+                const int visible = fa::visible_keys(args, q_first + row + r);
 #pragma unroll
                 for (int j = 0; j < KEYS; ++j)
-                    if (k_first + lane + LANES * j >= visible) score_reg[j][i] = LOWEST;
+                    if (k_first + lane + LANES * j >= visible) score_reg[j][r] = LOWEST;
             }
         }
 #pragma unroll
-        for (int i = 0; i < fa::owned; ++i) {
-            float largest = score_reg[0][i];
+        for (int r = 0; r < ROWS; ++r) {
+            float new_max = score_reg[0][r];
 #pragma unroll
-            for (int j = 1; j < KEYS; ++j) largest = max(largest, score_reg[j][i]);
-            largest = max(max_reg[i], fa::group_max<LANES>(largest));
-            keep_reg[i] = fa::exp2_approx((max_reg[i] - largest) * scale_log2e);
-            max_reg[i] = largest;
+            for (int j = 1; j < KEYS; ++j) new_max = max(new_max, score_reg[j][r]);
+            new_max = max(row_max[r], fa::group_max<LANES>(new_max));
+            rescale_reg[r] = fa::exp2_approx((row_max[r] - new_max) * scale_log2e);
+            row_max[r] = new_max;
             float sum = 0;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
-                float p = fa::exp2_approx((score_reg[j][i] - largest) * scale_log2e);
-                if (masked && score_reg[j][i] == LOWEST) p = 0.0f;
-                score_reg[j][i] = p;
+                float p = fa::exp2_approx((score_reg[j][r] - new_max) * scale_log2e);
+                if (masked && score_reg[j][r] == LOWEST) p = 0.0f;
+                score_reg[j][r] = p;
                 sum += p;
             }
-            sum_reg[i] = keep_reg[i] * sum_reg[i] + sum;
+            row_sum[r] = rescale_reg[r] * row_sum[r] + sum;
         }
         fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
-        __syncwarp();  // the lanes of a row are lanes of one warp
+        __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 
-        // O = keep * O + P V, while the next K comes
-        float tile_reg[fa::owned][COLUMNS] = {};
+        // O = rescale * O + P V, while the next K is loaded
+        float tile_reg[ROWS][COLUMNS] = {};
         const int next = k_first + BLOCK_K;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
@@ -170,20 +176,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                                                                            (piece + 1) * 8 / PIECES);
             k.store_by_rows(k_smem + first, args.head_dim - first);
         }
-#pragma unroll
-        for (int i = 0; i < fa::owned; ++i)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) out_reg[i][c] = keep_reg[i] * out_reg[i][c] + tile_reg[i][c];
-        __syncthreads();  // the next K is there, and nobody needs V or P any more
+        fa::add_tile(out_reg, rescale_reg, tile_reg);
+        __syncthreads();  // the next K is complete, and every warp has finished with V and P
     }
 
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);               // [8 rows], O.row apart
+    // Epilogue: the row sum over the lanes, O divided by it, and logsumexp.
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);              // [8 rows], O.row apart
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
-    for (int i = 0; i < fa::owned; ++i) {
-        const float sum = fa::group_sum<LANES>(sum_reg[i]);
-        if (q_first + row + i >= q_end) continue;
-        fa::store_output<scalar, LANES>(out + i * args.O.row, out_reg[i], sum > 0 ? 1.0f / sum : 0.0f, lane, args.head_dim);
-        if (lane == 0) logsumexp[i] = sum > 0 ? max_reg[i] * scale + fa::log(sum) : -fa::infinity();
+    for (int r = 0; r < ROWS; ++r) {
+        const float sum = fa::group_sum<LANES>(row_sum[r]);
+        if (q_first + row + r >= q_end) continue;
+        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum > 0 ? 1.0f / sum : 0.0f, lane, args.head_dim);
+        if (lane == 0) logsumexp[r] = sum > 0 ? row_max[r] * scale + fa::log(sum) : -fa::infinity();
     }
 }

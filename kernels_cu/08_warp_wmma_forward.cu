@@ -18,100 +18,108 @@
 // shared = "2 * (16 + 2 * BLOCK_K) * HEAD_DIM + 16 * (6 * BLOCK_K + 64)"
 // ///
 //
-// Step 08. A tensor core multiplies matrices: D (16 x 16) += A (16 x 16) B (16 x 16), 4096 multiply-adds that 32 threads, a warp, order
-// together. In step 07 a warp's instruction was 32 of them. CUDA's door to it is WMMA. A warp loads a "fragment" of each matrix from
-// shared memory, multiplies, and stores a fragment. Numbers go in as 16 bit and are added up as float32. The algorithm is step 07's.
+// Step 08, read against step 07. Tensor cores through WMMA: a warp multiplies matrices, D (16 x 16) += A (16 x 16) B (16 x 16), 4096
+// multiply-adds issued by 32 threads together. In step 07 a warp's instruction was 32 of them. WMMA is CUDA's interface to the tensor
+// cores: a warp loads a fragment of each matrix from shared memory, multiplies, and stores a fragment. Operands are 16-bit elements,
+// sums are float32. The algorithm is step 07's online softmax.
 //
-// There is one condition: which lane holds which number of a fragment is not said. Softmax has to know, since it is made of rows, so
+// WMMA has one restriction: which lane holds which element of a fragment is unspecified. The softmax works on rows, so the scores go
+// through shared memory, where each element has an address:
 //
 //     S = Q K^T      fragments of Q (16 queries) and of K read by columns, HEAD_DIM / 16 products for each 16 keys
-//     store S        to shared memory, as float32: now every number has an address
+//     store S        to shared memory, as float32
 //     softmax        8 lanes share a row; P, rounded to 16 bit, goes back to shared memory      (fa/wmma_tile.cuh: WarpSoftmax)
-//     O += P V       fragments of P and V; O stays where it is made, in accumulator fragments in registers
+//     O += P V       fragments of P and V; O stays in accumulator fragments in registers
 //
-// One thing is left to do with rows that nobody can see: where a row's maximum grows, its O must shrink. O could make the same trip
-// through shared memory, 8 KB there and 8 KB back at head dim 128 for every tile. It need not. All accumulators are laid out alike,
-// whatever that is. So each row's factor is written 16 times side by side, which makes a 16 x 16 matrix, and that is loaded as if it
-// were an accumulator: every lane now finds in register i the factor of the row whose O it has in its register i. That is scale_rows.
+// Rescaling O also needs rows: where a row maximum grows, that row of O is multiplied by exp(old - new). O could make the same trip
+// through shared memory, 8 KB there and 8 KB back at head dim 128 for every tile. It stays in registers instead, because all accumulators
+// have the same unspecified layout. Each row's factor is written 16 times side by side, and that 16 x 16 matrix is loaded as an
+// accumulator: register i of a lane then holds the factor of the row whose O is in register i of the same lane (scale_rows).
 //
-// A block is one warp with 16 queries, the least that WMMA can do, so __syncthreads here is as cheap as __syncwarp. K and V come 32
-// keys at a time, 24 KB with all the rest, and 9 blocks fit a multiprocessor of an H200. The accuracy is that of all tensor-core
-// steps from here on ("p16"): S, the maxima and the sums are float32, and P is rounded once, to the type of V.
+// A block is one warp with 16 queries, the smallest WMMA tile, so __syncthreads is as cheap as __syncwarp here. K and V are streamed in
+// tiles of 32 keys. All shared memory of a block is 24 KB, and 9 blocks fit a multiprocessor of an H100. The accuracy is that of all
+// tensor-core steps from here on ("p16"): S, row maxima and row sums are float32, and P is rounded once, to the type of V.
 //
-// What is bad about it, in the order of the steps that take it up:
-//   - Each 16 queries bring all of K and V for themselves: 2 MB at 4096 keys, 34 GB in all at B4 H16 S4096 D128.             step 09
-//   - A fragment of K or V (512 bytes) is read for one product. Shared memory needs 4 cycles for the bytes, the tensor core 3 or 4
-//     for the product: reading alone takes as long as multiplying, at best.                                                step 10
-//   - S and P go through shared memory only because WMMA hides who holds what.                                              step 11
-//   - Rows are 128 or 256 bytes apart, so 8 rows of a fragment begin in the same banks: each read takes 8 times its time.   step 12
-//   - Q is read again for each tile.                                                                                        step 13
-//   - While K and V come, the warp waits.                                                                                   step 14
+// The limits that remain, in the order of the steps that remove them:
+//   - Each 16 queries load all of K and V for themselves: 2 MB at 4096 keys, 34 GB in all at B4 H16 S4096 D128.             step 09
+//   - A fragment of K or V (512 bytes) is loaded for one product. Shared memory needs 4 cycles for the bytes, the tensor core 3 or 4
+//     for the product: loading takes as long as multiplying, at best.                                                       step 10
+//   - S and P go through shared memory only because WMMA hides the layout of fragments.                                     step 11
+//   - Rows are 128 or 256 bytes apart, so 8 rows of a fragment begin in the same banks: each load takes 8 times its time.   step 12
+//   - Q is loaded from shared memory again for each tile.                                                                   step 13
+//   - While K and V are copied, the warp stalls.                                                                            step 14
+//
+// More than 60 lines differ from step 07 because both products and the softmax between them change their unit, from a thread's 8 x 8
+// elements to a warp's fragments. Step 07's staging of K and V behind the products goes, too: it returns in step 14.
 #include <fa/wmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr int block_q = 16, threads = 32;
-constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+constexpr int BLOCK_Q = 16, THREADS = 32;
+constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 
-extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
-    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [block_q][HEAD_DIM]
-    scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
+    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [16][BLOCK_K]
-    float* keep_smem = s_smem + 16 * BLOCK_K;                               // [16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(keep_smem + 16 * 16);        // [16][BLOCK_K]
+    float* rescale_smem = s_smem + 16 * BLOCK_K;                               // [16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + 16 * 16);        // [16][BLOCK_K]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
-    const int first_query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q;
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int keys = fa::visible_keys(args, min(first_query + block_q, args.seq_q) - 1);  // what the last query sees
+    const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one is applied to Q, exactly.
     const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, first_query);  // [block_q], Q.row apart
-    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - first_query, args.head_dim, threadIdx.x,
-                                              args.scale < 0 ? 0x80008000 : 0);
 
-    fa::WmmaAccumulator out_reg[steps] = {};  // O, not yet divided by the sum
+    // Prologue: Q
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim,
+                     args.scale < 0 ? 0x80008000 : 0);
+
+    fa::WmmaAccumulator out_reg[COLUMNS] = {};  // O, not yet divided by the row sum
     fa::WarpSoftmax<scalar, BLOCK_K> softmax;
     softmax.clear();
 
-    for (int first_key = 0; first_key < keys; first_key += BLOCK_K) {
-        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, first_key);  // [BLOCK_K], K.row apart
-        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, first_key);  // [BLOCK_K], V.row apart
-        __syncthreads();  // nobody reads the tile before any more
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - first_key, args.head_dim, threadIdx.x);
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - first_key, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+    // Main loop over tiles of keys
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        __syncthreads();  // all warps have read the tile before
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
-        // S = Q K^T. K lies by rows: read by columns it is the transpose.
-        fa::WmmaAccumulator score_reg[key_steps] = {};
-#pragma unroll 2  // not more: fragments that wait for their turn take registers
-        for (int d = 0; d < steps; ++d) {
+        // S = Q K^T. K is stored by rows: read by columns it is the transpose.
+        fa::WmmaAccumulator score_reg[KEYS] = {};
+#pragma unroll 2  // not more: fragments loaded ahead take registers
+        for (int d = 0; d < COLUMNS; ++d) {
             fa::WmmaA<scalar> q_reg;
             fa::wmma_load_a_row(q_reg, q_smem + 16 * d, HEAD_DIM);
 #pragma unroll
-            for (int n = 0; n < key_steps; ++n) {
+            for (int n = 0; n < KEYS; ++n) {
                 fa::WmmaBCol<scalar> k_reg;
                 fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
                 fa::wmma_mma(score_reg[n], q_reg, k_reg);
             }
         }
 #pragma unroll
-        for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
+        for (int n = 0; n < KEYS; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
         __syncwarp();
 
-        softmax.update(p_smem, keep_smem, s_smem, scale_log2e, args, first_query, first_key);
+        softmax.update(p_smem, rescale_smem, s_smem, scale_log2e, args, q_first, k_first);
         __syncwarp();
 
-        // O = keep * O + P V
-        fa::scale_rows(out_reg, keep_smem);
+        // O = rescale * O + P V
+        fa::scale_rows(out_reg, rescale_smem);
 #pragma unroll 1
-        for (int n = 0; n < key_steps; ++n) {
+        for (int n = 0; n < KEYS; ++n) {
             fa::WmmaA<scalar> p_reg;
             fa::wmma_load_a_row(p_reg, p_smem + 16 * n, BLOCK_K);
 #pragma unroll
-            for (int c = 0; c < steps; ++c) {
+            for (int c = 0; c < COLUMNS; ++c) {
                 fa::WmmaBRow<scalar> v_reg;
                 fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
                 fa::wmma_mma(out_reg[c], p_reg, v_reg);
@@ -119,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
         }
     }
 
-    // O /= sum
-    const int rows = args.seq_q - first_query;
+    // Epilogue: O / row sum and the logsumexp to global memory
+    const int rows = args.seq_q - q_first;
     __syncwarp();
-    softmax.finish(keep_smem, fa::row_pointer<float>(args.logsumexp, batch, head, first_query), rows, scale);
+    softmax.finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, q_first), rows, scale);
     __syncwarp();
-    fa::scale_rows(out_reg, keep_smem);
-    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, first_query), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+    fa::scale_rows(out_reg, rescale_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, q_first), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
 }

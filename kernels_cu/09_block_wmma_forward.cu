@@ -19,92 +19,97 @@
 // shared = "2 * (16 * WARPS + 2 * BLOCK_K) * HEAD_DIM + 16 * WARPS * (6 * BLOCK_K + 64)"
 // ///
 //
-// Step 09. In step 08 a block was one warp, and each 16 queries brought all of K and V from memory for themselves. Here a block is
-// WARPS warps of 16 queries each, and what comes is shared: four warps load a tile together, then each multiplies its own queries by
-// all of it. A warp's products, its S and P in shared memory, its softmax are the same lines as before; its parts of shared memory
-// now begin at an offset, and that is nearly all there is to see in a comparison of the two files.
+// Step 09, read against step 08. Several warps share K and V: a block is WARPS warps of 16 queries each. In step 08 a block was one warp,
+// and each 16 queries loaded all of K and V for themselves. Here four warps copy a tile together, then each multiplies its own queries by
+// all of it. A warp's products, its S and P in shared memory and its softmax are the same lines as before.
 //
-// What it brings:
-//   - The same bytes serve 64 queries instead of 16, so the traffic from the L2 cache falls to a quarter (at B4 H16 S4096 D128 from
-//     34 GB to 9), and so does the number of instructions that a warp spends on moving tiles.
-//   - The tile takes its place in shared memory once for four warps. What is saved buys a tile of 64 keys instead of 32, where there
-//     is room for two blocks a multiprocessor: each fragment of Q is then read for four products instead of two, and O is rescaled
-//     half as often.
-// What it costs: the warps of a block meet twice a tile, before it is overwritten and after it has come. Within a warp nothing
-// changes, since S and P belong to one warp alone: there __syncwarp is enough.
+// The block's query tile has 16 * WARPS rows, of which warp w owns rows 16 * w to 16 * w + 15. s_smem, rescale_smem and p_smem have WARPS
+// parts, and a warp's part begins at an offset. That is nearly all a comparison of the two files shows.
 //
-// With 9 blocks of one warp each on a multiprocessor, step 08 had as many warps to hide latencies behind as two blocks here, so do not
-// expect a leap. Most cycles go into reading fragments of K and V from shared memory, 8 turns for each because of the banks, and a
-// fragment still serves one product only. That is the next step.
+// Gains:
+//   - The same bytes serve 64 queries instead of 16: the traffic from the L2 cache falls to a quarter (at B4 H16 S4096 D128 from 34 GB
+//     to 9), and so does the number of instructions that a warp spends on copying tiles.
+//   - Four warps need the tile in shared memory once. The saved space is spent on tiles of 64 keys instead of 32 where two blocks still
+//     fit a multiprocessor: each fragment of Q is loaded for four products instead of two, and O is rescaled half as often.
+// Cost: the warps of a block synchronise twice a tile, before it is overwritten and after it has arrived. Within a warp nothing changes:
+// S and P belong to one warp, and __syncwarp is enough.
+//
+// Step 08, with 9 blocks of one warp each on a multiprocessor, had as many warps to hide latency as two blocks have here, so the gain is
+// small. Most cycles are spent on loading fragments of K and V from shared memory, at 8 times the minimum because of bank conflicts, and
+// each fragment still serves one product only. Step 10 takes that up.
 #include <fa/wmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr int block_q = 16 * WARPS, threads = 32 * WARPS;
-constexpr int steps = HEAD_DIM / 16, key_steps = BLOCK_K / 16;  // fragments side by side
+constexpr int BLOCK_Q = 16 * WARPS, THREADS = 32 * WARPS;
+constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 
-extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_constant__ fa::Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
+    using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
+    using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const int warp = fa::warp_id();
-    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [block_q][HEAD_DIM]
-    scalar* k_smem = q_smem + block_q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
+    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
     float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [WARPS][16][BLOCK_K]
-    float* keep_smem = s_smem + block_q * BLOCK_K;                          // [WARPS][16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(keep_smem + block_q * 16);   // [WARPS][16][BLOCK_K]
-    s_smem += warp * 16 * BLOCK_K, keep_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
+    float* rescale_smem = s_smem + BLOCK_Q * BLOCK_K;                          // [WARPS][16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + BLOCK_Q * 16);   // [WARPS][16][BLOCK_K]
+    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
-    const int tile_query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * block_q, first_query = tile_query + warp * 16;
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int keys = fa::visible_keys(args, min(tile_query + block_q, args.seq_q) - 1);  // what the last query sees
+    const int warp_row = warp * 16;
+    const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
+    // The largest S is the largest logit only where the scale is positive. The sign of a negative one is applied to Q, exactly.
     const float scale = fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, tile_query);  // [block_q], Q.row apart
-    fa::load_tile<block_q, HEAD_DIM, threads>(q_smem, q, int(args.Q.row), args.seq_q - tile_query, args.head_dim, threadIdx.x,
-                                              args.scale < 0 ? 0x80008000 : 0);
-    q_smem += warp * 16 * HEAD_DIM;
 
-    fa::WmmaAccumulator out_reg[steps] = {};  // O, not yet divided by the sum
+    // Prologue: Q
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim,
+                     args.scale < 0 ? 0x80008000 : 0);
+    q_smem += warp_row * HEAD_DIM;
+
+    fa::WmmaAccumulator out_reg[COLUMNS] = {};  // O, not yet divided by the row sum
     fa::WarpSoftmax<scalar, BLOCK_K> softmax;
     softmax.clear();
 
-    for (int first_key = 0; first_key < keys; first_key += BLOCK_K) {
-        const scalar* k = fa::row_pointer<scalar>(args.K, batch, kv_head, first_key);  // [BLOCK_K], K.row apart
-        const scalar* v = fa::row_pointer<scalar>(args.V, batch, kv_head, first_key);  // [BLOCK_K], V.row apart
-        __syncthreads();  // no warp reads the tile before any more
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(k_smem, k, int(args.K.row), keys - first_key, args.head_dim, threadIdx.x);
-        fa::load_tile<BLOCK_K, HEAD_DIM, threads>(v_smem, v, int(args.V.row), keys - first_key, args.head_dim, threadIdx.x);
-        __syncthreads();  // the tile, and before the first one q_smem, is there for all
+    // Main loop over tiles of keys
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        __syncthreads();  // all warps have read the tile before
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
-        // S = Q K^T. K lies by rows: read by columns it is the transpose.
-        fa::WmmaAccumulator score_reg[key_steps] = {};
-#pragma unroll 2  // not more: fragments that wait for their turn take registers
-        for (int d = 0; d < steps; ++d) {
+        // S = Q K^T. K is stored by rows: read by columns it is the transpose.
+        fa::WmmaAccumulator score_reg[KEYS] = {};
+#pragma unroll 2  // not more: fragments loaded ahead take registers
+        for (int d = 0; d < COLUMNS; ++d) {
             fa::WmmaA<scalar> q_reg;
             fa::wmma_load_a_row(q_reg, q_smem + 16 * d, HEAD_DIM);
 #pragma unroll
-            for (int n = 0; n < key_steps; ++n) {
+            for (int n = 0; n < KEYS; ++n) {
                 fa::WmmaBCol<scalar> k_reg;
                 fa::wmma_load_b_col(k_reg, k_smem + 16 * n * HEAD_DIM + 16 * d, HEAD_DIM);
                 fa::wmma_mma(score_reg[n], q_reg, k_reg);
             }
         }
 #pragma unroll
-        for (int n = 0; n < key_steps; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
+        for (int n = 0; n < KEYS; ++n) fa::wmma_store_d_row(s_smem + 16 * n, score_reg[n], BLOCK_K);
         __syncwarp();
 
-        softmax.update(p_smem, keep_smem, s_smem, scale_log2e, args, first_query, first_key);
+        softmax.update(p_smem, rescale_smem, s_smem, scale_log2e, args, q_first + warp_row, k_first);
         __syncwarp();
 
-        // O = keep * O + P V
-        fa::scale_rows(out_reg, keep_smem);
+        // O = rescale * O + P V
+        fa::scale_rows(out_reg, rescale_smem);
 #pragma unroll 1
-        for (int n = 0; n < key_steps; ++n) {
+        for (int n = 0; n < KEYS; ++n) {
             fa::WmmaA<scalar> p_reg;
             fa::wmma_load_a_row(p_reg, p_smem + 16 * n, BLOCK_K);
 #pragma unroll
-            for (int c = 0; c < steps; ++c) {
+            for (int c = 0; c < COLUMNS; ++c) {
                 fa::WmmaBRow<scalar> v_reg;
                 fa::wmma_load_b_row(v_reg, v_smem + 16 * n * HEAD_DIM + 16 * c, HEAD_DIM);
                 fa::wmma_mma(out_reg[c], p_reg, v_reg);
@@ -112,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(threads, 1) forward(const __grid_co
         }
     }
 
-    // O /= sum
-    const int rows = args.seq_q - first_query;
+    // Epilogue: O / row sum and the logsumexp to global memory
+    const int rows = args.seq_q - q_first - warp_row;
     __syncwarp();
-    softmax.finish(keep_smem, fa::row_pointer<float>(args.logsumexp, batch, head, first_query), rows, scale);
+    softmax.finish(rescale_smem, fa::row_pointer<float>(args.logsumexp, batch, head, q_first + warp_row), rows, scale);
     __syncwarp();
-    fa::scale_rows(out_reg, keep_smem);
-    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, first_query), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
+    fa::scale_rows(out_reg, rescale_smem);
+    fa::store_rows(fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row), int(args.O.row), rows, args.head_dim, out_reg, s_smem);
 }

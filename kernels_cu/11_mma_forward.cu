@@ -23,62 +23,43 @@
 // shared = "sizeof_dtype * HEAD_DIM * (WARPS * WARP_ROWS + 2 * BLOCK_K)"
 // ///
 //
-// Step 11. WMMA does not say which lane holds what of a fragment, so in step 10 every score goes through shared memory: to learn its
-// row's maximum, and to become an operand again. PTX does say. mma.sync is the instruction that WMMA is made of, a product of 16 x 16 by
-// 16 x 8 numbers, and with group = lane / 4, pair = 2 * (lane % 4) a lane holds
+// Step 11, read against step 10. mma.sync instead of WMMA: scores, P and O never leave the registers. WMMA leaves the layout of fragments
+// unspecified, so in step 10 every score goes through shared memory: to find its row maximum, and to become an operand again. PTX
+// specifies it. mma.sync is the instruction that WMMA is made of, a product of 16 x 16 by 16 x 8 elements, and with group = lane / 4,
+// pair = 2 * (lane % 4) a lane holds
 //
 //     of S, an accumulator   rows group and group + 8, columns pair and pair + 1
-//     of P, an operand       the same, of two accumulators side by side, two numbers of 16 bit a register
+//     of P, an operand       the same, of two accumulators side by side, two 16-bit elements a register
 //
-// Everything follows from this:
-//   - A row of S belongs to 4 lanes of one warp. Its maximum is two shuffles away, and a lane keeps it and the sum in a register for
-//     each of its rows (fa/softmax.cuh).
-//   - What comes out of S = Q K^T goes into O += P V where it lies: rounded and packed, nothing moves between lanes.
-//   - O is scaled by its row's factor in the registers where it is. (Step 10 had to load a matrix of factors to hit the right ones.)
-// No score ever sees shared memory; it holds Q, K and V only, and two barriers a tile are for K and V. The warps share the block's K and
-// V, never its queries, so they have nothing else to tell each other. Tiles are those of step 10: a warp owns 32 queries, two fragments,
-// and uses each fragment of K and V twice. Their operands come by ldmatrix: 8 rows of 16 bytes an instruction, spread over the lanes
-// as mma wants them; with .trans the transposed, which is what makes V an operand without a copy of it.
+// Everything follows from this layout:
+//   - A row of S is split over the 4 lanes of a quad. Its row maximum takes two shuffles, and a lane keeps row maximum and row sum in a
+//     register for each of its rows (fa/softmax.cuh).
+//   - The accumulators of S = Q K^T, rounded and packed, are the A operand of O += P V: no data moves between lanes.
+//   - O is rescaled in the registers where it is. (Step 10 had to load a matrix of factors.)
+// Shared memory holds Q, K and V only, and a tile needs two barriers, for K and V. The warps share the block's K and V, never its queries,
+// so they exchange nothing else. Tiles are those of step 10: a warp owns 32 queries, two fragments, and uses each fragment of K and V
+// twice. Operands come by ldmatrix: 8 rows of 16 bytes an instruction, distributed over the lanes as mma wants them; with .trans the
+// transposed matrix, which makes V an operand without a copy of it.
 //
-// float32 files are multiplied as tf32: 8 bits of exponent, 10 behind the point, which tensor cores take at half the rate. The error is
-// that of float16 without its short range. fa/tf32.cuh has the two products. They differ from the others in two places: a row's 16 bytes
-// are 4 numbers instead of 8, and there is no ldmatrix that transposes 32-bit numbers, so V comes by plain loads.
+// float32 files are multiplied as tf32: 8 bits of exponent, a mantissa of 10 bits, at half the rate of 16-bit operands. The error is that
+// of float16 without its short range. Two things differ: a row's 16 bytes are 4 elements instead of 8, and ldmatrix cannot transpose
+// 32-bit elements, so V comes by plain loads (fa/tf32.cuh).
 //
-// What is still bad: the rows of a tile are 256 bytes apart, a multiple of 128, so the 8 rows that ldmatrix reads lie in the same 4
-// banks of shared memory and come one after the other: 8 cycles instead of 1, for every operand. The tensor cores wait seven eighths of
-// the time. Q is read again for each tile of keys. All warps wait until K and V are there. And O leaves 4 bytes a lane at a time.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+// The limits that remain: the rows of a tile are 256 bytes apart, a multiple of 128, so the 8 rows that ldmatrix reads lie in the same 4
+// banks of shared memory and take 8 cycles instead of 1, for every operand. The tensor cores stall seven eighths of the time. Q is loaded
+// from shared memory again for each tile of keys. All warps wait until K and V have arrived. And O is stored 4 bytes a lane at a time.
+//
+// More than 60 lines differ from step 10, and more than twice as many of them are removed as added: the WMMA loops, the trip of S and P
+// through shared memory and the matrix of factors become calls of fa/fragment.cuh, fa/softmax.cuh and fa/epilogue.cuh, whose text the
+// steps from here on share.
+#include <fa/epilogue.cuh>
 #include <fa/tf32.cuh>
 
 using scalar = fa::DTYPE;
 
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
-constexpr int WIDTH = HEAD_DIM * int(sizeof(scalar)) / 2;  // of a tile, in 16-bit numbers: ldmatrix knows no others
-
-using QOperand = fa::OperandA<WIDTH, M, false, false>;
-
-// S += Q K^T
-template <class T>
-__device__ __forceinline__ void multiply_qk(float (&score_reg)[M][KEYS][4], const QOperand& q, fa::uint32_t k_lane) {
-    if constexpr (sizeof(T) == 4) fa::multiply_abt_tf32(score_reg, q, k_lane);
-    else fa::multiply_abt<T>(score_reg, q, k_lane);
-}
-
-// O += P V
-template <class T>
-__device__ __forceinline__ void multiply_pv(float (&out_reg)[M][COLUMNS][4], const float (&score_reg)[M][KEYS][4],
-                                            fa::uint32_t v_smem /* [BLOCK_K][HEAD_DIM] */) {
-    if constexpr (sizeof(T) == 4) {
-        const unsigned char* v = fa::dynamic_shared() + (v_smem - fa::smem_u32(fa::dynamic_shared()));
-        fa::multiply_pb_tf32<HEAD_DIM>(out_reg, score_reg, reinterpret_cast<const float*>(v));
-    } else {
-        fa::uint32_t p_reg[KEYS / 2][M][4];
-        fa::pack_a<T>(p_reg, score_reg);
-        fa::multiply_pb<T, HEAD_DIM, false>(out_reg, p_reg, fa::lane_of_a<HEAD_DIM, false>(v_smem));
-    }
-}
+constexpr int WIDTH = HEAD_DIM * int(sizeof(scalar)) / 2;  // of a tile in 16-bit elements, ldmatrix's unit
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS, false>;
@@ -87,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const fa::uint32_t k_smem = q_smem + BLOCK_Q * WIDTH * 2;     // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * WIDTH * 2;     // [BLOCK_K][HEAD_DIM]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -95,51 +76,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
-    // of 0 Q is 0.
+    // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
+    // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
 
-    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
-               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
-    const QOperand q{fa::lane_of_a<WIDTH, false>(q_smem, warp_row)};
+    // Prologue: Q
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+                     args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    const fa::OperandA<WIDTH, M, false, false> q{fa::lane_of_a<WIDTH, false>(q_smem, warp_row)};
     const fa::uint32_t k_lane = fa::lane_of_b<WIDTH, false>(k_smem);
 
-    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
 
+    // Main loop over tiles of keys
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        __syncthreads();  // nobody reads the tile before any more
-        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
-        __syncthreads();  // the tile, and before the first one Q, is there for all
+        __syncthreads();  // all warps have read the tile before
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
         // S = Q K^T
         float score_reg[M][KEYS][4] = {};
-        multiply_qk<scalar>(score_reg, q, k_lane);
+        fa::multiply_abt<scalar>(score_reg, q, k_lane);
         if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
-        // P = exp(scale * (S - max)), unnormalised
+        // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O
         softmax.step(score_reg, out_reg, scale_log2e);
 
-        // O += P V
-        multiply_pv<scalar>(out_reg, score_reg, v_smem);
+        // O += P V, with P in registers
+        fa::multiply_pv<scalar, HEAD_DIM>(out_reg, score_reg, v_smem);
     }
     softmax.finish();
 
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
-            if (query >= q_end) continue;
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
-            scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                fa::store_vec_upto(out + 8 * c,
-                                   fa::Vec<scalar, 2>{fa::narrow<scalar>(out_reg[m][c][2 * half] * factor),
-                                                      fa::narrow<scalar>(out_reg[m][c][2 * half + 1] * factor)},
-                                   args.head_dim - 8 * c - fa::fragment_column());
-        }
+    // Epilogue: O / row sum and the logsumexp, from the fragments to global memory
+    fa::store_output<scalar>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

@@ -23,10 +23,9 @@
 // shared = "2 * HEAD_DIM * (WARPS * WARP_ROWS + 2 * BLOCK_K)"
 // ///
 //
-// Step 12. Step 11 has all it needs to be fast, but waits for shared memory. ldmatrix reads 8 rows of a tile at one chunk of 16 bytes.
-// Shared memory gives a multiprocessor 128 bytes a cycle, 8 such chunks, if they lie in different banks. The rows of a tile are 256
-// bytes apart (head dim 128), twice around the banks, so the 8 chunks lie in the same 4 banks and come one after the other. For 32 keys
-// a warp reads
+// Step 12, read against step 11. Swizzled tiles: shared memory without bank conflicts. In step 11 ldmatrix reads 8 rows of a tile at one
+// chunk of 16 bytes. Shared memory delivers 128 bytes a cycle, 8 such chunks, if they lie in different banks. The rows of a tile are 256
+// bytes apart (head dim 128), twice around the banks, so the 8 chunks lie in the same 4 banks and take 8 cycles. For 32 keys a warp reads
 //
 //     Q   2 x 8  ldmatrix_x4     (32 queries, 128 columns; again for every tile of keys)
 //     K   2 x 8
@@ -34,17 +33,16 @@
 //
 // and multiplies 128 times 16 x 8 x 16, for which the four tensor cores together take about 200 cycles.
 //
-// The one idea of this step: chunk c of row r stands in the place of chunk c ^ (r % 8). Rows keep their place and their length, only the
-// chunks inside 128 bytes are permuted, and 8 neighbouring rows get 8 different permutations: what ldmatrix reads lies in 8 different
-// places of the line. fa/fragment.cuh says more. The text of the kernel does not show it: the words that write a tile and those that
-// read it agree on a layout, and step 11 asked them for plain rows (Swizzled = false). It costs next to nothing. A lane of ldmatrix
-// reads the same row of each 8 all the time, so the XOR with its row is done once; from one step of 16 columns to the next the
-// address changes by an XOR with a constant. And it costs no memory, as padding the rows would.
+// The swizzle: chunk c of row r is stored in place of chunk c ^ (r % 8). Rows keep their place and their length, only the chunks inside
+// 128 bytes are permuted, and 8 neighbouring rows get 8 different permutations: the 8 chunks of an ldmatrix lie in 8 different places of
+// the line (fa/fragment.cuh). The kernel's text hardly changes: the words that write a tile and those that read it agree on a layout, and
+// step 11 asked them for plain rows (Swizzled = false). The swizzle costs next to no instructions. A lane of ldmatrix always reads the
+// same row of each 8, so the XOR with its row is done once; from one step of 16 columns to the next the address changes by an XOR with a
+// constant. And it costs no memory, as padding the rows would.
 //
-// What is still bad, and now seen: a third of what is read is Q, the same numbers for every tile of keys. O leaves 4 bytes a lane at a
-// time. And in each tile all warps wait until K and V have come from memory.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+// The limits that remain, no longer hidden by the conflicts: a third of the shared-memory reads fetch Q, the same elements for every tile
+// of keys. O is stored 4 bytes a lane at a time. And in each tile all warps wait until K and V have arrived from global memory.
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
@@ -58,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -66,53 +64,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
-    // of 0 Q is 0.
+    // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
+    // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
 
-    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
-               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
+    // Prologue: Q
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+                     args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
     const fa::OperandA<HEAD_DIM, M, false> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
 
-    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
 
+    // Main loop over tiles of keys
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        __syncthreads();  // nobody reads the tile before any more
-        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
-        __syncthreads();  // the tile, and before the first one Q, is there for all
+        __syncthreads();  // all warps have read the tile before
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile, and before the first one Q, has arrived
 
         // S = Q K^T
         float score_reg[M][KEYS][4] = {};
         fa::multiply_abt<scalar>(score_reg, q, k_lane);
         if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
-        // P = exp(scale * (S - max)), unnormalised
+        // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O
         softmax.step(score_reg, out_reg, scale_log2e);
 
-        // O += P V
+        // O += P V, with P in registers
         fa::uint32_t p_reg[KEYS / 2][M][4];
         fa::pack_a<scalar>(p_reg, score_reg);
         fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane);
     }
     softmax.finish();
 
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = q_first + warp_row + 16 * m + 8 * half + fa::fragment_row();
-            if (query >= q_end) continue;
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0) logsumexp[query] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
-            scalar* out = fa::row_pointer<scalar>(args.O, batch, head, query) + fa::fragment_column();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                fa::store_vec_upto(out + 8 * c,
-                                   fa::Vec<scalar, 2>{fa::narrow<scalar>(out_reg[m][c][2 * half] * factor),
-                                                      fa::narrow<scalar>(out_reg[m][c][2 * half + 1] * factor)},
-                                   args.head_dim - 8 * c - fa::fragment_column());
-        }
+    // Epilogue: O / row sum and the logsumexp, from the fragments to global memory
+    fa::store_output<scalar>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

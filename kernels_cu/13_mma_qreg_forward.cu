@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Q in registers, tiles of K and V twice as deep in its place; O is scaled only where a maximum has grown much"
+// title = "Q in registers, tiles of K and V twice as deep in its place; lazy rescaling of O"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [32, 64, 128]
 // arch = ">=sm_80"
@@ -14,7 +14,7 @@
 // WARP_ROWS = 32  # queries of a warp
 // WARPS = 4
 // BLOCK_K = 64
-// STEP_K = "64 if HEAD_DIM <= 64 else 16"  # keys of a step of softmax: what registers are left for S
+// STEP_K = "64 if HEAD_DIM <= 64 else 16"  # keys of a softmax step: the registers that are left for S
 // BLOCKS = 2      # on a multiprocessor, for the compiler: how many registers a thread may have
 // [[launch]]
 // entry = "forward"
@@ -23,49 +23,47 @@
 // shared = "2 * HEAD_DIM * max(WARPS * WARP_ROWS, 2 * BLOCK_K)"
 // ///
 //
-// Step 13. Of what a warp of step 12 reads from shared memory a third is Q: the same 32 x 128 numbers for every 32 keys. Shared memory
-// needs 192 cycles for what the tensor cores multiply in about 200, and all warps use the one as much as the other, so either waits for
-// the other time and again. Three changes, all from moving Q to where it can stay.
+// Step 13, read against step 12. Q in registers. In step 12 a third of each warp's shared-memory reads fetch the same 32 x 128 elements of
+// Q again for every 32 keys. A tile then costs 192 cycles of shared-memory bandwidth against about 200 of mma: neither pipe is saturated,
+// and each waits for the other in turn. Three changes follow from moving Q:
 //
-//   1. Q is read once, as fragments, and kept in registers: 64 of them at head dim 128. Shared memory now needs 128 cycles.
-//   2. Nobody needs Q's shared memory after that. K and V take its place, in tiles of 64 keys instead of 32: half as many barriers, and
-//      half as many times that a warp waits for memory. (FlashAttention-2's split of the work makes it possible: warps divide the
-//      queries among them, not the keys, so no warp ever needs another's Q.)
-//   3. At the end the place is free again. O goes through it, so that lanes with neighbouring chunks write 16 bytes each, whole lines of
-//      memory. From the fragments a warp's store was 8 rows of 16 bytes, half of each 32-byte sector that memory is written in.
+//   1. Q is loaded once, as fragments, into registers: 64 of them at head dim 128. Shared memory now needs 128 cycles.
+//   2. The shared memory of Q is reused for K and V, so BLOCK_K doubles to 64: half the barriers per key, and half as many waits for
+//      global memory. (FlashAttention-2's work partition makes it possible: warps divide the queries among them, not the keys, so no warp
+//      reads another's Q.)
+//   3. In the epilogue the same memory is free again. O goes through it, so that neighbouring lanes store 16 bytes each, whole lines of
+//      global memory. Directly from the fragments a warp's store was 8 rows of 16 bytes, half of each 32-byte sector.
 //
-// The price is registers. At head dim 128 O and Q of 32 queries take 192 of the 255 that a thread can have, and S of 64 keys would be
-// another 64: it would not fit, and what does not fit is spilled to memory and fetched back all the time. So the softmax goes in steps of
-// 16 keys, for which S takes 16 registers. (At head dim 64 there is room for 64 keys, and a step is the tile.) In the last tile, and under
-// the causal mask, whole steps that nobody sees are left out. But with four times as many steps the running softmax would scale O four
-// times as often: 128 multiplications for 64 products on the tensor cores, all waiting for the maximum of a row, which needs two shuffles.
-// That cost more than the three changes gained: 264 TFLOP/s after step 12's 287 (B4 H16 S4096 D128).
+// The price is register pressure. At head dim 128 O and Q of 32 queries take 192 of the 255 registers of a thread, and S of 64 keys would
+// be another 64: it would not fit, and what does not fit is spilled to local memory. So the main loop divides a tile into softmax steps of
+// 16 keys (STEP_K), for which S takes 16 registers. (At head dim 64 there is room for 64 keys, and a step is the tile.) In the last tile,
+// and under the causal mask, steps in which every key is masked are skipped.
 //
-// So O is not scaled. P need not refer to the true maximum. Any number near it does, as long as nothing overflows, since sum and O are
-// made of the same P. The maximum stays what it was until some score of the warp is more than 2^8 times (in P) above it; then and only
-// then all is done as before. With ordinary data that happens in the first steps and hardly ever again, and what is left of it in the
-// loop is one vote. P is at most 256 then, which 16-bit numbers hold with the relative precision that they have for 1.
-// (FlashAttention-4 does this.)
+// Lazy rescaling makes the short steps affordable. With four times as many steps the online softmax would rescale O four times as often:
+// 128 multiplications for 64 products on the tensor cores, all dependent on a row maximum that takes two shuffles. That cost more than the
+// three changes gained: 264 TFLOP/s after step 12's 287 (B4 H16 S4096 D128). But the softmax is correct for any reference value, not only
+// the row maximum, as long as exp does not overflow, because row sum and O are made of the same P. The reference stays what it was until
+// some score of the warp exceeds it by a factor of more than 2^8 in P; only then row maximum, row sum and O are updated as before. With
+// ordinary data that happens in the first steps and hardly ever again, and one vote is left of it in the main loop. P is at most 256 then,
+// which 16-bit types hold with the same relative precision as 1. (FlashAttention-4 does this.)
 //
-// What is still bad: the tensor cores rest while a tile comes. A block can only hope that the other block on its multiprocessor has
-// something to multiply meanwhile.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+// The limit that remains: the tensor cores idle while a tile is copied, unless the other block on the multiprocessor multiplies meanwhile.
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
-constexpr float SLACK = 8;  // P may be 2^8
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const fa::uint32_t k_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], before the first K and V; O in the epilogue
+    const fa::uint32_t k_smem = q_smem;                              // [BLOCK_K][HEAD_DIM]
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
-    const fa::uint32_t q_smem = k_smem;                              // [BLOCK_Q][HEAD_DIM], before the first K and V; at the end O
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
@@ -73,37 +71,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
 
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly; for a scale
-    // of 0 Q is 0.
+    // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
+    // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
 
-    QCopy::now(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
-               args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
-    __syncthreads();
+    // Prologue: Q
+    QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
+                     args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
     fa::OperandA<HEAD_DIM, M, true> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    q.keep();
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
 
-    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the sum
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
+    __syncthreads();  // Q has arrived
+    q.load_registers();
 
+    // Main loop over tiles of keys
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
-        __syncthreads();  // nobody reads Q, or the tile before, any more
-        KCopy::now(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::now(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
-        __syncthreads();  // the tile is there for all
+        __syncthreads();  // all warps have read Q, or the tile before
+        KCopy::copy_sync(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_sync(v_smem, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        __syncthreads();  // the tile has arrived
 
-#pragma unroll 1  // not more: fragments that wait for their turn take registers
+#pragma unroll 1  // not more: fragments loaded ahead take registers
         for (int step = 0; step < min(BLOCK_K, keys - k_first); step += STEP_K) {
             // S = Q K^T
             float score_reg[M][KEYS][4] = {};
             fa::multiply_abt<scalar>(score_reg, q, k_lane + step * HEAD_DIM * 2);
             if (k_first + step + STEP_K > unmasked)
                 fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first + step);
-            // P = exp(scale * (S - max)), unnormalised
+            // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
             softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
 
-            // O += P V
+            // O += P V, with P in registers
             fa::uint32_t p_reg[KEYS / 2][M][4];
             fa::pack_a<scalar>(p_reg, score_reg);
             fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + step * HEAD_DIM * 2);
@@ -111,45 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     }
     softmax.finish();
 
-    __syncthreads();  // nobody reads V any more
-
-    // O, divided and rounded, to shared memory, where Q was
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-    unsigned char* out_smem = fa::dynamic_shared();  // [BLOCK_Q][HEAD_DIM]
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * scale + fa::log(sum) : -fa::infinity();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
-                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
-        }
-    __syncwarp();  // a warp's rows are its own
-
-    // and from there to memory, 16 bytes a lane, neighbours side by side
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
-    const int rows = min(WARP_ROWS, q_end - q_first - warp_row), pitch = int(args.O.row);
-    // One piece of code for a whole tile and a short loop for others: bounds in every store made the kernel 9 % slower at 512 keys.
-    const bool whole = rows == WARP_ROWS && args.head_dim == HEAD_DIM;
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * COLUMNS / 32; ++i) {
-            const int row = (fa::lane_id() + 32 * i) / COLUMNS, chunk = (fa::lane_id() + 32 * i) % COLUMNS;
-            fa::store_128(out + row * pitch + chunk * 8,
-                          fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))));
-        }
-    } else {
-#pragma unroll 1
-        for (int i = fa::lane_id(); i < rows * COLUMNS; i += 32) {
-            const int row = i / COLUMNS, chunk = i % COLUMNS;
-            fa::store_128_upto(out + row * pitch + chunk * 8,
-                               fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
-                               args.head_dim - chunk * 8);
-        }
-    }
+    // Epilogue: O / row sum through shared memory and the logsumexp, to global memory
+    __syncthreads();  // all warps have read V: O takes its place
+    fa::store_output_smem<scalar, HEAD_DIM>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale);
 }

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "FlashAttention-2's gradients on tensor cores: five products a tile, dQ by reductions in memory"
+// title = "FlashAttention-2's gradients on tensor cores: five products a tile, dQ by reductions in global memory"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_80"
@@ -13,8 +13,8 @@
 // [tile]
 // BLOCK_Q = "32 if HEAD_DIM == 128 and shared_optin < 163840 else 128 if HEAD_DIM == 64 and shared_optin >= 165888 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 32 or HEAD_DIM == 96 and shared_optin >= 232448 or HEAD_DIM >= 96 and shared_optin < 163840 else 128"
-// BLOCKS = "1 if HEAD_DIM % 64 == 0 or shared_optin < 232448 else 2 if HEAD_DIM == 96 else 3"  # on a multiprocessor: how many registers
-// DQ_KEYS = 64  # of a tile in the launch that makes dQ by itself
+// BLOCKS = "1 if HEAD_DIM % 64 == 0 or shared_optin < 232448 else 2 if HEAD_DIM == 96 else 3"  # per multiprocessor: sets the registers
+// DQ_KEYS = 64  # of a tile in the launch that computes dQ alone
 // [workspace.stats]
 // dtype = "float32"
 // size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
@@ -45,44 +45,44 @@
 // block = "HEAD_DIM"
 // ///
 //
-// Step 14, backward: the forward pass's tensor cores, swizzled tiles and asynchronous copies, and FlashAttention-2's gradients. The
-// mathematics is step 07's, whose essay has it. A block owns BLOCK_K keys, with K and V in shared memory from beginning to end, and
-// meets BLOCK_Q queries after BLOCK_Q queries (Q and dO, which cp.async brings while the tile before is worked on):
+// Step 14, backward, read against step 07's. FlashAttention-2's gradients on tensor cores, with the forward pass's swizzled tiles and
+// asynchronous copies. The mathematics is step 07's, whose essay has it. A block keeps BLOCK_K keys resident, K and V in shared memory from
+// prologue to epilogue, and streams Q and dO in tiles of BLOCK_Q rows, which cp.async copies during the tile before:
 //
 //     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q   dQ += dS K
 //
-// One thing is new: all five products of a tile are made at once, and dQ, to which every block of keys adds, is added up in memory.
+// One thing is new: all five products of a tile are made at once, and dQ, to which every block of keys adds, is summed in global memory.
 //
-// What stands in the way is, as ever on tensor cores, to bring the numbers to them. An H200 multiplies a 64 x 64 tile of head dim 128
-// in about 2,100 clocks a multiprocessor, but shared memory gives only 128 bytes a clock. So who multiplies what is chosen for little
-// reading:
+// The limit is operand bandwidth from shared memory. An H200 multiplies a 64 x 64 tile of head dim 128 in about 2,100 cycles a
+// multiprocessor, but shared memory delivers only 128 bytes a cycle. So the warp layout minimises shared-memory reads:
 //   - Scores are made transposed, 32 keys x 32 queries a warp. As accumulators they then have the layout of an A operand whose rows are
-//     keys, and that is what dV and dK want. A warp's dV and dK are its 32 keys x half of the columns; of the queries it made one half
-//     itself, the other comes from the one warp beside it, through shared memory.
-//   - dQ wants dS the other way round: ldmatrix reads the same copy transposed, so that nothing is written twice.
+//     keys, as dV and dK need it. A warp's dV and dK are its 32 keys x half of the columns. It computes P and dS of one half of the queries
+//     itself; the other half comes from its neighbour warp, through shared memory.
+//   - dQ needs dS transposed: ldmatrix reads the same copy transposed, so that nothing is written twice.
 // For that tile, in KB: S and dP 64 each, P and dS written and read 32, dV and dK 32 each, dQ 48, the copies of Q and dO 32. 304 KB are
-// 2,430 clocks, so shared memory remains the limit, but a near one. (Scores by queries and all of P and dS through shared memory: 320.
+// 2,430 cycles, so shared memory remains the limit, by a small margin. (Scores by queries and all of P and dS through shared memory: 320.
 // 16 keys x all queries a warp, with no exchange for dV and dK: 376.)
 //
 // 64 keys take 4 warps with 255 registers a thread: 128 for dK and dV, 64 for S and dP. So a multiprocessor holds two such blocks, which
-// need each other: while one waits at a barrier or makes exponentials, the other one multiplies. Or it holds one block of 128 keys and
-// 8 warps, in which half as many blocks add to dQ. That was 5 % faster on an H200 (experiments/tune), and is what runs at head dims 64
-// and 128.
+// hide each other's latency: while one waits at a barrier or computes exponentials, the other multiplies. Or it holds one block of 128
+// keys and 8 warps, in which half as many blocks add to dQ. That was 5 % faster on an H200 (experiments/tune), and is what runs at head
+// dims 64 and 128.
 //
-// dQ in memory is float32 and lies as the accumulators do: a lane adds its four numbers with one request (red.v4, sm_90), a warp 512
-// bytes side by side. Launch 4 brings them in order, scaled and rounded. Nobody waits for a reduction, but their order changes from run
-// to run, and with it the last bits of dQ. With --deterministic launch 2 leaves dQ out, and launch 3 makes it as step 07 does: a block
-// owns queries, walks over keys and makes S and dP again, 7 products instead of 5.
+// dQ in global memory is float32, in the layout of the accumulators: a lane adds its four elements with one request (red.v4, sm_90), a
+// warp 512 bytes side by side. Launch 4 reorders, scales and rounds it. Reductions return nothing, so no warp stalls on them, but their
+// order changes from run to run, and with it the last bits of dQ. With --deterministic launch 2 leaves dQ out, and launch 3 makes it as
+// step 07 does: a block keeps queries resident, streams keys and makes S and dP again, 7 products instead of 5.
 //
-// All this hangs on registers. Where a thread reads and writes never changes, so the compiler would keep it, and spill: Place makes it
-// anew in each part of the loop. The copies of the next tile start late, between dK and dQ, because their branches keep the compiler
-// from moving dQ's loads up into the products before, where there is no room for them.
+// Register pressure decides the form of the code. A thread's coordinates never change, so the compiler would hold values derived from them
+// in registers through the loop, and spill. Coordinates recomputes them in each part of the loop from an opaque thread id. The copies of
+// the next tile start late, between dK and dQ: their branches keep the compiler from hoisting the loads of dQ into the products before,
+// where registers are full.
 //
-// Still bad: all wait at two barriers a tile, and every operand passes through registers, 128 ldmatrix for 320 mma. Hopper's wgmma reads
-// shared memory by itself: step 16.
+// The limits that remain: all warps wait at two barriers a tile, and every operand passes through registers, 128 ldmatrix for 320 mma.
+// Hopper's wgmma reads shared memory by itself: step 16.
+#include <fa/epilogue.cuh>
 #include <fa/gradient.cuh>
-#include <fa/softmax.cuh>
 
 using scalar = fa::DTYPE;
 
@@ -91,7 +91,7 @@ constexpr int HALF = BLOCK_Q / 2, STEPS = HALF / 16;  // queries of a warp
 constexpr int WARPS = BLOCK_K / WARP_K * 2, THREADS = 32 * WARPS;
 constexpr int COLUMNS = HEAD_DIM / 16;  // groups of 8 columns of a warp in dK and dV: half of all
 
-// dQ, BLOCK_Q x HEAD_DIM, is dealt out to DQ_ROWS x DQ_COLUMNS warps, DQ_M x DQ_N accumulators each.
+// The product dQ, BLOCK_Q x HEAD_DIM, is divided among DQ_ROWS x DQ_COLUMNS warps, DQ_M x DQ_N accumulators each.
 constexpr int DQ_COLUMNS = HEAD_DIM / 16 % (WARPS / 2) == 0 ? WARPS / 2 : 2, DQ_ROWS = WARPS / DQ_COLUMNS;
 constexpr int DQ_M = BLOCK_Q / 16 / DQ_ROWS, DQ_N = HEAD_DIM / 8 / DQ_COLUMNS;
 
@@ -100,26 +100,23 @@ constexpr fa::uint32_t K_TILE = BLOCK_K * HEAD_DIM * 2, Q_TILE = BLOCK_Q * HEAD_
 constexpr fa::uint32_t STATS = 2 * BLOCK_Q * 4;
 constexpr fa::uint32_t AT_Q = 2 * K_TILE, AT_P = AT_Q + 4 * Q_TILE, AT_STATS = AT_P + 2 * P_TILE;
 
-// Tiles of queries are numbered through all heads: this is the number of a head's first.
+// Tiles of queries are numbered over all heads: the number of a head's first.
 __device__ __forceinline__ int first_tile(const fa::Args& args, int batch, int head) {
     return (batch * args.heads_q + head) * ((args.seq_q + BLOCK_Q - 1) / BLOCK_Q);
 }
 
-// Of a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
+// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
 __device__ __forceinline__ float* stats_of(const fa::Args& args, int tile) {
     return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + fa::int64_t(tile) * (2 * BLOCK_Q);
 }
 
-// Of a tile of queries, dQ in the order of the accumulators: [BLOCK_Q / 16][HEAD_DIM / 8][32 lanes][4].
+// For a tile of queries, dQ in the layout of the accumulators: [BLOCK_Q / 16][HEAD_DIM / 8][32 lanes][4].
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + fa::int64_t(tile) * (BLOCK_Q * HEAD_DIM);
 }
 
-// The first query that sees a key: under the causal mask key <= query + causal_shift.
-__device__ __forceinline__ int first_query(const fa::Args& args, int key) { return CAUSAL ? max(0, key - args.causal_shift) : 0; }
-
-// Launch 1. delta[query] = dO · O, 8 lanes make one row; and logsumexp, +inf where P must be 0: of a query that is not there, or sees no
-// key and has -inf.
+// Launch 1. delta[query] = dO · O, each row split over 8 lanes; and logsumexp, with +inf where P must be 0: for a query beyond seq_q, or
+// one that sees no key and has -inf.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     constexpr int vec = fa::vec_width<scalar>;
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
@@ -144,66 +141,68 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     }
 }
 
-// Who a thread is in launch 2. Made anew wherever it is needed: what is computed from it then takes no register in between.
-struct Place {
-    fa::uint32_t lane, warp, side, key;  // side: which half of the queries, or of the columns; key: the warp's first
+// A thread's coordinates in launch 2, from an opaque thread id: recomputed wherever they are needed, they take no register in between.
+struct Coordinates {
+    fa::uint32_t lane, warp, side, key;  // side: half of the queries, or of the columns; key: the warp's first
 
-    __device__ __forceinline__ Place() {
-        const fa::uint32_t thread = fa::thread_anew();
+    __device__ __forceinline__ Coordinates() {
+        const fa::uint32_t thread = fa::opaque_thread_id();
         lane = thread % 32, warp = thread / 32, side = warp % 2, key = warp / 2 * WARP_K;
     }
     __device__ __forceinline__ int row() const { return lane / 4; }
     __device__ __forceinline__ int pair() const { return lane % 4 * 2; }
 };
 
-// Launch 2. A block owns BLOCK_K keys and meets every query that sees them, of all heads that read this key head.
+// Launch 2. BLOCK_K keys are resident; every query that sees them is streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __grid_constant__ fa::Args args) {
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     unsigned char* smem = fa::dynamic_shared();
     const fa::uint32_t k_smem = fa::smem_u32(smem), p_smem = k_smem + AT_P;
 
-    const int k_first = blockIdx.x * BLOCK_K, head_kv = blockIdx.y, batch = blockIdx.z;
+    const int k_first = blockIdx.x * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
 
-    // The tiles of queries to meet: for each head of the group, from the first query that sees a key of the block.
-    const int q_start = first_query(args, k_first) / BLOCK_Q * BLOCK_Q, head_end = (head_kv + 1) * group;
-    int head = q_start < args.seq_q ? head_kv * group : head_end, q_first = q_start;
+    // The streamed tiles of queries: for each head of the group, from the first query that sees a key of the block.
+    const int q_start = fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q, head_end = (kv_head + 1) * group;
+    int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
 
     const auto fetch = [&](int head, int q_first, fa::uint32_t stage) {  // starts the copies of a tile
         const fa::uint32_t to = k_smem + AT_Q + stage * (2 * Q_TILE);
-        QCopy::start(to, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-        QCopy::start(to + Q_TILE, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first,
-                     args.head_dim);
-        const fa::uint32_t thread = fa::thread_anew();
+        QCopy::copy_async(to, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
+        QCopy::copy_async(to + Q_TILE, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first,
+                          args.head_dim);
+        const fa::uint32_t thread = fa::opaque_thread_id();
         if (thread < STATS / 16)
             fa::cp_async_16(k_smem + AT_STATS + stage * STATS + thread * 16,
                             stats_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + thread * 4);
     };
 
-    KCopy::start(k_smem, fa::row_pointer<scalar>(args.K, batch, head_kv, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
-    KCopy::start(k_smem + K_TILE, fa::row_pointer<scalar>(args.V, batch, head_kv, k_first), int(args.V.row), args.seq_kv - k_first,
-                 args.head_dim);
+    KCopy::copy_async(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), args.seq_kv - k_first,
+                      args.head_dim);
+    KCopy::copy_async(k_smem + K_TILE, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), args.seq_kv - k_first,
+                      args.head_dim);
     if (head < head_end) fetch(head, q_first, 0);
     fa::cp_async_commit_group();
 
     float dk_reg[M][COLUMNS][4] = {}, dv_reg[M][COLUMNS][4] = {};
+    // Main loop over the streamed tiles
     fa::uint32_t stage = 0;
     while (head < head_end) {
         fa::cp_async_wait_group<0>();
-        __syncthreads();  // the tile is there, and nobody needs the other stage or P and dS any more
+        __syncthreads();  // the tile has arrived; all warps have read the other stage, P and dS
 
         const fa::uint32_t q_at = k_smem + AT_Q + stage * (2 * Q_TILE);
-        const Place me;
-        const fa::uint32_t k_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, me.key, 0, me.lane);
-        const fa::uint32_t q_lane = fa::lane_of_b_at<HEAD_DIM>(q_at, me.side * HALF, 0, me.lane);
-        const float* stats = reinterpret_cast<const float*>(smem + AT_STATS + stage * STATS) + me.side * HALF + me.pair();
+        const Coordinates at;
+        const fa::uint32_t k_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, at.key, 0, at.lane);
+        const fa::uint32_t q_lane = fa::lane_of_b_at<HEAD_DIM>(q_at, at.side * HALF, 0, at.lane);
+        const float* stats = reinterpret_cast<const float*>(smem + AT_STATS + stage * STATS) + at.side * HALF + at.pair();
 
-        // P^T = exp(scale * K Q^T - logsumexp); V dO^T is multiplied while the exponentials are made
+        // P^T = exp(scale * K Q^T - logsumexp); V dO^T is multiplied during the exponentials
         float p_reg[M][HALF / 8][4] = {}, ds_reg[M][HALF / 8][4] = {};
-        fa::multiply_abt<scalar, HEAD_DIM>(p_reg, k_lane, 0, q_lane, 0);
-        fa::multiply_abt<scalar, HEAD_DIM>(ds_reg, k_lane, K_TILE, q_lane, Q_TILE);
+        fa::multiply_abt<scalar>(p_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane}, q_lane);
+        fa::multiply_abt<scalar>(ds_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane, K_TILE}, q_lane, Q_TILE);
 
 #pragma unroll
         for (int n = 0; n < HALF / 8; ++n) {
@@ -214,13 +213,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                 for (int i = 0; i < 4; ++i) p_reg[m][n][i] = fa::exp2_approx(p_reg[m][n][i] * scale_log2e - lse[i % 2]);
         }
         if (fa::visible_keys(args, q_first) < k_first + BLOCK_K) {
-            const Place again;
+            const Coordinates recomputed;
 #pragma unroll
             for (int n = 0; n < HALF / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int query = q_first + int(again.side) * HALF + 8 * n + again.pair() + e;
-                    const int visible = fa::visible_keys(args, query) - k_first - int(again.key) - again.row();
+                    const int query = q_first + int(recomputed.side) * HALF + 8 * n + recomputed.pair() + e;
+                    const int visible = fa::visible_keys(args, query) - k_first - int(recomputed.key) - recomputed.row();
 #pragma unroll
                     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -229,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                 }
         }
 
-        // dS^T = P^T ∘ (V dO^T - delta), 16 queries at a time. Both are shared, and multiplied with what this warp has of them.
-        const Place again;
-        const fa::uint32_t share_lane = fa::lane_of_share<BLOCK_Q>(again.key, again.side * (HALF / 8), again.lane);
-        const fa::uint32_t own_lane = fa::lane_of_a_at<HEAD_DIM>(q_at, again.side * HALF, again.side, again.lane);
+        // dS^T = P^T ∘ (V dO^T - delta), 16 queries at a time. Both go to shared memory; this warp's part is multiplied from registers.
+        const Coordinates recomputed;
+        const fa::uint32_t share_lane = fa::lane_of_share<BLOCK_Q>(recomputed.key, recomputed.side * (HALF / 8), recomputed.lane);
+        const fa::uint32_t own_lane = fa::lane_of_a_at<HEAD_DIM>(q_at, recomputed.side * HALF, recomputed.side, recomputed.lane);
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
 #pragma unroll
@@ -248,30 +247,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
             fa::pack_step<scalar>(ds16_reg, ds_reg, k);
             fa::share_step<BLOCK_Q>(smem + AT_P, p16_reg, share_lane, k);
             fa::share_step<BLOCK_Q>(smem + AT_P + P_TILE, ds16_reg, share_lane, k);
-            fa::multiply_dealt<scalar, HEAD_DIM, 2>(dv_reg, p16_reg, own_lane, Q_TILE + k * fa::rows_16<HEAD_DIM>);
-            fa::multiply_dealt<scalar, HEAD_DIM, 2>(dk_reg, ds16_reg, own_lane, k * fa::rows_16<HEAD_DIM>);
+            fa::multiply_strided<scalar, HEAD_DIM, 2>(dv_reg, p16_reg, own_lane, Q_TILE + k * fa::rows_16<HEAD_DIM>);
+            fa::multiply_strided<scalar, HEAD_DIM, 2>(dk_reg, ds16_reg, own_lane, k * fa::rows_16<HEAD_DIM>);
         }
-        __syncthreads();  // P and dS are there
+        __syncthreads();  // P and dS are complete
         {
-            const Place me;
+            const Coordinates at;
             const fa::uint32_t other_lane =
-                fa::lane_of_a_at<HEAD_DIM>(k_smem + AT_Q + stage * (2 * Q_TILE), (1 - me.side) * HALF, me.side, me.lane);
-            const fa::uint32_t p_lane = fa::lane_of_a_at<BLOCK_Q>(p_smem, me.key, (1 - me.side) * STEPS, me.lane);
+                fa::lane_of_a_at<HEAD_DIM>(k_smem + AT_Q + stage * (2 * Q_TILE), (1 - at.side) * HALF, at.side, at.lane);
+            const fa::uint32_t p_lane = fa::lane_of_a_at<BLOCK_Q>(p_smem, at.key, (1 - at.side) * STEPS, at.lane);
             fa::multiply_ab<scalar, STEPS, BLOCK_Q, HEAD_DIM, 2>(dv_reg, p_lane, 0, other_lane, Q_TILE);
             fa::multiply_ab<scalar, STEPS, BLOCK_Q, HEAD_DIM, 2>(dk_reg, p_lane, P_TILE, other_lane, 0);
         }
 
-        // Nobody needs the other stage since the first barrier; here the registers are at hand, and the branches in the right place.
+        // The other stage is free since the first barrier; here registers are free, and the branches stop the hoisting of dQ's loads.
         int next_head = head, next = q_first + BLOCK_Q;
         if (next >= args.seq_q) next = q_start, ++next_head;
         if (next_head < head_end) fetch(next_head, next, stage ^ 1);
         fa::cp_async_commit_group();
 
         if constexpr (!DETERMINISTIC) {
-            const Place me;
-            const fa::uint32_t ds_lane = fa::lane_of_b_at<BLOCK_Q>(p_smem + P_TILE, 0, me.warp / DQ_COLUMNS * DQ_M, me.lane);
-            const fa::uint32_t kt_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, 0, me.warp % DQ_COLUMNS, me.lane);
-            const int dq_lane = (me.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + me.warp % DQ_COLUMNS * 2) * 128 + me.lane * 4;
+            const Coordinates at;
+            const fa::uint32_t ds_lane = fa::lane_of_b_at<BLOCK_Q>(p_smem + P_TILE, 0, at.warp / DQ_COLUMNS * DQ_M, at.lane);
+            const fa::uint32_t kt_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, 0, at.warp % DQ_COLUMNS, at.lane);
+            const int dq_lane = (at.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + at.warp % DQ_COLUMNS * 2) * 128 + at.lane * 4;
             float dq_reg[DQ_M][DQ_N][4] = {};
             fa::multiply_atb<scalar, BLOCK_K / 16, BLOCK_Q, HEAD_DIM, DQ_COLUMNS>(dq_reg, ds_lane, kt_lane);
             float* dq = dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + dq_lane;
@@ -287,45 +286,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     }
 
     fa::cp_async_wait_group<0>();
-    __syncthreads();  // K and V are not needed any more: dK and dV take their place
+    __syncthreads();  // epilogue: all warps have read K and V; dK and dV take their place
     const int side = fa::warp_id() % 2, key = fa::warp_id() / 2 * WARP_K;
     fa::round_to_tile<scalar, HEAD_DIM, 2>(smem, dk_reg, scale, key, side);
     fa::round_to_tile<scalar, HEAD_DIM, 2>(smem + K_TILE, dv_reg, 1.0f, key, side);
     __syncthreads();
-    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dK, batch, head_kv, k_first), args.dK.row,
+    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dK, batch, kv_head, k_first), args.dK.row,
                                                        args.seq_kv - k_first, args.head_dim, smem);
-    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dV, batch, head_kv, k_first), args.dV.row,
+    fa::write_tile<scalar, BLOCK_K, HEAD_DIM, THREADS>(fa::row_pointer<scalar>(args.dV, batch, kv_head, k_first), args.dV.row,
                                                        args.seq_kv - k_first, args.head_dim, smem + K_TILE);
 }
 
-// Launch 3, deterministic form. A block owns 128 queries, a warp 16 of them, with Q and dO in registers; they meet every key they see.
+// Launch 3, deterministic form. 128 queries are resident, 16 a warp, with Q and dO in registers; every key they see is streamed.
 extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, 128, HEAD_DIM, 256>;
     using KCopy = fa::TileCopy<scalar, DQ_KEYS, HEAD_DIM, 256>;
     constexpr fa::uint32_t tile = DQ_KEYS * HEAD_DIM * 2;  // bytes of a K or V tile
     const fa::uint32_t smem = fa::smem_u32(fa::dynamic_shared());  // Q, dO [128][HEAD_DIM]; then two stages of K and V [DQ_KEYS][HEAD_DIM]
 
-    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest start first
     const int q_first = q_tile * 128, q_end = min(q_first + 128, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int row = fa::warp_id() * 16, query = q_first + row + fa::fragment_row();
     const int keys = fa::visible_keys(args, q_end - 1), unmasked = fa::visible_keys(args, q_first);
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
 
-    QCopy::start(smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
-    QCopy::start(smem + 256 * HEAD_DIM, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), q_end - q_first,
-                 args.head_dim);
+    QCopy::copy_async(smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
+    QCopy::copy_async(smem + 256 * HEAD_DIM, fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), q_end - q_first,
+                      args.head_dim);
     fa::cp_async_commit_group();
     fa::cp_async_wait_group<0>();
     __syncthreads();
     fa::OperandA<HEAD_DIM, 1, true> q{fa::lane_of_a<HEAD_DIM>(smem, row)}, d_o{fa::lane_of_a<HEAD_DIM>(smem + 256 * HEAD_DIM, row)};
-    q.keep();
-    d_o.keep();
-    __syncthreads();  // all have theirs: K and V may come
+    q.load_registers();
+    d_o.load_registers();
+    __syncthreads();  // all warps have loaded theirs: K and V take the place
 
     const auto fetch = [&](int k_first, fa::uint32_t to) {
-        KCopy::start(to, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
-        KCopy::start(to + tile, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first, args.head_dim);
+        KCopy::copy_async(to, fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
+        KCopy::copy_async(to + tile, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first,
+                          args.head_dim);
     };
     if (keys > 0) fetch(0, smem);
     fa::cp_async_commit_group();
@@ -341,10 +341,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(smem), kt_lane = fa::lane_of_a<HEAD_DIM>(smem);
 
     float dq_reg[1][HEAD_DIM / 8][4] = {};
+    // Main loop over the streamed tiles
     fa::uint32_t stage = 0;
     for (int k_first = 0; k_first < keys; k_first += DQ_KEYS) {
         fa::cp_async_wait_group<0>();
-        __syncthreads();  // K and V are there, and nobody needs the other stage any more
+        __syncthreads();  // K and V have arrived; all warps have read the other stage
         if (k_first + DQ_KEYS < keys) fetch(k_first + DQ_KEYS, smem + (stage ^ (2 * tile)));
         fa::cp_async_commit_group();
 
@@ -375,14 +376,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
         stage ^= 2 * tile;
     }
 
-    __syncthreads();  // K and V are not needed any more: dQ takes their place
+    __syncthreads();  // epilogue: all warps have read K and V; dQ takes their place
     fa::round_to_tile<scalar, HEAD_DIM, 1>(fa::dynamic_shared(), dq_reg, scale, row, 0);
     __syncthreads();
     fa::write_tile<scalar, 128, HEAD_DIM, 256>(fa::row_pointer<scalar>(args.dQ, batch, head, q_first), args.dQ.row, q_end - q_first,
                                                args.head_dim, fa::dynamic_shared());
 }
 
-// Launch 4, the other form. dQ from the order of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
+// Launch 4, the other form. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
     constexpr int chunks = HEAD_DIM / 8;
     const int q_first = blockIdx.x * 16, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, head = blockIdx.y, batch = blockIdx.z;
@@ -392,11 +393,11 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_cons
     fa::Vec128<scalar> rows[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const fa::Vec<float, 4> some = fa::load_vec<4>(from + 4 * i);
+        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rows[half][2 * i] = fa::narrow<scalar>(some[2 * half] * scale);
-            rows[half][2 * i + 1] = fa::narrow<scalar>(some[2 * half + 1] * scale);
+            rows[half][2 * i] = fa::narrow<scalar>(dq[2 * half] * scale);
+            rows[half][2 * i + 1] = fa::narrow<scalar>(dq[2 * half + 1] * scale);
         }
     }
 #pragma unroll

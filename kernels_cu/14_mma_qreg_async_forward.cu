@@ -1,5 +1,5 @@
 // /// kernel
-// title = "cp.async: the next K and V come while the tensor cores multiply, S one tile ahead"
+// title = "cp.async double buffering: the next K and V arrive while the tensor cores multiply, S one tile ahead"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_80"
@@ -23,36 +23,37 @@
 // shared = "2 * HEAD_DIM * (WARPS * WARP_ROWS + 4 * BLOCK_K)"
 // ///
 //
-// Step 14. In step 13 a tile comes through registers: a thread loads, waits, stores, and meets the others, and then only do the tensor
-// cores get something to do. cp.async moves 16 bytes from memory to shared memory without a register and without anybody waiting. So
-// there are two places for a tile of K and two for one of V, and while the block multiplies with one, the next is on its way.
+// Step 14, read against step 13. cp.async double buffering: the next tiles of K and V arrive while the tensor cores multiply. In step 13
+// a tile comes through registers: a thread loads, stalls, stores and synchronises with the others, and only then do the tensor cores have
+// work. cp.async copies 16 bytes from global to shared memory without a register and without a stall. So K and V have two stages each:
+// while the block multiplies with one, the other is being filled.
 //
-//     before the loop     Q, K(0) come; then V(0), K(1) are sent for; S(0) = Q K(0)^T
-//     step n of the loop  1. wait for V(n) and K(n + 1), meet the others: now nobody reads V(n - 1) and K(n) any more,
-//                            so V(n + 1) and K(n + 2) are sent for, to their places
-//                         2. softmax of S(n), O += P V(n)
+//     prologue            Q, K(0) are copied; the copies of V(0), K(1) start; S(0) = Q K(0)^T
+//     main loop, tile n   1. wait for V(n) and K(n + 1), synchronise: V(n - 1) and K(n) have been read by all warps,
+//                            so the copies of V(n + 1) and K(n + 2) start into their stages
+//                         2. online softmax of S(n), O += P V(n)
 //                         3. S(n + 1) = Q K(n + 1)^T
+//     epilogue            O / row sum to the shared memory of Q, and from there to global memory
 //
-// One __syncthreads a tile, and what step 1 waits for was sent for a whole tile (5000 cycles) before. That S is one tile ahead of V has
-// two reasons. At the beginning the block needs only Q and K to start. And the two products of a step stand side by side, 256 mma without
-// a barrier between them. (With S and V of one tile in one step the kernel was 1 to 3 % slower, under the causal mask 7 %.)
+// There is one __syncthreads a tile, and each copy has a whole tile's time (5000 cycles) to arrive. S runs one tile ahead of V for two
+// reasons. The prologue needs only Q and K to start. And the two products of an iteration are adjacent, 256 mma without a barrier between
+// them. (With S and V of one tile in one iteration the kernel was 1 to 3 % slower, under the causal mask 7 %.)
 //
-// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them, and comes from shared memory again, where
-// there is room for it now: once for 64 keys, not for 32 as in step 12. S of 64 keys in one piece is worth more than that read costs:
-// a step of 16 keys has only 4 sums to add to, and each mma waits for the one before it. At head dim 64 both fit. 16 queries a warp with
-// 8 or 12 warps, 32 keys, or the next S beside this softmax: all measured, all slower (NOTES.md).
+// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them. It stays in shared memory, where there is
+// room for it again, and is read once for 64 keys, not for 32 as in step 12. S of 64 keys in one piece is worth more than that read costs:
+// a step of 16 keys has only 4 accumulators to add to, and each mma depends on the one before it. At head dim 64 both fit. Measured and
+// slower (NOTES.md): 16 queries a warp with 8 or 12 warps, 32 keys, the next S beside this softmax.
 //
-// How far is it to the end of mma.sync? With nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
+// The distance to the limit of mma.sync: with nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
 // `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two
-// warps share a tensor core. When both are in their softmax, it rests; two more warps would need registers that O has. That is what
-// step 16 changes: wgmma has its operands in shared memory and runs on its own while the same warps do the next softmax.
-#include <fa/fragment.cuh>
-#include <fa/softmax.cuh>
+// warps share a tensor core. While both are in their softmax, it idles; two more warps would need the registers of O. Step 16 changes
+// that: wgmma takes operands from shared memory and runs asynchronously while the same warps do the next softmax.
+#include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;
 
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
-constexpr float SLACK = 8;  // P may be 2^8
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
 static_assert((BLOCK_K & (BLOCK_K - 1)) == 0, "a tile's stage is a bit of its first key");
@@ -61,119 +62,81 @@ constexpr fa::uint32_t TILE = BLOCK_K * HEAD_DIM * 2;  // bytes of a K or V tile
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], at the end O
-    const fa::uint32_t kv_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;    // two stages, each K, V: [2][BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM]; O in the epilogue
+    const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // two stages, each K and V: [2][2][BLOCK_K][HEAD_DIM]
+    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // in the first stage
 
-    // Under the causal mask the last query tiles see the most keys. They start first, and short ones fill the end.
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int warp_row = fa::warp_id() * WARP_ROWS;
     const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
-    // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, below.
+
+    // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
+    // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
     const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
 
-    // The next tile to be sent for. Two pointers that move on, not indices: the loop has no register for a product of 64 bits.
-    const scalar* k_from = fa::row_pointer<scalar>(args.K, batch, kv_head, 0);
-    const scalar* v_from = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
+    // The next tile to be copied. Two pointers that advance, not indices: the loop has no register for a product of 64 bits.
+    const scalar* k_gmem = fa::row_pointer<scalar>(args.K, batch, kv_head, 0);
+    const scalar* v_gmem = fa::row_pointer<scalar>(args.V, batch, kv_head, 0);
     const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
 
-    QCopy::start(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
-    if (keys > 0) KCopy::start(kv_smem, k_from, k_pitch, keys, args.head_dim);
+    // Prologue: Q, K(0); V(0), K(1); S(0) = Q K(0)^T
+    QCopy::copy_async(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first, args.head_dim);
+    if (keys > 0) KCopy::copy_async(k_smem, k_gmem, k_pitch, keys, args.head_dim);
     fa::cp_async_commit_group();
-    if (keys > 0) KCopy::start(kv_smem + TILE, v_from, v_pitch, keys, args.head_dim);
-    k_from += BLOCK_K * k_pitch;
-    if (keys > BLOCK_K) KCopy::start(kv_smem + 2 * TILE, k_from, k_pitch, keys - BLOCK_K, args.head_dim);
+    if (keys > 0) KCopy::copy_async(v_smem, v_gmem, v_pitch, keys, args.head_dim);
+    k_gmem += BLOCK_K * k_pitch;
+    if (keys > BLOCK_K) KCopy::copy_async(k_smem + 2 * TILE, k_gmem, k_pitch, keys - BLOCK_K, args.head_dim);
     fa::cp_async_commit_group();
 
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(kv_smem), v_lane = fa::lane_of_a<HEAD_DIM>(kv_smem + TILE);
+    const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
     float out_reg[M][COLUMNS][4] = {};
     fa::Softmax<M> softmax;
     fa::cp_async_wait_group<1>();
-    __syncthreads();  // Q and K(0) are there
-    if (args.scale <= 0) {  // exact: the signs of Q turned; at scale 0 all logits are 0, so Q is, and the scale 1
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 2; i += THREADS) {
-            fa::uint32_t& word = fa::dynamic_shared<fa::uint32_t>()[i];
-            word = args.scale == 0 ? 0 : word ^ 0x80008000u;
-        }
-        __syncthreads();
-    }
-    q.keep();
+    __syncthreads();  // Q and K(0) have arrived
+    QCopy::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
+    q.load_registers();
     float score_reg[M][KEYS][4] = {};
-    if (keys > 0) fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane);
+    if (keys > 0) fa::multiply_abt<scalar>(score_reg, q, k_lane);
 
+    // Main loop over tiles of keys
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         const int next = k_first + BLOCK_K;
-        const fa::uint32_t stage = (k_first & BLOCK_K) * (2 * TILE / BLOCK_K);  // of tile n: its place in bytes, 0 or 2 * TILE
+        const fa::uint32_t stage = (k_first & BLOCK_K) * (2 * TILE / BLOCK_K);  // of tile n, in bytes: 0 or 2 * TILE
         fa::cp_async_wait_group<0>();
-        __syncthreads();  // V(n) and K(n + 1) are there, and nobody needs V(n - 1) and K(n) any more
+        __syncthreads();  // V(n) and K(n + 1) have arrived; all warps have read V(n - 1) and K(n)
         if (next < keys) {
-            v_from += BLOCK_K * v_pitch;
-            KCopy::start(kv_smem + (stage ^ (2 * TILE)) + TILE, v_from, v_pitch, keys - next, args.head_dim);
+            v_gmem += BLOCK_K * v_pitch;
+            KCopy::copy_async(v_smem + (stage ^ (2 * TILE)), v_gmem, v_pitch, keys - next, args.head_dim);
             if (next + BLOCK_K < keys) {
-                k_from += BLOCK_K * k_pitch;
-                KCopy::start(kv_smem + stage, k_from, k_pitch, keys - next - BLOCK_K, args.head_dim);
+                k_gmem += BLOCK_K * k_pitch;
+                KCopy::copy_async(k_smem + stage, k_gmem, k_pitch, keys - next - BLOCK_K, args.head_dim);
             }
         }
         fa::cp_async_commit_group();
 
         if (next > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
+        // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
         softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
+
+        // O += P V, with P in registers; then the next S
         fa::uint32_t p_reg[KEYS / 2][M][4];
         fa::pack_a<scalar>(p_reg, score_reg);
         fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
         if (next < keys) {
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) score_reg[m][n][e] = 0;
-            fa::multiply_abt<scalar, HEAD_DIM>(score_reg, q, k_lane + (stage ^ (2 * TILE)));
+            fa::clear(score_reg);
+            fa::multiply_abt<scalar>(score_reg, q, k_lane + (stage ^ (2 * TILE)));
         }
     }
     softmax.finish();
+
+    // Epilogue: O / row sum through the shared memory of Q and the logsumexp, to global memory
     fa::cp_async_wait_group<0>();  // a block without keys has not waited for Q yet
     __syncthreads();
-
-    // O goes to the place of Q, so that a warp writes whole lines of memory. Its rows are its own: no other warp is waited for.
-    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, 0);
-    unsigned char* out_smem = fa::dynamic_shared();
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
-            const float sum = softmax.sum[m][half], factor = sum > 0 ? 1.0f / sum : 0.0f;
-            if (fa::lane_id() % 4 == 0 && q_first + row < q_end)
-                logsumexp[q_first + row] = sum > 0 ? softmax.maximum[m][half] * (scale_log2e * fa::ln2) + fa::log(sum) : -fa::infinity();
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                *reinterpret_cast<fa::uint32_t*>(out_smem + fa::chunk_at<HEAD_DIM>(row, c) + fa::fragment_column() * 2) =
-                    fa::pack<scalar>(out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor);
-        }
-    __syncwarp();
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + warp_row);  // [WARP_ROWS], O.row apart
-    const int rows = min(WARP_ROWS, q_end - q_first - warp_row), pitch = int(args.O.row);
-    // One piece of code for a whole tile and a short loop for others: bounds in every store made the kernel 9 % slower at 512 keys.
-    const bool whole = rows == WARP_ROWS && args.head_dim == HEAD_DIM;
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * COLUMNS / 32; ++i) {
-            const int row = (fa::lane_id() + 32 * i) / COLUMNS, chunk = (fa::lane_id() + 32 * i) % COLUMNS;
-            fa::store_128(out + row * pitch + chunk * 8,
-                          fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))));
-        }
-    } else {
-#pragma unroll 1
-        for (int i = fa::lane_id(); i < rows * COLUMNS; i += 32) {
-            const int row = i / COLUMNS, chunk = i % COLUMNS;
-            fa::store_128_upto(out + row * pitch + chunk * 8,
-                               fa::load_128(reinterpret_cast<const scalar*>(out_smem + fa::chunk_at<HEAD_DIM>(warp_row + row, chunk))),
-                               args.head_dim - chunk * 8);
-        }
-    }
+    // The scale of the logsumexp is recomputed from scale_log2e: the main loop has no register for it.
+    fa::store_output_smem<scalar, HEAD_DIM>(args, batch, head, q_first, warp_row, q_end, out_reg, softmax, scale_log2e * fa::ln2);
 }

@@ -1,8 +1,9 @@
-"""Fixtures that several groups of tests use."""
+"""Fixtures that several groups of tests use, and the seed of the sampled ones."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests already run side by side: one t
         os.environ.setdefault(name, "1")
 
 import pytest
+import sample
 from click.testing import CliRunner, Result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the seed before xdist starts its workers, which inherit it: all must collect the same tests, also around midnight."""
+    os.environ[sample.VARIABLE] = sample.seed()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """The seed, above the tests."""
+    return f"sample: {sample.VARIABLE}={sample.seed()} (a new one each day; make test-all runs everything)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How to run again what failed, whatever the seed: -m '' also takes what the day's sample leaves out."""
+    failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    if failed:
+        terminalreporter.write_line(f"the same sample: {sample.VARIABLE}={sample.seed()} make test; one test alone:")
+        for nodeid in dict.fromkeys(failed):
+            terminalreporter.write_line(f"  .venv/bin/python -m pytest -m '' '{nodeid}'")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,3 +48,11 @@ def fa_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FA_CLI_DEVICE", "cpu")  # a GPU is not what these tests are about
     yield lambda *words, **more: CliRunner().invoke(cli.main, [str(word) for word in words], **more)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts this process and those it starts, even where the tests were started with it ignored (nohup, `make test &`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -121,7 +121,8 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         what, _, rest = match[2].partition(" ")
-        return f"{match[1]}\n{ {'ladder': ladder, 'measured': measured, 'climb': lambda: climb(rest), 'help': lambda: help_of(rest)}[what]() }\n{match[3]}"
+        made = {"ladder": ladder, "measured": measured, "climb": lambda: climb(rest), "help": lambda: help_of(rest)}[what]()
+        return f"{match[1]}\n{made}\n{match[3]}"
 
     return _MARK.sub(part, text)
 

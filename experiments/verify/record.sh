@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "${1:-experiments/verify}")
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH=.:tests/support PYTHONUNBUFFERED=1  # support: the planted faults
 python=${PYTHON:-python3}
 cli="$python cli.py"
 failed=0
@@ -44,7 +44,7 @@ for tool in memcheck racecheck initcheck synccheck; do
 done
 for tool in memcheck racecheck; do # a planted fault: the tools are awake
     step 99 "part.2.$tool.log" compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \
-        $python experiments/verify/sanitize.py planted &
+        $python experiments/verify/sanitize.py planted $tool &
 done
 join sanitizer.log
 unset FA_CLI_NO_POOL

@@ -1,6 +1,6 @@
 """Run every pass of every kernel once at 65 tokens on the GPU: what compute-sanitizer is to watch (record.sh starts it).
 
-With the word `planted`, run a kernel that reads beyond its tensors and lacks a barrier instead: the tools must find it.
+With `planted TOOL`, run instead the kernels of tests/support/faults.toml that the tool must find.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import planted
 
 from harness.backends import pick
 from harness.check.contender import run_kernel
@@ -19,25 +20,14 @@ from harness.kernel import kernel
 from harness.problem import Problem
 
 
-def planted(folder: Path) -> kernel.Kernel:
-    """fa2_naive without its first barrier, reading K far beyond the tensor."""
-    path = folder / "planted_forward.cu"
-    text = kernel.find("fa2_naive", "forward").path.read_text()
-    for old, new in (
-        ("        __syncthreads();  // no warp reads the tile before any more\n", ""),
-        ("head_kv, first_key);  // [BLOCK_K], K.row apart", "head_kv, first_key + 64 * args.seq_kv);"),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path.write_text(text)
-    return kernel.Kernel.read(path)
-
-
 def main() -> int:
     """Exit code 1 where a kernel is wrong."""
     backend = pick("cuda")
     wrong = 0
-    kernels = [planted(Path(tempfile.mkdtemp()))] if "planted" in sys.argv else kernel.catalogue()
+    if sys.argv[1:2] == ["planted"]:
+        kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in planted.faults(sys.argv[2]).values()]
+    else:
+        kernels = kernel.catalogue()
     for chosen in kernels:
         dtypes = dict.fromkeys("float32" if d == "tf32" else d for d in chosen.dtypes)  # tf32 is arithmetic on float32 files
         forms = [chosen.made_deterministic() if deterministic else chosen for deterministic in chosen.forms]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from planted import edited
 
 from harness import compile as compiler
 from harness import verify
@@ -28,9 +29,8 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++")
 def write(folder: Path, form: str, wrong_in: str = "false") -> Path:
     """A good kernel under a header that says `form`, whose result is wrong where the C++ expression wrong_in holds."""
     text = (kernel.KERNELS / "05_fa2_naive_forward.cu").read_text().replace("deterministic = true", f"deterministic = {form}")
-    assert "float(args.scale)" in text
     path = folder / "mine_forward.cu"
-    path.write_text(text.replace("float(args.scale)", f"(({wrong_in}) ? 0.0f : float(args.scale))"))
+    path.write_text(edited(text, ("float(args.scale)", f"(({wrong_in}) ? 0.0f : float(args.scale))")))
     return path
 
 

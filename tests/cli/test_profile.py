@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from planted import edited
 
 from harness.profile import nsight as profile
 
@@ -166,8 +167,7 @@ def test_what_goes_wrong_in_the_profiled_process(
     """Its fault comes back with its words and its exit code, whatever the tool makes of it."""
     tool("ncu", NCU.replace("RUN", "subprocess.run(words[report + 1 :])"))
     text = (ROOT / "kernels_cu/07_fa2_forward.cu").read_text()
-    assert edit[0] in text
-    Path("mine_forward.cu").write_text(text.replace(*edit))
+    Path("mine_forward.cu").write_text(edited(text, edit))
     result = fa_cli("profile", "--compute", "./mine_forward.cu", *SHAPE)
     assert result.exit_code == code, result.output
     assert all(word in result.stderr for word in words), result.stderr

@@ -84,7 +84,7 @@ def test_the_table_says_whose_times(fa_cli: Run, planted: str) -> None:
 @needs_compiler
 def test_backward_and_all_pruned(fa_cli: Run, planted: str) -> None:
     """The other pass runs too; where nothing is left that is said, exit 2."""
-    result = fa_cli("tune", "fa2", "--mode", "backward", *SHAPE, "--tile", "OWNED=64", "--json")
+    result = fa_cli("tune", "fa2", "--mode", "backward", *SHAPE, "--tile", "RESIDENT=64", "--json")
     assert result.exit_code == 0 and {row["pass"] for row in json.loads(result.stdout)["rows"]} == {"backward"}
     text = Path("mine_forward.cu").read_text().replace("static_assert(HOW != 4)", "static_assert(HOW > 99)")
     Path("mine_forward.cu").write_text(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from planted import WRONG
+from planted import WRONG, edited
 
 import cli
 from harness.kernel import kernel
@@ -173,7 +173,8 @@ def test_a_kernel_that_does_not_compile_is_exit_5(fa_cli: Run, tmp_path: Path) -
         (
             "race",
             20,
-            "    __shared__ float shared[32];\n    shared[threadIdx.x / 2] = threadIdx.x;\n    __syncthreads();\n    if (shared[0] > 99) return;\n",
+            "    __shared__ float shared[32];\n    shared[threadIdx.x / 2] = threadIdx.x;\n"
+            "    __syncthreads();\n    if (shared[0] > 99) return;\n",
         ),
     ],
 )
@@ -275,7 +276,7 @@ def test_verify_names_the_file_that_is_wrong(fa_cli: Run, tmp_path: Path) -> Non
 def test_verify_takes_other_scales_than_the_default(fa_cli: Run, tmp_path: Path) -> None:
     """A kernel that computes 1/sqrt(dim) itself passes `run` and fails even the quick matrix."""
     text = (kernel.KERNELS / "05_fa2_naive_forward.cu").read_text()
-    (tmp_path / "mine_forward.cu").write_text(text.replace("float(args.scale)", "(1.0f / sqrtf(float(args.head_dim)))"))
+    (tmp_path / "mine_forward.cu").write_text(edited(text, ("float(args.scale)", "(1.0f / sqrtf(float(args.head_dim)))")))
     assert fa_cli("run", "--compute", "./mine_forward.cu", *SHAPE).exit_code == 0
     result = fa_cli("verify", "./mine_forward.cu")
     assert result.exit_code == 1 and "scale=" in result.stdout and "FAIL 0 of" not in result.stdout

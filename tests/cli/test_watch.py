@@ -130,7 +130,7 @@ class Watching:
 
     def until(self, text: str) -> str:
         """What it prints from here to the end of the line that holds a text."""
-        for _ in range(600):
+        for _ in range(3000):
             new = self.out.read_text()[self.read :]
             if text in new and "\n" in new[new.index(text) :]:
                 end = new.index("\n", new.index(text)) + 1
@@ -138,7 +138,7 @@ class Watching:
                 return new[:end]
             assert self.process.poll() is None, f"it ended without {text!r}:\n{new}"
             time.sleep(0.1)
-        raise AssertionError(f"no {text!r} in a minute:\n{new}")
+        raise AssertionError(f"no {text!r} in five minutes:\n{new}")
 
 
 @pytest.fixture
@@ -157,6 +157,7 @@ def watching(tmp_path: Path) -> Iterator[Callable[..., Watching]]:
         one.process.wait()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @needs_compiler
 def test_watch_a_kernel_being_written(watching: Callable[..., Watching]) -> None:
     """Right; does not compile; wrong; right again, against the first; Ctrl-C is 130."""
@@ -179,7 +180,7 @@ def test_watch_a_kernel_being_written(watching: Callable[..., Watching]) -> None
     assert " ms -> " in again.splitlines()[-1] and "O error" in again.splitlines()[-1]
 
     one.process.send_signal(signal.SIGINT)
-    assert one.process.wait(30) == 130
+    assert one.process.wait(300) == 130
     assert one.until("interrupted") and "Traceback" not in one.out.read_text()
 
 
@@ -187,10 +188,11 @@ def test_watch_a_kernel_being_written(watching: Callable[..., Watching]) -> None
 def test_what_no_save_can_mend_ends_the_watch(watching: Callable[..., Watching]) -> None:
     """A missing data folder at the first run: its message and its exit code."""
     one = watching("--data", "./nowhere")
-    assert one.process.wait(60) == 3
+    assert one.process.wait(300) == 3
     assert "nowhere" in one.out.read_text() and "still watching" not in one.out.read_text()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_run_that_is_killed_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

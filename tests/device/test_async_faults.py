@@ -47,8 +47,8 @@ SUMS = np.roll(NUMBERS.reshape(16, 64).sum(0), -1)
 
 def pipeline(backend: Backend, folder: Path, old: str = "", new: str = "") -> Any:
     """The sums of PIPELINE with one edit."""
-    assert PIPELINE.count(old) == 1 or not old
-    return f32(run(backend, folder, PIPELINE.replace(old, new), NUMBERS, block=64, shared=2048, before=BEFORE), 64)
+    body = planted.edited(PIPELINE, (old, new)) if old else PIPELINE
+    return f32(run(backend, folder, body, NUMBERS, block=64, shared=2048, before=BEFORE), 64)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
@@ -180,7 +180,8 @@ def test_tensor_core_words_are_seen_by_the_race_check(word: str, tmp_path: Path)
     call = f"fa::WmmaAccumulator c{{}}; fa::{word}({'c, tile' if 'load' in word else 'tile, c'}, 16);"
     if word.startswith("ldmatrix"):
         call = f"uint32_t d[4]; fa::{word}(d, fa::smem_u32(tile) + 16 * t);"
-    body = f"float* tile = fa::dynamic_shared<float>();\nfor (int i = t; i < 256; i += 32) tile[i ^ 1] = i;  // plain\nSYNC\n{call}\nout[t] = 0;"
+    fill = "for (int i = t; i < 256; i += 32) tile[i ^ 1] = i;  // plain"
+    body = f"float* tile = fa::dynamic_shared<float>();\n{fill}\nSYNC\n{call}\nout[t] = 0;"
     run(Host(check="race"), tmp_path, body.replace("SYNC", "__syncwarp();"), shared=1024, before=BEFORE)
     with pytest.raises(CheckFault) as caught:
         run(Host(check="race"), tmp_path, body.replace("SYNC", ""), shared=1024, before=BEFORE)

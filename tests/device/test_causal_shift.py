@@ -56,7 +56,7 @@ def test_kernels_follow_the_shift(backend: Backend, name: str, pass_: str, shard
     """Every tensor within its budget; a query that sees no key gives O = 0 and logsumexp = -inf, a key no query sees no gradient."""
     kernel = find(name, pass_)
     made = oracle("float32" if "float32" in kernel.dtypes else "bfloat16", shard)
-    given = {**made.inputs, **made.forward_outputs()}
+    given = {**made.inputs, **made.forward_outputs}
     result = run_kernel(backend, kernel, made, {tensor: given[tensor] for tensor in READS[pass_]})
     assert result.passed, [f"{v.tensor}: {v.reason} at {v.place}" for v in result.verdicts.values() if not v.passed]
     queries, keys, shift = shard

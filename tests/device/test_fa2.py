@@ -1,4 +1,4 @@
-"""What fa2 does that a matrix of shapes does not ask: tiles of GPUs with little shared memory, long rows, odd scales, the same bits twice."""
+"""What fa2 does that a matrix of shapes does not ask: tiles of GPUs with little shared memory, long rows, odd scales, equal bits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Faults planted in the tree's kernels, one edit each, and the check that must catch it, by name.
-
-An edit that no longer finds its line fails here, so a mutant cannot quietly become the kernel it was made from.
-"""
+"""Faults planted in the tree's kernels (support/faults.toml), and the check that must find each."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +16,8 @@ from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import oracle_for
 from harness.fault import KernelFault
 from harness.kernel import kernel
-from harness.kernel.kernel import KERNELS, Kernel
+from harness.kernel.kernel import Kernel
 from harness.problem import Problem
-
-NAIVE_BACKWARD, FORWARD = "00_naive_backward.cu", "05_fa2_naive_forward.cu"
-
-
-def mutant(folder: Path, source: str, *edits: tuple[str, str]) -> Kernel:
-    """A tree kernel with each edit made once."""
-    text = (KERNELS / source).read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {source}"
-        text = text.replace(old, new)
-    path = folder / source.split("_", 1)[1]
-    path.write_text(text)
-    return Kernel.read(path)
 
 
 def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
@@ -43,32 +28,56 @@ def judge(backend: Backend, chosen: Kernel, problem: Problem) -> PassResult:
 
 PLAIN = Problem.of(1, 2, 129, 64)
 CAUSAL = Problem.of(1, 2, 129, 64, causal=True)
-SCORE = "lane + 32 * n < visible ?"
 
-#: name: file, edits, problem, the tensors that must fail.
-FAULTS: dict[str, tuple[str, list[tuple[str, str]], Problem, set[str]]] = {
-    "last key dropped": (FORWARD, [("- first_key;  // of this tile", "- first_key - 1;")], PLAIN, {"O", "logsumexp"}),
-    "one unmasked padding key": (FORWARD, [(SCORE, "lane + 32 * n <= visible ?")], PLAIN, {"O", "logsumexp"}),
-    "missing rescale of O": (FORWARD, [("o_reg[r][c] * factor_reg[r] +", "o_reg[r][c] +")], PLAIN, {"O"}),
-    "missing rescale of the row sum": (FORWARD, [("l_reg[r] * factor_reg[r] +", "l_reg[r] +")], PLAIN, {"O", "logsumexp"}),
-    "scale 1/D": (FORWARD, [("float(args.scale) * s_reg", "1.0f / args.head_dim * s_reg")], PLAIN, {"O", "logsumexp"}),
-    "base-2 logsumexp": (FORWARD, [("m_reg[r] + fa::log(l_reg[r])", "(m_reg[r] + fa::log(l_reg[r])) * fa::log2e")], PLAIN, {"logsumexp"}),
-    "causal off by one": (FORWARD, [("- first_key;  // of this tile", "- first_key + (CAUSAL ? 1 : 0);")], CAUSAL, {"O", "logsumexp"}),
-    "a NaN": (FORWARD, [("* inverse;", "* (query == 77 ? __uint_as_float(0x7fc00000u) : inverse);")], PLAIN, {"O"}),
-    "unwritten rows": (FORWARD, [("query >= args.seq_q) break;", "query >= args.seq_q - 1) break;")], PLAIN, {"O", "logsumexp"}),
-    "dK and dV swapped": (
-        NAIVE_BACKWARD,
-        [("(args.dK, batch", "(args.XX, batch"), ("(args.dV, batch", "(args.dK, batch"), ("args.XX", "args.dV")],
-        PLAIN,
-        {"dK", "dV"},
-    ),
-    "dQ without scale": (
-        NAIVE_BACKWARD,
-        [("fa::narrow<scalar>(real(args.scale) * dq_reg[i])", "fa::narrow<scalar>(dq_reg[i])")],
-        PLAIN,
-        {"dQ"},
-    ),
-}
+
+def of(check: str) -> pytest.MarkDecorator:
+    """Runs a test for each fault that a check must find."""
+    return pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in planted.faults(check).items()])
+
+
+def failing(result: PassResult) -> set[str]:
+    """The tensors outside their error budget."""
+    return {tensor for tensor, verdict in result.verdicts.items() if not verdict.passed}
+
+
+def told(fault: planted.Planted, check: str, backend: Backend, folder: Path) -> KernelFault:
+    """What a check says of a planted kernel, which holds all the words the fault asks for."""
+    with pytest.raises(KernelFault) as caught:
+        judge(backend, fault.plant(folder), fault.problem)
+    for words in fault.found_by[check]:
+        assert re.search(words, str(caught.value), re.DOTALL), f"no {words!r} in {caught.value}"
+    return caught.value
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in planted.faults().items()])
+def test_every_fault_can_be_planted(fault: planted.Planted, tmp_path: Path) -> None:
+    """Its text stands in the tree once, and some check that exists is to find it; those for GPUs are experiments/verify's."""
+    assert fault.plant(tmp_path).label == fault.kernel
+    assert fault.found_by.keys() and fault.found_by.keys() <= {
+        "budget",
+        "guards",
+        "inputs",
+        "poison",
+        "race",
+        "engine",
+        "memcheck",
+        "racecheck",
+    }
+
+
+def test_a_text_that_is_not_there_once_is_refused() -> None:
+    """So a fault cannot quietly become the kernel it was planted in."""
+    assert planted.edited("a b", ("a", "c"), ("c b", "d")) == "d"
+    for text in ("b", "a a"):
+        with pytest.raises(ValueError, match="'a' stands . times in here, not once"):
+            planted.edited(text, ("a", "c"), where="here")
+
+
+def test_a_fault_in_a_header(tmp_path: Path) -> None:
+    """The header is copied beside the kernel, which then includes the copy."""
+    header = planted.Planted("", "fa2_naive_forward", (("#pragma once", "#pragma once\n#error planted"),), {"engine": []}, "fa/row.cuh")
+    with pytest.raises(KernelFault, match="planted"):
+        judge(Host(), header.plant(tmp_path), PLAIN)
 
 
 def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
@@ -78,12 +87,10 @@ def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
             assert judge(backend, kernel.find(name, pass_), problem).passed
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_wrong_numbers_are_caught_by_the_error_budget(name: str, backend: Backend, tmp_path: Path) -> None:
+@of("budget")
+def test_wrong_numbers_are_caught_by_the_error_budget(fault: planted.Planted, backend: Backend, tmp_path: Path) -> None:
     """Exactly the tensors that are wrong fail."""
-    source, edits, problem, tensors = FAULTS[name]
-    result = judge(backend, mutant(tmp_path, source, *edits), problem)
-    assert {t for t, v in result.verdicts.items() if not v.passed} == tensors
+    assert failing(judge(backend, fault.plant(tmp_path), fault.problem)) == set(fault.found_by["budget"])
 
 
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:
@@ -97,13 +104,12 @@ def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> 
     assert not verdicts["logsumexp"].passed
 
 
-def test_writing_outside_a_tensor_is_caught_by_the_guard_bands(backend: Backend, tmp_path: Path) -> None:
+@of("guards")
+def test_writing_outside_a_tensor_is_caught_by_the_guard_bands(fault: planted.Planted, backend: Backend, tmp_path: Path) -> None:
     """A row too many."""
     if not backend.guard_bytes:
         pytest.skip("under a sanitizer there are no guard bands")
-    wrong = mutant(tmp_path, FORWARD, ("if (query >= args.seq_q) break;", "if (query > args.seq_q) break;"))
-    with pytest.raises(KernelFault, match="wrote outside"):
-        judge(backend, wrong, Problem.of(1, 1, 65, 64))
+    told(fault, "guards", backend, tmp_path)
 
 
 def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: Path) -> None:
@@ -115,35 +121,28 @@ def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: 
             judge(Host(), chosen, Problem.of(1, 1, 8, 64))
 
 
-def test_changing_an_input_is_caught(backend: Backend, tmp_path: Path) -> None:
+@of("inputs")
+def test_changing_an_input_is_caught(fault: planted.Planted, backend: Backend, tmp_path: Path) -> None:
     """Inputs are compared with what they were."""
-    write = "if (lane == 0) *const_cast<float*>(fa::row_pointer<const float>(args.K, batch, head_kv, 0)) = 1.0f;\n    int last_query"
-    with pytest.raises(KernelFault, match="changed its input K"):
-        judge(backend, mutant(tmp_path, FORWARD, ("    int last_query", "    " + write)), PLAIN)
+    told(fault, "inputs", backend, tmp_path)
 
 
 # -- what only the CPU backend sees -----------------------------------------------------------------------------------
 
-MISSING_BARRIER = ("        __syncthreads();  // the tile, and before the first one q_smem, is there for all\n", "")
-MISSING_TRAILING_BARRIER = ("        __syncthreads();  // no warp reads the tile before any more\n", "")
-MISSING_SYNCWARP = ("        __syncwarp();  // p_smem is this warp's alone; the lanes now read each other's\n", "")
 
-
-def test_a_missing_barrier_reads_poison(tmp_path: Path) -> None:
+@of("poison")
+def test_a_missing_barrier_reads_poison(fault: planted.Planted, tmp_path: Path) -> None:
     """Shared memory starts as NaN, so reading what nobody has written yet shows in the result under the default order."""
-    assert not judge(Host(), mutant(tmp_path, FORWARD, MISSING_BARRIER), PLAIN).passed
+    assert failing(judge(Host(), fault.plant(tmp_path), fault.problem)) == set(fault.found_by["poison"])
 
 
-@pytest.mark.parametrize(
-    "edit", [MISSING_BARRIER, MISSING_TRAILING_BARRIER, MISSING_SYNCWARP], ids=["barrier", "trailing barrier", "syncwarp"]
-)
-def test_a_missing_barrier_is_a_race_with_both_lines(edit: tuple[str, str], tmp_path: Path) -> None:
+@of("race")
+def test_a_missing_barrier_is_a_race_with_both_lines(fault: planted.Planted, tmp_path: Path) -> None:
     """--check race names file and line of both accesses, whatever the schedule and even where the result is right."""
-    with pytest.raises(CheckFault) as caught:
-        judge(Host(check="race"), mutant(tmp_path, FORWARD, edit), PLAIN)
-    assert caught.value.exit_code == 1
-    assert caught.value.why.count("fa2_naive_forward.cu:") + caught.value.why.count(".cuh:") >= 2, caught.value.why
-    assert "pc:" not in caught.value.why
+    caught = told(fault, "race", Host(check="race"), tmp_path)
+    assert isinstance(caught, CheckFault) and caught.exit_code == 1
+    assert caught.why.count("fa2_naive_forward.cu:") + caught.why.count(".cuh:") >= 2, caught.why
+    assert "pc:" not in caught.why
 
 
 def test_the_race_check_is_silent_on_right_kernels() -> None:
@@ -152,31 +151,10 @@ def test_the_race_check_is_silent_on_right_kernels() -> None:
         assert judge(Host(check="race"), kernel.find(name, pass_), Problem.of(1, 2, 67, 59, 1, 70, causal=True)).passed
 
 
-def test_a_divergent_barrier_is_reported_not_hung(tmp_path: Path) -> None:
-    """Warp 0 leaves the loop early: the others would wait for ever."""
-    wrong = mutant(
-        tmp_path, FORWARD, ("        __syncthreads();  // no warp reads", "        if (warp) __syncthreads();  // no warp reads")
-    )
-    with pytest.raises(KernelFault) as caught:
-        judge(Host(), wrong, PLAIN)
-    assert "divergent barrier" in caught.value.why and "fa2_naive_forward.cu:" in caught.value.why
-    assert caught.value.exit_code == 5
-
-
-def test_an_early_return_past_a_barrier_is_reported(tmp_path: Path) -> None:
-    """Threads that end while others wait in __syncthreads."""
-    wrong = mutant(tmp_path, FORWARD, ("    int last_query", "    if (first_query >= args.seq_q) return;\n    int last_query"))
-    with pytest.raises(KernelFault, match="divergent barrier: threads ended|have ended"):
-        judge(Host(), wrong, PLAIN)
-
-
-def test_a_lane_missing_from_a_shuffle_is_a_deadlock_in_words(tmp_path: Path) -> None:
-    """Lane 0 skips the reduction that the full mask names it for."""
-    wrong = mutant(tmp_path, FORWARD, ("fa::group_max<32>(largest)", "(lane ? fa::group_max<32>(largest) : largest)"))
-    with pytest.raises(KernelFault) as caught:
-        judge(Host(), wrong, PLAIN)
-    assert "deadlock" in caught.value.why or "divergent collective" in caught.value.why
-    assert "group_" in caught.value.why and "0xffffffff" in caught.value.why or "divergent collective" in caught.value.why
+@of("engine")
+def test_a_deadlock_is_reported_not_hung(fault: planted.Planted, tmp_path: Path) -> None:
+    """Threads that wait for others that never come: at a barrier, or in a word of a whole warp."""
+    assert told(fault, "engine", Host(), tmp_path).exit_code == 5
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -25,7 +25,8 @@ def each_width(call: str, swizzled: str = "true, false") -> str:
     """A body that runs call for the width in args.heads_q and the layout in args.heads_kv: W and S are constants in it."""
     layouts = [s == "true" for s in swizzled.split(", ")]
     return "\n".join(
-        f"    if (args.heads_q == {w} && args.heads_kv == {int(s)}) {{ constexpr int W = {w}; constexpr bool S = {str(s).lower()}; {call} }}"
+        f"    if (args.heads_q == {w} && args.heads_kv == {int(s)}) {{ "
+        f"constexpr int W = {w}; constexpr bool S = {str(s).lower()}; {call} }}"
         for w in WIDTHS
         for s in layouts
     )
@@ -66,13 +67,11 @@ template <int W, bool S> __device__ void places(unsigned* out, int t) {
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("how", ["start", "now"])
+@pytest.mark.parametrize("how", ["copy_async", "copy_sync"])
 def test_tile_copy(backend: Backend, tmp_path: Path, how: str, dtype: str) -> None:
     """Memory to a tile of 40 rows: each element in its place, zero beyond the rows and the head dim, where memory holds NaN."""
     vec = 16 // np.dtype(TYPES[dtype]).itemsize
-    call = (
-        "now(smem, a, pitch, rows, args.head_dim, fa::sign_bits<scalar>)" if how == "now" else "start(smem, a, pitch, rows, args.head_dim)"
-    )
+    call = f"{how}(smem, a, pitch, rows, args.head_dim{', fa::sign_bits<scalar>' if how == 'copy_sync' else ''})"
     before = (
         BEFORE
         + f"""\
@@ -102,9 +101,32 @@ template <int W, bool S> __device__ void bring(const scalar* a, int pitch, int r
             tile = got.view(TYPES[dtype])[: 41 * width].reshape(41, width).astype(float)
             want = np.zeros((40, width))
             there = max(0, min(rows, 40))
-            want[:there, :head_dim] = a[:there, :head_dim].astype(float) * (-1 if how == "now" else 1)
+            want[:there, :head_dim] = a[:there, :head_dim].astype(float) * (-1 if how == "copy_sync" else 1)
             assert np.array_equal(tile[:40], want), (width, rows, head_dim)
             assert np.isnan(tile[40]).all()  # and nothing beyond the tile
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_apply_sign_and_clear(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """A tile times the sign of the scale, every bit of it: as it was, negated, or zero. clear makes every accumulator zero."""
+    body = """\
+    for (int i = t; i < 16 * 64; i += 64) fa::dynamic_shared<scalar>()[i] = a[i];
+    __syncthreads();
+    fa::TileCopy<scalar, 16, 64, 64>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
+    if (args.scale > 0) __syncthreads();
+    for (int i = t; i < 16 * 64; i += 64) reinterpret_cast<scalar*>(out)[i] = fa::dynamic_shared<scalar>()[i];
+    float d[2][3][4];
+    for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1.0f;
+    fa::clear(d);
+    bool zero = true;
+    for (auto& x : d) for (auto& y : x) for (auto& z : y) zero = zero && __float_as_uint(z) == 0;
+    out[2048 + t] = zero;"""
+    a = integers(16, 64).astype(TYPES[dtype])
+    for scale in (0.5, -0.5, 0.0):
+        got = run(backend, tmp_path, body, a, dtype=dtype, block=64, shared=16 * 64 * 4, fields={"scale": scale}, before=BEFORE)
+        want = a if scale > 0 else -a if scale < 0 else np.zeros_like(a)
+        assert got.view(TYPES[dtype])[: 16 * 64].tobytes() == want.tobytes(), scale
+        assert (got[2048:2112] == 1).all()
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -128,13 +150,13 @@ template <int M, int N> __device__ void get(float (&d)[M][N][4], const float* fr
 template <int W, bool S> __device__ void product(const scalar* a, const scalar* b, const float* p_from, float* out) {
     constexpr int wide = W * int(sizeof(scalar)) / 2;
     const uint32_t a_smem = fa::smem_u32(fa::dynamic_shared()), b_smem = a_smem + 48 * wide * 2;
-    fa::TileCopy<scalar, 48, W, 32, S>::now(a_smem, a, W, 48, W);
-    fa::TileCopy<scalar, 32, W, 32, S>::now(b_smem, b, W, 32, W);
+    fa::TileCopy<scalar, 48, W, 32, S>::copy_sync(a_smem, a, W, 48, W);
+    fa::TileCopy<scalar, 32, W, 32, S>::copy_sync(b_smem, b, W, 32, W);
     __syncwarp();
     float d[2][4][4], o[2][W / 8][4] = {};
     for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1000.0f;
     fa::OperandA<wide, 2, S, S> rows{fa::lane_of_a<wide, S>(a_smem, 16)};
-    rows.keep();
+    rows.load_registers();
     PRODUCTS
     put(out, d);
     put(out + 1024, o);
@@ -160,14 +182,15 @@ def product(backend: Backend, folder: Path, products: str, layouts: str, width: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """multiply_abt onto what was there, with operands kept or read again; pack_a, which rounds, and multiply_pb."""
+    """multiply_abt onto what was there, with operands in registers or loaded again; pack_a, which rounds, with multiply_pb or as multiply_pv."""
     products = """\
     fa::multiply_abt<scalar>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
     get(p, p_from);
     uint32_t packed[2][2][4];
     fa::pack_a<scalar>(packed, p);
-    fa::multiply_pb<scalar, wide, S>(o, packed, fa::lane_of_a<wide, S>(b_smem));"""
+    if constexpr (S) fa::multiply_pb<scalar, wide, S>(o, packed, fa::lane_of_a<wide, S>(b_smem));
+    else fa::multiply_pv<scalar, wide>(o, p, b_smem);"""
     for width in WIDTHS:
         for swizzled in (True, False):
             a, b, p = integers(48, width), integers(32, width, seed=1), integers(32, 32, seed=2) * (1 + 2.0**-6 + 2.0**-13)
@@ -182,11 +205,12 @@ def test_tf32_products(backend: Backend, tmp_path: Path) -> None:
     """Operands go to the nearest tf32 number: a hair below an integer is that integer, where cutting bits off would lose 2^-10."""
     products = """\
     uint32_t bits[4] = {__float_as_uint(0.99990f), __float_as_uint(-3.0004f), __float_as_uint(1e-30f), __float_as_uint(1.0f)};
-    fa::round_tf32(bits);
-    fa::multiply_abt_tf32(d, rows, fa::lane_of_b<wide, S>(b_smem));
+    fa::round_operand<float>(bits);
+    fa::multiply_abt<float>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];
     get(p, p_from);
-    fa::multiply_pb_tf32<W>(o, p, reinterpret_cast<const float*>(fa::dynamic_shared() + 48 * W * 4));
+    if constexpr (W % 64 == 0) fa::multiply_pb_tf32<W>(o, p, reinterpret_cast<const float*>(fa::dynamic_shared() + 48 * W * 4));
+    else fa::multiply_pv<float, W>(o, p, b_smem);
     for (int i = 0; i < 4; ++i) out[8000 + i] = __uint_as_float(bits[i]);"""
     hair = 1 - 2.0**-13
     for width in WIDTHS:
@@ -235,7 +259,7 @@ def test_softmax(backend: Backend, tmp_path: Path, lazy: bool) -> None:
     put(to + 3072, o);
     for (int i = 0; i < 4; ++i) {{
         const int row = 16 * (i / 2) + i % 2 * 8 + fa::fragment_row();
-        to[3584 + row] = softmax.sum[i / 2][i % 2], to[3616 + row] = softmax.maximum[i / 2][i % 2];
+        to[3584 + row] = softmax.row_sum[i / 2][i % 2], to[3616 + row] = softmax.row_max[i / 2][i % 2];
     }}"""
     scale = 0.25
     s = np.random.RandomState(3).randn(3, 32, 32) * 8

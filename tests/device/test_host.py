@@ -201,7 +201,7 @@ def in_process(path: Path) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> float:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return float(out)
 

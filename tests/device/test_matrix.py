@@ -4,35 +4,111 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import pytest
+import sample
 
 from harness import verify
 from harness.kernel.kernel import Kernel, catalogue
 
-BACKWARD = {kernel.name for kernel in catalogue() if kernel.pass_ == "backward"}
+#: Work of a piece, by `work`, or one case that has more: some seconds on one core.
+PIECE_WORK = 2e9
+#: Cases of a kernel that `make test` runs, and some more.
+LEAST = 12
 
 
-def parts(chosen: Kernel) -> int:
-    """In how many parts a kernel's matrix is run, so that the tests spread over the cores: four of the full one for kernels that have a
-    backward, one of the quick one for the steps between (`fa-cli verify --matrix full --device cpu` takes minutes for all of them)."""
-    return 4 if chosen.name in BACKWARD else 1
+@dataclass(frozen=True)
+class Piece:
+    """Cases of a kernel's full matrix that run the same compiled kernel, so that a test compiles once and is short."""
+
+    kernel: Kernel
+    width: int
+    dtype: str
+    causal: bool
+    deterministic: bool
+    number: int
+    cases: tuple[verify.Case, ...]
+
+    @property
+    def label(self) -> str:
+        """The test's id: naive_forward-D64-float32-causal-0."""
+        words = [self.kernel.label, f"D{self.width}", self.dtype, *["causal"] * self.causal, *["deterministic"] * self.deterministic]
+        return "-".join([*words, str(self.number)])
+
+    @property
+    def levels(self) -> set[Hashable]:
+        """What a sample of the kernel's pieces must have: types, masks, forms, schedules, groups, queries and keys that differ."""
+        found: set[Hashable] = {self.dtype, ("causal", self.causal), ("deterministic", self.deterministic)}
+        for case in self.cases:
+            p = case.problem
+            found |= {("schedule", case.schedule), ("group", p.heads_q // p.heads_kv), ("cross", p.seq_q != p.seq_kv)}
+        return found
 
 
-@pytest.mark.parametrize(
-    ("chosen", "part"), [pytest.param(k, part, id=f"{k.label}-{part}") for k in catalogue() for part in range(parts(k))]
-)
-def test_the_matrix(chosen: Kernel, part: int) -> None:
+def work(chosen: Kernel, case: verify.Case) -> float:
+    """Floating-point operations of a case in whole tiles of 64 by 64 by 64, causal or not: roughly what the CPU backend runs."""
+    p = case.problem
+    tiles = -(-p.seq_q // 64) * -(-p.seq_kv // 64) * -(-p.head_dim // 64)
+    return (4 if chosen.pass_ == "forward" else 10) * p.batch * p.heads_q * tiles * 64**3
+
+
+def pieces(chosen: Kernel) -> list[Piece]:
+    """A kernel's full matrix on the CPU backend, every case in one piece."""
+    groups: dict[tuple[int, str, bool, bool], list[list[verify.Case]]] = {}
+    for case in verify.matrix(chosen, "full", "cpu"):
+        p = case.problem
+        width = next(w for w in chosen.head_dims if w >= p.head_dim)
+        found = groups.setdefault((width, p.dtype, p.causal, case.deterministic), [[]])
+        if sum(work(chosen, c) for c in (*found[-1], case)) > PIECE_WORK and found[-1]:
+            found.append([])
+        found[-1].append(case)
+    return [Piece(chosen, *key, i, tuple(cases)) for key, found in sorted(groups.items()) for i, cases in enumerate(found)]
+
+
+PIECES = {kernel.label: pieces(kernel) for kernel in catalogue()}
+
+
+def drawn(chosen: Kernel) -> list[Piece]:
+    """The pieces of a kernel that `make test` runs."""
+    return sample.sample(chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST)
+
+
+@pytest.mark.parametrize("piece", [p for k in catalogue() for p in sample.parameters(PIECES[k.label], drawn(k), lambda piece: piece.label)])
+def test_the_matrix(piece: Piece) -> None:
     """No case fails, in the default and in a seeded schedule."""
     from harness.run import open_backend
 
     backends = {seed: open_backend("cpu", None, seed) for seed in verify.SCHEDULES}
-    matrix = "full" if chosen.name in BACKWARD else "quick"
-    cases = verify.matrix(chosen, matrix, "cpu")[part :: parts(chosen)]
-    results = [verify.run_case(backends[case.schedule], chosen, case, matrix) for case in cases]
+    results = [verify.run_case(backends[case.schedule], piece.kernel, case, "full") for case in piece.cases]
     failed = [f"{r.case.describe()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
     assert not failed, "\n".join(failed)
-    assert len(results) > 10
+
+
+@pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
+def test_the_pieces_are_the_matrix(chosen: Kernel) -> None:
+    """Each case of the full matrix is in one piece, and in one only."""
+    cases = [case.number for piece in PIECES[chosen.label] for case in piece.cases]
+    assert sorted(cases) == [case.number for case in verify.matrix(chosen, "full", "cpu")]
+
+
+@pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
+def test_every_sample_has_all_that_matters(chosen: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the seed: each type, mask, form, schedule and group, as the header promises; the same seed draws the same."""
+    dtypes = {"float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes}
+    wanted: set[Hashable] = {("schedule", s) for s in verify.SCHEDULES}
+    wanted |= {("deterministic", form) for form in chosen.forms if len(chosen.forms) > 1}
+    wanted |= dtypes | {("causal", False)} | {("causal", True) for _ in range(chosen.causal)}
+    wanted |= {("group", g) for g in (verify.GROUPS if chosen.gqa else (1,))} | {("cross", True) for _ in range(chosen.cross)}
+    samples = []
+    for seed in map(str, range(10)):
+        monkeypatch.setenv(sample.VARIABLE, seed)
+        found = drawn(chosen)
+        assert found == drawn(chosen)
+        assert set().union(*(piece.levels for piece in found)) >= wanted
+        samples.append(tuple(piece.label for piece in found))
+    assert len(set(samples)) > 1, "the seed changes nothing"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -100,11 +100,11 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
         ROWS + "fa::ldmatrix_x4_trans(d, address); y = d[(lane + lane / 4) % 4];",
         lambda: np.choose((LANE + LANE // 4) % 4, [rows_of(m, (LANE % 4 * 2, LANE // 4), (LANE % 4 * 2 + 1, LANE // 4)) for m in range(4)]),
     ),
-    "mma_m16n8k16": (  # by storage type; the layouts have tests of their own below
+    "mma_m16n8k16": (  # mma_m16n8<T> of the 16-bit types; the layouts have tests of their own below
         "float d[4] = {1, 2, 3, 4}; uint32_t a[4], one = lane / 4 + 1;"
         "if (i / 32 % 2) { for (auto& r : a) r = fa::pack<fa::float16>(1, 2); one = fa::pack<fa::float16>(one, 3); }"
         "else { for (auto& r : a) r = fa::pack<fa::bfloat16>(1, 2); one = fa::pack<fa::bfloat16>(one, 3); }"
-        "if (i / 32 % 2) fa::mma_m16n8k16<fa::float16>(d, a, one, one); else fa::mma_m16n8k16<fa::bfloat16>(d, a, one, one);"
+        "if (i / 32 % 2) fa::mma_m16n8<fa::float16>(d, a, one, one); else fa::mma_m16n8<fa::bfloat16>(d, a, one, one);"
         "y = __float_as_uint(d[i % 4]);",
         lambda: (8.0 * (LANE % 4 * 2 + THREAD % 4 % 2 + 1 + 6) + THREAD % 4 + 1).astype(np.float32).view(np.uint32),
     ),

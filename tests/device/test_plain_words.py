@@ -1,4 +1,4 @@
-"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that no word is without a test; against numpy on every backend.
+"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that each word has a test; against numpy on every backend.
 
 All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
 of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact
@@ -95,6 +95,15 @@ def test_visible_keys(backend: Backend, tmp_path: Path, causal: bool) -> None:
         assert np.array_equal(np.maximum(got[:32].view(np.int32), 0), seen.sum(1)), shift
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_first_query(backend: Backend, tmp_path: Path, causal: bool) -> None:
+    """The least query q with key k <= q + shift, and 0 without a mask."""
+    for shift in (-40, -5, 0, 3, 100):
+        got = run(backend, tmp_path, "    out[t] = fa::first_query(args, t);", causal=causal, fields={"causal_shift": shift})
+        want = [next(query for query in range(100) if not causal or key <= query + shift) for key in range(32)]
+        assert got[:32].tolist() == want, shift
+
+
 # -- copy.cuh, warp.cuh, types.cuh: what test_words.py has not ----------------------------------------------------------
 
 
@@ -160,27 +169,79 @@ def test_matrix_row_is_64_bit(backend: Backend, tmp_path: Path) -> None:
     assert got.tolist() == [8 * ((7 * 16 + 15) * 4096 + 4064 + t) * 4099 for t in range(32)]
 
 
+def test_head_values_is_64_bit(backend: Backend, tmp_path: Path) -> None:
+    """Batch 2^15 and 2^17 queries: beyond 2^31 elements."""
+    body = """\
+    char* base = static_cast<char*>(args.workspace[1]);
+    long long bytes = reinterpret_cast<char*>(fa::head_values<double>(args, 1, 1 << 15, t)) - base;
+    out[2 * t] = unsigned(bytes);
+    out[2 * t + 1] = unsigned(bytes >> 32);"""
+    fields = {"heads_q": 32, "seq_q": 1 << 17, "workspace": [64, 128, 0, 0, 0, 0, 0, 0]}
+    got = run(backend, tmp_path, body, fields=fields)[:64].view(np.int64)
+    assert got.tolist() == [8 * ((1 << 15) * 32 + t) * (1 << 17) for t in range(32)]
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-def test_load_rows(backend: Backend, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("rows", [13, 1])
+def test_load_rows(backend: Backend, tmp_path: Path, rows: int, dtype: str) -> None:
     """Zero beyond the last row and the head dim, even where memory holds NaN; the columns between width and pitch are left alone."""
     body = f"""\
-    const int first = args.seq_q, end = args.seq_kv, words = 13 * 26 * int(sizeof(scalar)) / 4;
+    const fa::Tensor tensor = {{args.Q.data, 4 * 28, 3 * 28, 28}};
+    const int words = {rows} * 26 * int(sizeof(scalar)) / 4;
     unsigned* raw = fa::dynamic_shared<unsigned>();
     for (int i = t; i < words; i += 48) raw[i] = {UNWRITTEN}u;
     __syncthreads();
-    fa::load_rows<13, 24, 26, 48>(fa::dynamic_shared<scalar>(), a + first * 28, 28, first, end, args.head_dim, t);
+    fa::load_rows<{rows}, 24, 26, 48>(fa::dynamic_shared<scalar>(), tensor, 1, 2, args.seq_q, args.seq_kv, args.head_dim);
     __syncthreads();
     for (int i = t; i < words; i += 48) out[i] = raw[i];"""
     for first, end, head_dim in [(0, 100, 24), (3, 7, 24), (2, 100, 17), (9, 9, 1)]:
-        a = integers(40, 28).astype(TYPES[dtype])
-        a[:, head_dim:] = np.nan
+        memory = integers(50, 28).astype(TYPES[dtype])
+        memory[:, head_dim:] = np.nan
         fields = {"seq_q": first, "seq_kv": end, "head_dim": head_dim}
-        got = run(backend, tmp_path, body, a, dtype=dtype, block=48, shared=13 * 26 * 8, fields=fields)
-        tile = got.view(TYPES[dtype])[: 13 * 26].reshape(13, 26)
-        want = np.zeros((13, 24))
-        want[: min(13, max(0, end - first)), :head_dim] = a[first : min(first + 13, end), :head_dim]
+        got = run(backend, tmp_path, body, memory, dtype=dtype, block=48, shared=rows * 26 * 8, fields=fields)
+        tile = got.view(TYPES[dtype])[: rows * 26].reshape(rows, 26)
+        want, a = np.zeros((rows, 24)), memory[4 + 2 * 3 :]  # batch 1, head 2
+        want[: min(rows, max(0, end - first)), :head_dim] = a[first : min(first + rows, end), :head_dim]
         assert np.array_equal(tile[:, :24].astype(float), want), (first, end, head_dim)
         assert np.isnan(tile[:, 24:].astype(float)).all()
+
+
+def test_online_softmax(backend: Backend, tmp_path: Path) -> None:
+    """Three tiles of 32 keys, rows of 16 lanes: row state, rescale factor and P; tiles seen in part, whole or not at all."""
+    seen = np.array([[32, -3, 5], [0, 32, 7], [-40, 0, -1], [32, 32, 32]])  # [row][tile]
+    scores, scale = np.random.RandomState(4).randn(4, 3, 32).astype(np.float32) * 8, 0.25
+    body = """\
+    const int lane = t % 16, row = t / 16;
+    const float* in = reinterpret_cast<const float*>(a) + row * 96;
+    float* to = reinterpret_cast<float*>(out) + row * 128;
+    const int* visible = reinterpret_cast<const int*>(b) + row * 3;
+    float row_max = -fa::infinity(), row_sum = 0;
+    for (int tile = 0; tile < 3; ++tile) {
+        const float score[2] = {in[32 * tile + lane], in[32 * tile + 16 + lane]};
+        const float rescale = fa::online_softmax<16>(row_max, row_sum, score, to + 32 * tile, lane, visible[tile], 0.25f);
+        if (lane < 3) to[96 + 3 * tile + lane] = lane == 0 ? row_max : lane == 1 ? row_sum : rescale;
+    }"""
+    got = f32(run(backend, tmp_path, body, scores, seen.astype(np.int32), block=64), 4, 128)
+    for row in range(4):
+        row_max, row_sum = -np.inf, 0.0
+        for tile in range(3):
+            s = np.where(np.arange(32) < seen[row, tile], scale * scores[row, tile].astype(np.float64), -np.inf)
+            new_max = max(row_max, s.max())
+            reference = 0.0 if new_max == -np.inf else new_max
+            p, rescale = np.exp(s - reference), np.exp(row_max - reference)
+            row_max, row_sum = new_max, row_sum * rescale + p.sum()
+            assert np.allclose(got[row, 32 * tile : 32 * tile + 32], p, rtol=1e-6, atol=0)
+            assert got[row, 96 + 3 * tile] == np.float32(row_max)
+            assert np.allclose(got[row, 97 + 3 * tile : 99 + 3 * tile], [row_sum, rescale], rtol=1e-6, atol=0)
+
+
+def test_store_output_with_a_vector_width(backend: Backend, tmp_path: Path) -> None:
+    """Vectors of one column: lane, lane + 8, …; columns beyond the head dim are left alone."""
+    body = """\
+    const float out_reg[4] = {float(t), t + 8.0f, t + 16.0f, t + 24.0f};
+    fa::store_output<float, 8, 1>(reinterpret_cast<float*>(out), out_reg, 2.0f, t, 29);"""
+    got = run(backend, tmp_path, body, block=8)
+    assert f32(got, 29).tolist() == [2.0 * c for c in range(29)] and (got[29:32] == UNWRITTEN).all()
 
 
 # -- no word without a test -------------------------------------------------------------------------------------------
@@ -206,7 +267,17 @@ def test_every_word_has_a_test() -> None:
     headers = "\n".join(path.read_text() for path in sorted((INCLUDE / "fa").glob("*.cuh")))
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*words.py"))
     assert not untested(headers, tests)
-    assert {"row_pointer", "cvt_rn_bf16_f32", "Accumulate", "Vec", "load_rows", "dot", "Staged", "multiply_rows"} <= words_of(headers)
+    assert {
+        "row_pointer",
+        "cvt_rn_bf16_f32",
+        "Accumulate",
+        "Vec",
+        "load_rows",
+        "online_softmax",
+        "dot",
+        "Staged",
+        "multiply_rows",
+    } <= words_of(headers)
     # and the patterns miss none: a definition at namespace level is a line that is not indented
     assert len(_FUNCTION.findall(headers)) == len(re.findall(r"^\w.*__device__ __forceinline__|^__device__", headers, re.M))
     assert len(_CLASS.findall(headers)) == len(re.findall(r"^template <\w.*\bstruct\b", headers, re.M))

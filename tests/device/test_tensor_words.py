@@ -1,4 +1,4 @@
-"""The words of <fa/wmma_tile.cuh> and <fa/gradient.cuh>, and thread_anew, against numpy on every backend found.
+"""The words of <fa/wmma_tile.cuh>, <fa/gradient.cuh> and <fa/epilogue.cuh>, and opaque_thread_id, against numpy on every backend found.
 
 Products take small integers, whose sums are exact in any order, and what is rounded to 16 bit is rounded once: all comparisons but
 those of softmax are of bits. The words of <fa/tf32.cuh> stand in test_fragment_words.py.
@@ -21,12 +21,12 @@ HAIR = 1 + 2.0**-6 + 2.0**-13  # times an integer: no 16-bit number, but a float
 # -- warp.cuh -----------------------------------------------------------------------------------------------------------
 
 
-def test_thread_anew(backend: Backend, tmp_path: Path) -> None:
+def test_opaque_thread_id(backend: Backend, tmp_path: Path) -> None:
     """threadIdx.x, in every warp and in every turn of a loop with a barrier."""
     body = """\
     for (int i = 0; i < 3; ++i) {
         __syncthreads();
-        out[96 * i + fa::thread_anew()] = 1000 * i + fa::thread_anew();
+        out[96 * i + fa::opaque_thread_id()] = 1000 * i + fa::opaque_thread_id();
     }"""
     got = run(backend, tmp_path, body, block=96)
     assert got[:288].tolist() == [1000 * i + t for i in range(3) for t in range(96)]
@@ -35,10 +35,10 @@ def test_thread_anew(backend: Backend, tmp_path: Path) -> None:
 
 # -- gradient.cuh -----------------------------------------------------------------------------------------------------
 
-#: Two warps, that is `side`s, among which groups of 16 columns are dealt out. move reads and writes accumulators by rows.
-DEALT = """\
+#: Two warps, that is `side`s, which take groups of 16 columns round-robin. move reads and writes accumulators by rows.
+STRIDED = """\
+#include <fa/epilogue.cuh>
 #include <fa/gradient.cuh>
-#include <fa/softmax.cuh>
 using fa::uint32_t;
 template <int Stride, bool Put, class Float, int M, int N>
 __device__ void move(Float* memory, int width, int side, float (&d)[M][N][4]) {
@@ -61,13 +61,13 @@ def places(width: int, row: Any, chunk: Any) -> Any:
 #: A and B, 48 rows each, and P, 48 rows of 64, all swizzled. P's rows 16 to 47 are what pack_step and share_step make of two squares
 #: of floats, each shared by one warp: the first in columns 32 to 63, the second before it.
 PRODUCT = (
-    DEALT
+    STRIDED
     + """\
 template <int W> __device__ void product(const scalar* a, const scalar* b, float* out, int which) {
     const int lane = fa::lane_id(), side = fa::warp_id();
     const uint32_t a_smem = fa::smem_u32(fa::dynamic_shared()), b_smem = a_smem + 96 * W, p_smem = b_smem + 96 * W;
-    fa::TileCopy<scalar, 48, W, 64>::now(a_smem, a, W, 48, W);
-    fa::TileCopy<scalar, 48, W, 64>::now(b_smem, b, W, 48, W);
+    fa::TileCopy<scalar, 48, W, 64>::copy_sync(a_smem, a, W, 48, W);
+    fa::TileCopy<scalar, 48, W, 64>::copy_sync(b_smem, b, W, 48, W);
     float p[2][4][4];
     move<1, false>(reinterpret_cast<const float*>(b + 48 * W) + 1024 * side, 32, 0, p);
     uint32_t packed[2][2][4];
@@ -81,9 +81,9 @@ template <int W> __device__ void product(const scalar* a, const scalar* b, float
     float d[2][W / 16][4], s[2][2][4];
     for (auto& x : d) for (auto& y : x) for (auto& z : y) z = 1000.0f;
     for (auto& x : s) for (auto& y : x) for (auto& z : y) z = 1000.0f;
-    if (which == 0) fa::multiply_abt<scalar, W>(s, a_lane, fa::rows_16<W>, ab_lane, 112 * W);  // 8 rows into B
-    if (which == 1) fa::multiply_dealt<scalar, W, 2>(d, packed[1], b_lane, 2 * fa::rows_16<W>);
-    if (which == 2) fa::multiply_ab<scalar, W, 2>(d, packed, b_16, 0);
+    if (which == 0) fa::multiply_abt<scalar>(s, fa::OperandA<W, 2, false>{a_lane, fa::rows_16<W>}, ab_lane, 112 * W);  // 8 rows into B
+    if (which == 1) fa::multiply_strided<scalar, W, 2>(d, packed[1], b_lane, 2 * fa::rows_16<W>);
+    if (which == 2) for (int k = 0; k < 2; ++k) fa::multiply_strided<scalar, W, 2>(d, packed[k], b_16, k * fa::rows_16<W>);
     if (which == 3)
         fa::multiply_ab<scalar, 2, 64, W, 2>(d, fa::lane_of_a_at<64>(p_smem, 0, 0, lane), fa::rows_16<64>, b_lane, fa::rows_16<W>);
     if (which == 4) fa::multiply_atb<scalar, 2, 64, W, 2>(d, fa::lane_of_b_at<64>(p_smem, 16, 2, lane), b_lane);
@@ -116,7 +116,7 @@ def test_products(backend: Backend, tmp_path: Path, dtype: str) -> None:
 def test_share_step(backend: Backend, tmp_path: Path, dtype: str) -> None:
     """All of a tile of 40 rows but what is shared keeps its poison: rows 8 to 39, columns from a power of 2, or from 0, on."""
     before = (
-        DEALT
+        STRIDED
         + """\
 template <int W, int Chunk> __device__ void share(const float* a, unsigned* out, int t) {
     for (int i = t; i < 20 * W; i += 32) fa::dynamic_shared<unsigned>()[i] = 0xffffffffu;
@@ -148,7 +148,7 @@ template <int W, int Chunk> __device__ void share(const float* a, unsigned* out,
 def test_round_to_tile_and_write_tile(backend: Backend, tmp_path: Path, dtype: str) -> None:
     """Scaled, rounded once, and in memory only the rows and columns that are there: nothing written behind them."""
     before = (
-        DEALT
+        STRIDED
         + """\
 template <int W> __device__ void through(const fa::Args& args, const float* a, scalar* out, int t) {
     for (int i = t; i < 24 * W; i += 64) fa::dynamic_shared<unsigned>()[i] = 0;
@@ -176,6 +176,58 @@ template <int W> __device__ void through(const fa::Args& args, const float* a, s
             assert np.array_equal(out, want, equal_nan=True), (width, rows, head_dim)
 
 
+@pytest.mark.parametrize(("through_smem", "dtype"), [(False, "float32"), *((way, half) for way in (False, True) for half in HALVES)])
+def test_store_output(backend: Backend, tmp_path: Path, through_smem: bool, dtype: str) -> None:
+    """O / row_sum rounded once and the logsumexp, of two warps with 32 queries each: what the tensors have, and nothing behind it.
+
+    Sums are powers of two, so that O / row_sum is exact before it is rounded; rows without a key get 0 and -inf.
+    """
+    word = "fa::store_output_smem<scalar, W>" if through_smem else "fa::store_output<scalar>"
+    before = (
+        STRIDED
+        + f"""\
+template <int W> __device__ void store(const fa::Args& args, const float* a, int t) {{
+    for (int i = t; i < 32 * W; i += 64) fa::dynamic_shared<unsigned>()[i] = 0xffffffffu;
+    __syncthreads();
+    float d[2][W / 8][4];
+    const int warp_row = 32 * fa::warp_id();
+    move<1, false>(a + warp_row * W, W, 0, d);
+    fa::Softmax<2> softmax;
+    for (int i = 0; i < 4; ++i) {{
+        const int row = warp_row + 16 * (i / 2) + 8 * (i % 2) + fa::fragment_row();
+        softmax.row_max[i / 2][i % 2] = row, softmax.row_sum[i / 2][i % 2] = row % 7 == 3 ? 0 : exp2f(row % 5 - 2);
+    }}
+    {word}(args, 0, 0, 8, warp_row, args.seq_q, d, softmax, 0.25f);
+}}
+"""
+    )
+    out = """\
+    fa::Args to = args;
+    to.O.data = reinterpret_cast<char*>(out) - 8 * args.K.row * sizeof(scalar), to.O.row = args.K.row;
+    to.logsumexp.data = reinterpret_cast<float*>(out + 7900) - 8, to.O.batch = to.O.head = to.logsumexp.batch = to.logsumexp.head = 0;
+    to.logsumexp.row = 1;
+"""
+    body = out + each_width("store<W>(to, reinterpret_cast<const float*>(a), t);", "true")
+    row = np.arange(64)
+    total = np.where(row % 7 == 3, 0.0, 2.0 ** (row % 5 - 2))
+    with np.errstate(divide="ignore"):
+        inverse, logsumexp = np.where(total > 0, 1 / total, 0), np.where(total > 0, row * 0.25 + np.log(total), -np.inf)
+    for width in WIDTHS[:3] if dtype == "float32" else WIDTHS:  # 66 rows have room in the output
+        d = (integers(64, width) * HAIR).astype(np.float32)
+        full = (d * inverse[:, None].astype(np.float32)).astype(TYPES[dtype]).astype(float)
+        for rows, head_dim in [(64, width), (41, width - 3), (64, width - 8), (32, width), (17, 1)]:
+            pitch = -(-head_dim // 8) * 8 + 8
+            fields = {"heads_q": width, "heads_kv": 1, "seq_q": 8 + rows, "head_dim": head_dim, "K": (0, 0, 0, pitch)}
+            more: dict[str, Any] = {"dtype": dtype, "block": 64, "shared": 128 * width, "fields": fields, "before": before}
+            got = run(backend, tmp_path, body, d, **more)
+            stored = got.view(TYPES[dtype])[: 66 * pitch].reshape(66, pitch).astype(float)
+            want = np.full((66, pitch), np.nan)
+            want[:rows, :head_dim] = full[:rows, :head_dim]
+            assert np.array_equal(stored, want, equal_nan=True), (width, rows, head_dim)
+            np.testing.assert_allclose(f32(got[7900:], rows), logsumexp[:rows], rtol=1e-6)
+            assert (got[7900 + rows : 7900 + 66] == UNWRITTEN).all()
+
+
 # -- wmma_tile.cuh ----------------------------------------------------------------------------------------------------
 
 WMMA = "#include <fa/wmma_tile.cuh>\n"
@@ -183,12 +235,13 @@ WMMA = "#include <fa/wmma_tile.cuh>\n"
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("width", [64, 128])
-def test_load_tile(backend: Backend, tmp_path: Path, width: int, dtype: str) -> None:
-    """64 rows by 64 threads: each number in its place, its sign turned, zero beyond the rows and the head dim, where memory holds NaN."""
+def test_row_copy(backend: Backend, tmp_path: Path, width: int, dtype: str) -> None:
+    """64 rows by 64 threads: each element in its place, its sign turned, zero beyond the rows and the head dim, where memory holds NaN."""
     body = f"""\
     for (int i = t; i < 65 * {width} / 2; i += 64) fa::dynamic_shared<unsigned>()[i] = {UNWRITTEN}u;
     __syncthreads();
-    fa::load_tile<64, {width}, 64>(fa::dynamic_shared<scalar>(), a, int(args.K.row), args.seq_kv, args.head_dim, t, args.heads_q);
+    fa::RowCopy<scalar, 64, {width}, 64>::copy_sync(fa::dynamic_shared<scalar>(), a, int(args.K.row), args.seq_kv, args.head_dim,
+                                                    args.heads_q);
     __syncthreads();
     for (int i = t; i < 65 * {width} / 2; i += 64) out[i] = fa::dynamic_shared<unsigned>()[i];"""
     for i, (rows, head_dim) in enumerate(

@@ -1,4 +1,4 @@
-"""The words of <fa/tile.cuh> against numpy on every backend found.
+"""The words of <fa/tile.cuh>, and those of <fa/row.cuh> for the output row, against numpy on every backend found.
 
 All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
 of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact
@@ -60,7 +60,7 @@ def test_transposed(backend: Backend, tmp_path: Path, dtype: str) -> None:
 
 
 def test_score_at(backend: Backend, tmp_path: Path) -> None:
-    """A permutation inside each passing row that moves quads whole; 8 passing rows of one quad stand in 8 quads of banks."""
+    """A permutation inside each streamed row that moves quads whole; 8 streamed rows of one quad stand in 8 quads of banks."""
     at = places(backend, tmp_path, "fa::score_at<64>(r, c)", 32, 64, "float32")
     assert np.array_equal(np.sort(at, axis=1), np.arange(32 * 64).reshape(32, 64))
     assert np.array_equal(at[:, ::4, None] + np.arange(4), at.reshape(32, 16, 4))
@@ -132,13 +132,13 @@ def test_staged_in_pieces(backend: Backend, tmp_path: Path, dtype: str) -> None:
     assert np.array_equal(got, want)
 
 
-LANES = 8  # of a row; 8 groups of them make the 64 threads below: 64 owned rows, 32 passing rows, 64 columns
-THREAD = f"    const int row = t / {LANES} * fa::owned, lane = t % {LANES};\n    float* smem = fa::dynamic_shared<float>();\n"
+LANES = 8  # of a row; 8 groups of them make the 64 threads below: 64 resident rows, 32 streamed rows, 64 columns
+THREAD = f"    const int row = t / {LANES} * fa::resident_rows, lane = t % {LANES};\n    float* smem = fa::dynamic_shared<float>();\n"
 
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """A · B^T of 64 owned and 32 passing rows, in two pieces of the columns, onto what was there; then every score in its place."""
+    """A · B^T of 64 resident and 32 streamed rows, in two pieces of the columns, onto what was there; then every score in its place."""
     a, b = integers(64, 64), integers(32, 64, seed=1)
     body = (
         THREAD
@@ -150,9 +150,9 @@ def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype:
     for (int i = t; i < 64 * 64; i += 64) smem[fa::transposed<scalar, 64>(i / 64, i % 64)] = in[i];
     for (int i = t; i < 32 * 64; i += 64) b_smem[fa::by_rows<scalar, 64>(i / 64, i % 64)] = in_b[i];
     __syncthreads();
-    float score[4][fa::owned];
+    float score[4][fa::resident_rows];
     for (int j = 0; j < 4; ++j)
-        for (int i = 0; i < fa::owned; ++i) score[j][i] = 1000.0f;
+        for (int i = 0; i < fa::resident_rows; ++i) score[j][i] = 1000.0f;
     fa::multiply_rows<scalar, 64, {LANES}, 64>(score, smem, b_smem, row, lane, 0, 40);
     fa::multiply_rows<scalar, 64, {LANES}, 64>(score, smem, b_smem, row, lane, 40);
     fa::share_scores<{LANES}, 64>(p_smem, score, row, lane);
@@ -166,7 +166,7 @@ def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype:
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_multiply_scores_add_tile_and_store_output(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """P^T · B of 32 passing rows in two parts, twice added, halved, rounded to the type; columns beyond the head dim untouched."""
+    """P^T · B of 32 streamed rows in two parts, added, rescaled, rounded to the type; columns beyond the head dim untouched."""
     p, b = integers(32, 64), integers(32, 64, seed=1)
     b = b * (np.arange(64) % 3 + 1) * 13  # sums that 16-bit types must round
     head_dim, pitch = 59, 64
@@ -181,12 +181,14 @@ def test_multiply_scores_add_tile_and_store_output(backend: Backend, tmp_path: P
         b_smem[fa::by_rows<scalar, 64>(i / 64, i % 64)] = in_b[i];
     }}
     __syncthreads();
-    float tile[fa::owned][64 / {LANES}] = {{}}, sum[fa::owned][64 / {LANES}] = {{}};
+    float tile[fa::resident_rows][64 / {LANES}] = {{}}, sum[fa::resident_rows][64 / {LANES}] = {{}};
     fa::multiply_scores<scalar, 64, {LANES}, 64, 32>(tile, smem, b_smem, row, lane, 0, 3);
     fa::multiply_scores<scalar, 64, {LANES}, 64, 32>(tile, smem, b_smem, row, lane, 3);
     fa::add_tile(sum, tile);
     fa::add_tile(sum, tile);
-    for (int i = 0; i < fa::owned; ++i)
+    const float half[fa::resident_rows] = {{0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f}};
+    fa::add_tile(sum, half, tile);
+    for (int i = 0; i < fa::resident_rows; ++i)
         fa::store_output<scalar, {LANES}>(reinterpret_cast<scalar*>(out) + (row + i) * {pitch}, sum[i], 0.25f, lane, {head_dim});"""
     )
     got = run(backend, tmp_path, body, p.astype(np.float32), b.astype(np.float32), dtype=dtype, block=64, shared=8 * 32 * 64)

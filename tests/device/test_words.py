@@ -145,7 +145,8 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
     "load_vec": ("y = fa::load_vec<2>(in + i / 2 * 2)[i % 2];", lambda: BITS),
     "store_128_upto": (
         "uint32_t* shared = fa::dynamic_shared<uint32_t>(); shared[threadIdx.x] = 5; __syncthreads();"
-        "if (i % 4 == 0) fa::store_128_upto(shared + threadIdx.x, fa::load_128(in + i), i / 4 % 6 - 1); __syncthreads(); y = shared[threadIdx.x];",
+        "if (i % 4 == 0) fa::store_128_upto(shared + threadIdx.x, fa::load_128(in + i), i / 4 % 6 - 1); "
+        "__syncthreads(); y = shared[threadIdx.x];",
         lambda: np.where(np.arange(COUNT) % 4 < np.arange(COUNT) // 4 % 6 - 1, BITS, 5),
     ),
     "dynamic_shared": (
@@ -153,7 +154,8 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: BITS.reshape(-1, 256)[:, ::-1].ravel(),
     ),
     "__shared__": (
-        "__shared__ uint32_t tile[16][17]; tile[threadIdx.x / 16][threadIdx.x % 16] = bits; __syncthreads(); y = tile[threadIdx.x % 16][threadIdx.x / 16];",
+        "__shared__ uint32_t tile[16][17]; tile[threadIdx.x / 16][threadIdx.x % 16] = bits; "
+        "__syncthreads(); y = tile[threadIdx.x % 16][threadIdx.x / 16];",
         lambda: BITS.reshape(-1, 16, 16).transpose(0, 2, 1).ravel(),
     ),
     "extern __shared__": (

@@ -1,4 +1,4 @@
-"""Every kernel file of the tree keeps the form that readers and tools rely on: name, header, essay, words only, a plan for all it promises."""
+"""Every kernel file of the tree has the form that readers and tools need: name, header, essay, words only, a plan for all it promises."""
 
 from __future__ import annotations
 

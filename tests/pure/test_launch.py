@@ -1,4 +1,4 @@
-"""The packing of launch.py: fa::Args field by field, plain parameters byte by byte, and what is kept between calls. No backend is needed."""
+"""The packing of launch.py: fa::Args field by field, plain parameters byte by byte, and what is kept between calls. No backend."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def test_nsys(quote: str) -> None:
     header = ["Time (%)", "Total Time (ns)", "Instances", "Avg (ns)", "Med (ns)", "Min (ns)", "Max (ns)", "StdDev (ns)", "Name"]
     text = "Generating SQLite file fa2.sqlite\nProcessing [fa2.sqlite] with [cuda_gpu_kern_sum.py]...\n\n"
     text += ",".join(quote + name + quote for name in header) + "\n"
-    text += '75.0,"3,000,000",20,150000.0,149000.0,140000,180000,900.1,"forward(fa::Args)"\n25.0,1000000,20,50000.0,50000.0,50000,50000,0,delta\n'
+    text += '75.0,"3,000,000",20,150000.0,149000.0,140000,180000,900.1,"forward(fa::Args)"\n'
+    text += "25.0,1000000,20,50000.0,50000.0,50000,50000,0,delta\n"
     first, second = counters.read_nsys(text)
     assert first == (
         "forward",

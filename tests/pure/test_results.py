@@ -1,153 +1,18 @@
-"""results.csv and env.json: the columns of the contract, and every value back as it went in."""
+"""Rows made from results: times, rates, errors and speedups."""
 
 from __future__ import annotations
 
-import csv
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rows import plain
 
-from harness import environment, files, results
+from harness import results
 from harness.check.budget import Verdict
 from harness.check.contender import Contender
-from harness.fault import DataFault, DiskFault
 from harness.measure.sampling import Timing
 from harness.problem import Problem
-from harness.row import Row, append_row, columns, read_rows
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-#: Typed out here on purpose: the contract, which users' scripts rely on.
-CONTRACT = (
-    "Test,Kernel,Type,Batch,Heads,SeqLen,HeadDim,Status,MaxError,MeanError,MSE,MaxRelError,KernelTime_ms,TorchTime_ms,Speedup,TFLOPS,"
-    "Bandwidth_GBps,ErrorMessage,heads_kv,seq_kv,dtype,causal,scale,seed,device,device_name,timing,n_samples,p20_ms,p80_ms,call_ms,"
-    "peak_bytes,registers,spill_bytes,shared_bytes,deterministic,pct_of_peak,torch_backend,source_hash,run_id,repro,"
-    "MaxError_O,MaxError_logsumexp,MaxError_dQ,MaxError_dK,MaxError_dV"
-)
-
-
-def row(**changes: Any) -> Row:
-    base = {
-        "Kernel": "fa2",
-        "Type": "FOR",
-        "Batch": 2,
-        "Heads": 8,
-        "SeqLen": 512,
-        "HeadDim": 64,
-        "Status": "PASS",
-        "heads_kv": 8,
-        "seq_kv": 512,
-        "dtype": "float32",
-        "causal": False,
-        "scale": 0.125,
-    }
-    return Row(**(base | changes))
-
-
-def test_header_is_the_contract(tmp_path: Path) -> None:
-    """Seed 002's columns first, under their names, then ours, in the contract's order."""
-    assert ",".join(columns()) == CONTRACT
-    append_row(tmp_path / "results.csv", row())
-    lines = (tmp_path / "results.csv").read_text().splitlines()
-    assert lines[0] == CONTRACT
-    assert lines[1].startswith(",fa2,FOR,2,8,512,64,PASS,,,,,,") and ",float32,false,0.125," in lines[1]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"MaxError": 1 / 3, "MSE": 5e-324, "KernelTime_ms": 0.1 + 0.2, "scale": 111**-0.5, "MaxError_dV": 1e-7},
-        {"MaxError": math.inf, "causal": True, "deterministic": False, "seed": 0, "spill_bytes": 0},
-        {"ErrorMessage": 'a "quoted", text\nof two lines; and ünïcode', "Test": "Stress-1"},
-        {"Test": "=1+1", "Kernel": "@a", "ErrorMessage": "-x", "repro": "+y", "run_id": "'quoted", "torch_backend": "\tt"},
-    ],
-)
-def test_values_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Floats to the last bit, booleans, empty as None, any text."""
-    path = tmp_path / "new" / "results.csv"
-    rows = [row(**changes), row(), row(**changes)]
-    for each in rows:
-        append_row(path, each)
-    assert read_rows(path) == rows
-
-
-def test_formulas_are_quoted(tmp_path: Path) -> None:
-    """No cell of user text starts with what a spreadsheet runs; negative numbers stay numbers."""
-    append_row(tmp_path / "r.csv", row(Test="=HYPERLINK(1)", ErrorMessage="@x", scale=-0.5))
-    with open(tmp_path / "r.csv", newline="") as file:
-        cells = next(csv.DictReader(file))
-    assert (cells["Test"], cells["ErrorMessage"], cells["scale"]) == ("'=HYPERLINK(1)", "'@x", "-0.5")
-
-
-def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
-    """A numpy float prints as a float, not as np.float64(...)."""
-    import numpy as np
-
-    append_row(tmp_path / "r.csv", row(MaxError=np.float64(0.1)))
-    assert read_rows(tmp_path / "r.csv")[0].MaxError == 0.1
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "word"),
-    [
-        ("Kernel", "Kernels", "first line is not the header"),
-        (",false,", ",False,", "causal|False"),
-        (",512,64,", ",many,64,", "many"),
-        (",PASS,", ",", "Status is empty"),
-        (",fa2,", ",,", "Kernel is empty"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
-    """Exit 3, naming the line."""
-    path = tmp_path / "r.csv"
-    append_row(path, row())
-    path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(DataFault) as caught:
-        read_rows(path)
-    assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
-    with pytest.raises(DataFault, match="cannot be read"):
-        read_rows(tmp_path / "none.csv")
-
-
-def test_append_to_another_file(tmp_path: Path) -> None:
-    """A file with another header is left alone; what an interrupted write left is closed, not continued."""
-    path = tmp_path / "r.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(DataFault, match="not a results file"):
-        append_row(path, row())
-    assert path.read_text() == "a,b\n1,2\n"
-    path.unlink()
-    append_row(path, row())
-    with open(path, "a") as file:
-        file.write("half a ro")
-    append_row(path, row())
-    assert path.read_text().splitlines()[2:] == ["half a ro", path.read_text().splitlines()[1]]
-
-
-def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that does not fit is not half there: exit 6, the file as it was."""
-    path = tmp_path / "r.csv"
-    append_row(path, row())
-    before, write = path.read_bytes(), os.write
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:20]))
-        with pytest.raises(DiskFault, match="no room"):
-            append_row(path, row())
-    assert path.read_bytes() == before
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DiskFault, match="cannot write"):
-        append_row(tmp_path / "file" / "r.csv", row())
-
-
-# -- rows from results ------------------------------------------------------------------------------------------------
 
 
 def result(passed: bool = True, mode: str = "both") -> Any:
@@ -224,9 +89,9 @@ def test_speedup_is_over_the_fastest_torch_of_the_same_device_pass_and_timing() 
         ("torch-flash", "cuda", "warm"): 3.0,
         ("torch-cpu", "cpu", "warm"): 1.0,
     }
-    rows = [row(Kernel=k, device=d, timing=t, KernelTime_ms=ms) for (k, d, t), ms in times.items()]
-    rows.append(row(Kernel="fa2", device="cuda", timing="cold", KernelTime_ms=4.0))
-    rows.append(row(Kernel="fa1", device="cuda", timing="warm", Status="FAIL"))
+    rows = [plain(Kernel=k, device=d, timing=t, KernelTime_ms=ms) for (k, d, t), ms in times.items()]
+    rows.append(plain(Kernel="fa2", device="cuda", timing="cold", KernelTime_ms=4.0))
+    rows.append(plain(Kernel="fa1", device="cuda", timing="warm", Status="FAIL"))
     found = results.with_torch(rows)
     assert [r.TorchTime_ms for r in found] == [3, 3, 3, 1, None, 3]
     assert [r.Speedup for r in found] == [1.5, 3 / 8, 1, 1, None, None]
@@ -244,39 +109,7 @@ def test_a_failed_check_has_no_speed() -> None:
 def test_rows_without_a_result() -> None:
     """A refusal is a row too, on one line, for each pass."""
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
-    rows = results.rows_without("case", Contender("fa1"), "both", Problem.of(), backend, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
+    about = (Contender("fa1"), "both", Problem.of(), backend)
+    rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()
-
-
-# -- the environment --------------------------------------------------------------------------------------------------
-
-
-def test_environment(tmp_path: Path) -> None:
-    """Python, platform, versions, command and the backend's facts, as strict JSON."""
-    environment.write_env(tmp_path / "env.json", environment.environment(device="cpu", driver=None))
-    found = environment.read_env(tmp_path / "env.json")
-    assert found == json.loads((tmp_path / "env.json").read_text())
-    assert found["device"] == "cpu" and found["driver"] is None
-    assert found["packages"]["numpy"] == __import__("numpy").__version__
-    assert found["command"] == sys.argv
-    with pytest.raises(ValueError, match="JSON"):
-        files.json_bytes({"clock": float("nan")})
-
-
-def test_environment_names_the_commit() -> None:
-    """The commit checked out, with + where the tree differs from it; None where there is no repository."""
-    commit = environment.environment()["git_commit"]
-    if (ROOT / ".git").exists():
-        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        assert commit.rstrip("+") == head
-    else:
-        assert commit is None
-
-
-def test_environment_imports_nothing_heavy() -> None:
-    """Versions are asked for by name: CuPy and torch take seconds to import."""
-    code = "import sys; from harness import environment; environment.environment(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert "harness.environment" in loaded
-    assert not {"cupy", "torch", "pandas", "matplotlib"} & set(loaded)

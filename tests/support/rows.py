@@ -45,3 +45,22 @@ def row(kernel: str, test: str, ms: float | None, problem: Problem | None = None
             **rates,
         }
     return Row(**facts | other)
+
+
+def plain(**changes: Any) -> Row:
+    """A row with the columns that must not be empty, and these."""
+    base = {
+        "Kernel": "fa2",
+        "Type": "FOR",
+        "Batch": 2,
+        "Heads": 8,
+        "SeqLen": 512,
+        "HeadDim": 64,
+        "Status": "PASS",
+        "heads_kv": 8,
+        "seq_kv": 512,
+        "dtype": "float32",
+        "causal": False,
+        "scale": 0.125,
+    }
+    return Row(**(base | changes))

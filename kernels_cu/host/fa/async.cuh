@@ -24,7 +24,7 @@ struct alignas(16) Bytes16 {
     unsigned char byte[16];
 };
 
-// The source is read here, in the kernel's code, so that a bad address is told with the kernel's line.
+// The source is read here, in the kernel's code, so that a bad address is reported with the kernel's line.
 __forceinline__ void copy_async(uint32_t to_smem, const void* from, int bytes, const char* word, const char* file, int line) {
     char* to = shared_at(to_smem, 16, 16, word, file, line);
     Bytes16 value{};

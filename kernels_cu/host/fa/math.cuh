@@ -11,7 +11,8 @@ constexpr float ln2 = 0.693147180559945309417f;
 __forceinline__ float infinity() { return __builtin_inff(); }
 
 // 2^x without branches or calls, so that the compiler can do several at once: split x into the nearest integer and a rest in
-// [-1/2, 1/2], a polynomial of degree 6 for the rest (minimax, error 2e-9 relative), the integer added to the exponent. Flushes to zero below 2^-126.
+// [-1/2, 1/2], a polynomial of degree 6 for the rest (minimax, error 2e-9 relative), the integer added to the exponent. Flushes to
+// zero below 2^-126.
 __forceinline__ float exp2_approx(float x) {
     float within = x < -127.0f ? -127.0f : x;
     within = within > 128.0f ? 128.0f : within;

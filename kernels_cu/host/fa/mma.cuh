@@ -1,17 +1,17 @@
-// The CPU meaning of <fa/mma.cuh>: the last lane to come does the work of all 32 on their registers. Products are exact in float32;
+// The CPU meaning of <fa/mma.cuh>: the last lane to arrive does the work of all 32 on their registers. Products are exact in float32;
 // sums are rounded to nearest in the order of k, where a tensor core keeps some bits more and truncates.
 #pragma once
 
 #include <fa/async.cuh>
-#include <fa/together.cuh>
+#include <fa/collective.cuh>
 
 namespace fa {
 
 namespace host {
 
 // Four 8 x 8 matrices: lane i is given element (i / 4, i % 4 * 2) of each and the next in its row, or in its column.
-template <bool TRANSPOSED> FA_HOST_TOGETHER load_matrices(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Together*>(lanes[0]);
+template <bool TRANSPOSED> FA_HOST_COLLECTIVE load_matrices(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Collective*>(lanes[0]);
     for (int m = 0; m < 4; ++m)
         for (int r = 0; r < 8; r += 1 + TRANSPOSED) {
             if constexpr (TRANSPOSED) {
@@ -36,7 +36,7 @@ template <bool TRANSPOSED> FA_HOST_TOGETHER load_matrices(void* const* lanes, un
 
 template <bool TRANSPOSED>
 __forceinline__ void ldmatrix(uint32_t (&d)[4], uint32_t row_smem, const char* word, const char* file, int line) {
-    Together& all = together(file, line);
+    Collective& all = collective(file, line);
     const int lane = fa_host_self->lane;
     all.row[lane] = shared_at(row_smem, 16, 16, word, file, line);
     if (fa_host_self->race) all.code[lane] = fa_host_code();
@@ -44,8 +44,8 @@ __forceinline__ void ldmatrix(uint32_t (&d)[4], uint32_t row_smem, const char* w
     __builtin_memcpy(d, all.four[lane], 16);
 }
 
-template <class T> FA_HOST_TOGETHER mma_pairs(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Together*>(lanes[0]);
+template <class T> FA_HOST_COLLECTIVE mma_pairs(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Collective*>(lanes[0]);
     float b[2][8][8];
     for (int i = 0; i < 4; ++i) {
         Words pairs;
@@ -64,9 +64,9 @@ template <class T> FA_HOST_TOGETHER mma_pairs(void* const* lanes, unsigned) {
     for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-// The 13 lowest bits of a float are not looked at.
-FA_HOST_TOGETHER mma_tf32(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Together*>(lanes[0]);
+// The 13 lowest bits of a float are ignored.
+FA_HOST_COLLECTIVE mma_tf32(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Collective*>(lanes[0]);
     Floats d[8];
     for (int j = 0; j < 8; ++j) d[j] = all.d[j];
     for (int k = 0; k < 8; ++k) {
@@ -76,10 +76,10 @@ FA_HOST_TOGETHER mma_tf32(void* const* lanes, unsigned) {
     for (int j = 0; j < 8; ++j) all.d[j] = d[j];
 }
 
-// 16-bit and tf32 fragments lie alike: a register is a pair of columns (rows), or one.
+// 16-bit and tf32 fragments have the same layout: a register is a pair of columns (rows), or one.
 __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, fa_host::Apply apply, const char* word,
                          const char* file, int line) {
-    Together& all = together(file, line);
+    Collective& all = collective(file, line);
     const int group = fa_host_self->lane / 4, pair = fa_host_self->lane % 4;
     uint32_t* to_a = reinterpret_cast<uint32_t*>(all.a) + pair * 16 + group;
     float* both_d = reinterpret_cast<float*>(all.d) + 2 * pair * 16 + group;
@@ -123,14 +123,23 @@ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
 }
 
 template <class T>
-__forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
+__forceinline__ void mma_m16n8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE);
 template <>
-__forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_f16(d, a, b0, b1, file, line);
 }
 template <>
-__forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+__forceinline__ void mma_m16n8<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
     mma_m16n8k16_bf16(d, a, b0, b1, file, line);
+}
+template <>
+__forceinline__ void mma_m16n8<float>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+    mma_m16n8k8_tf32(d, a, b0, b1, file, line);
+}
+
+template <class T> __forceinline__ void round_operand(uint32_t (&x)[4]) {
+    if constexpr (sizeof(T) == 4)
+        for (int i = 0; i < 4; ++i) x[i] = cvt_rna_tf32_f32(__uint_as_float(x[i]));
 }
 
 template <class T> __forceinline__ uint32_t pack(float low, float high);

@@ -1,9 +1,9 @@
-// The CPU meaning of <fa/wmma.cuh>. A fragment is cut into 64 chunks of 4 neighbours in a row, dealt out to the lanes in a scrambled
-// order, which is not a GPU's: a kernel that takes a register for a certain element goes wrong.
+// The CPU meaning of <fa/wmma.cuh>. A fragment is cut into 64 chunks of 4 neighbours in a row, distributed over the lanes in a
+// scrambled order, which is not a GPU's: a kernel that relies on a certain layout fails.
 #pragma once
 
 #include <fa/async.cuh>
-#include <fa/together.cuh>
+#include <fa/collective.cuh>
 
 namespace fa {
 
@@ -38,7 +38,7 @@ template <class T> struct WmmaTile {  // one lane's part in moving a fragment fr
     void* code;
 };
 
-template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, unsigned) {
+template <class T, bool STORES> FA_HOST_COLLECTIVE move_rows(void* const* lanes, unsigned) {
     const auto& first = *static_cast<WmmaTile<T>*>(lanes[0]);
     for (int i = 0; i < 32; ++i) {
         auto& mine = *static_cast<WmmaTile<T>*>(lanes[i]);
@@ -54,18 +54,18 @@ template <class T, bool STORES> FA_HOST_TOGETHER move_rows(void* const* lanes, u
     }
 }
 
-// Checks that 16 rows of 16 are there and aligned, and meets the other lanes.
+// Checks that 16 rows of 16 are in shared memory and aligned, and synchronises with the other lanes.
 template <class T, bool STORES>
 __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char* word, const char* file, int line) {
     if (stride < 0 || stride * sizeof(T) % 16) fa_host_fail("the stride of a wmma word is not a multiple of 16 bytes", file, line);
     const uint32_t bytes = uint32_t((15 * stride + 16) * sizeof(T));
     char* memory = shared_at(smem_u32(smem, file, line), bytes, 32, word, file, line);
-    together(file, line);
+    collective(file, line);
     WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race ? fa_host_code() : nullptr};
     fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, file, line);
 }
 
-// 16-bit fragments hold each number twice where a GPU's do.
+// float16 fragments hold each element twice, as a GPU's do.
 template <class T>
 __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* from_smem, int stride, const char* word, const char* file,
                                   int line) {
@@ -83,8 +83,8 @@ template <class T> __forceinline__ void widen_fragment(Floats (&rows)[16], const
     }
 }
 
-template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_product(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Together*>(lanes[0]);
+template <class T, bool B_BY_COLUMNS> FA_HOST_COLLECTIVE wmma_product(void* const* lanes, unsigned) {
+    auto& all = *static_cast<Collective*>(lanes[0]);
     Floats a[16], b[16], d[16];
     widen_fragment<T>(a, all.wmma_a);
     widen_fragment<T>(b, all.wmma_b);
@@ -102,7 +102,7 @@ template <class T, bool B_BY_COLUMNS> FA_HOST_TOGETHER wmma_product(void* const*
 
 template <class T, bool B_BY_COLUMNS>
 __forceinline__ void product(float (&d)[8], const uint32_t* a, const uint32_t* b, const char* file, int line) {
-    Together& all = together(file, line);
+    Collective& all = collective(file, line);
     const int chunk[2] = {chunk_of(fa_host_self->lane, 0), chunk_of(fa_host_self->lane, 1)};
     for (int half = 0; half < 2; ++half) {
         __builtin_memcpy(&all.wmma_a[chunk[half]], a + 2 * half, 8);

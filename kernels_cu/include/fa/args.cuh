@@ -1,4 +1,4 @@
-// What every kernel is given: one struct by value, the same for all, so that a launch needs no per-kernel code.
+// The arguments of every kernel: one struct by value, the same for all, so that a launch needs no per-kernel code.
 // harness/backends/launch.py mirrors it with one numpy dtype; tests/device/test_plain_words.py compares the two.
 #pragma once
 
@@ -48,6 +48,15 @@ __device__ __forceinline__ int visible_keys(const Args& args, int query) {
     return min(args.seq_kv, query + args.causal_shift + 1);
 #else
     return args.seq_kv;
+#endif
+}
+
+// The first query that sees a key: the least with key <= query + causal_shift.
+__device__ __forceinline__ int first_query(const Args& args, int key) {
+#if CAUSAL
+    return max(0, key - args.causal_shift);
+#else
+    return 0;
 #endif
 }
 

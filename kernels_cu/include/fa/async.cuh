@@ -1,6 +1,6 @@
-// Asynchronous copies from memory to shared memory (cp.async, sm_80). The data never passes through registers: a thread says what
-// is to go where, and goes on. It may look at the destination only after it has waited for the copy's group; other threads only
-// after a barrier behind that wait.
+// Asynchronous copies from global to shared memory (cp.async, sm_80). The data never passes through registers: a thread issues the copy
+// and continues. It may read the destination only after it has waited for the copy's group; other threads only after a barrier behind
+// that wait.
 #pragma once
 
 #include <fa/types.cuh>
@@ -10,13 +10,13 @@ namespace fa {
 // An address in shared memory as the instructions below take it: 32 bits, so that offsets are one 32-bit addition.
 __device__ __forceinline__ uint32_t smem_u32(const void* smem) { return uint32_t(__cvta_generic_to_shared(smem)); }
 
-// Starts to copy 16 bytes, both sides 16-byte aligned; zeros where the source is not `there` (its address is then not looked at).
+// Starts to copy 16 bytes, both sides 16-byte aligned; zeros where the source is not `there` (its address is then not read).
 // .cg: through the L2 cache only, because a block reads a tile once.
 __device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, bool there = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// The same, and only the first `bytes` of the 16 come from memory; the rest become zero. 0 to 16.
+// The same, of which only the first `bytes` (0 to 16) come from global memory; the rest become zero.
 __device__ __forceinline__ void cp_async_16_upto(uint32_t to_smem, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from), "r"(bytes) : "memory");
 }

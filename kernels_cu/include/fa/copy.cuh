@@ -1,4 +1,4 @@
-// 16-byte moves between memory and registers: the widest a thread can make, and what coalescing wants.
+// 16-byte moves between global memory and registers: the widest access of a thread, and what coalescing needs.
 #pragma once
 
 #include <fa/types.cuh>
@@ -26,7 +26,7 @@ template <int N, class T> __device__ __forceinline__ void store_vec(T* to, const
     *reinterpret_cast<Vec<T, N>*>(to) = value;
 }
 
-// 16 bytes of a row of which only `valid` elements count; the rest, the row's poison included, become zero.
+// 16 bytes of a row of which the first `valid` elements are used; the rest, the row's poison included, become zero.
 template <class T> __device__ __forceinline__ Vec128<T> load_128_upto(const T* from, int valid) {
     Vec128<T> value{};
     if (valid > 0) value = load_128(from);

@@ -1,9 +1,10 @@
-// What gradients on tensor cores need beside fa/fragment.cuh. Forward, a product's left operand comes by rows, or out of the product
-// before it. Backward, the scores are needed three ways: as they are (dK, dV), transposed (dQ), and by warps that did not make them.
+// What gradients on tensor cores need beside fa/fragment.cuh. In a forward pass the left operand of a product comes by rows, or from the
+// accumulators of the product before. A backward pass needs the scores in three ways: as they are (dK, dV), transposed (dQ), and in warps
+// that did not compute them.
 //
-// Columns of a product are dealt out to warps in groups of 16, like cards: of Stride warps, warp w takes groups w, w + Stride, … So a
-// width of 96 is as easy to share out as one of 128, and the first group of each warp lies in the first line of the row, from where
-// step_16 leads to the others.
+// The columns of a product are distributed over warps round-robin, in groups of 16: of Stride warps, warp w takes groups w, w + Stride, …
+// A width of 96 then divides as well as one of 128, and the first group of each warp lies in the first line of the row, from where step_16
+// leads to the others.
 #pragma once
 
 #include <fa/atomic.cuh>
@@ -11,7 +12,7 @@
 
 namespace fa {
 
-// What `lane` tells ldmatrix_x4 about the 16 x 16 numbers at (row, 16 * step) of a tile: lane_of_a and lane_of_b of fa/fragment.cuh.
+// The address that `lane` gives to ldmatrix_x4 for the 16 x 16 elements at (row, 16 * step) of a tile: see lane_of_a of fa/fragment.cuh.
 template <int Width> __device__ __forceinline__ uint32_t lane_of_a_at(uint32_t tile_smem, int row, int step, int lane) {
     return tile_smem + chunk_at<Width>(row + lane % 16, 2 * step + lane / 16);
 }
@@ -19,55 +20,10 @@ template <int Width> __device__ __forceinline__ uint32_t lane_of_b_at(uint32_t t
     return tile_smem + chunk_at<Width>(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2);
 }
 
-// In all products an operand in shared memory is a lane's address, and a number of bytes to add behind the XOR of step_16: tiles of one
-// shape then share the addresses, and what is added is part of the instruction.
+// An operand in shared memory is a lane's address and an offset in bytes, which is added behind the XOR of step_16: tiles of one shape
+// share lane addresses, and the offset becomes part of the instruction.
 
-// d += A B^T over the whole Width.
-template <class T, int Width, int M, int N>
-__device__ __forceinline__ void multiply_abt(float (&d)[M][N][4], uint32_t a_smem /* lane_of_a */, uint32_t a_bytes,
-                                             uint32_t b_smem /* lane_of_b */, uint32_t b_bytes) {
-#pragma unroll
-    for (int k = 0; k < Width / 16; ++k) {
-        uint32_t a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width>(a_smem, k) + a_bytes + m * rows_16<Width>);
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t b[4];
-            ldmatrix_x4(b, step_16<Width>(b_smem, k) + b_bytes + n / 2 * rows_16<Width>);
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                mma_m16n8k16<T>(d[m][n], a[m], b[0], b[1]);
-                mma_m16n8k16<T>(d[m][n + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
-}
-
-// d += A B for 16 columns of A. B: 16 rows of Width in shared memory, of which this warp's N / 2 groups of columns.
-template <class T, int Width, int Stride, int M, int N>
-__device__ __forceinline__ void multiply_dealt(float (&d)[M][N][4], const uint32_t (&a)[M][4], uint32_t b_smem /* lane_of_a_at */,
-                                               uint32_t b_bytes) {
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, step_16<Width>(b_smem, n / 2 * Stride) + b_bytes);
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-            mma_m16n8k16<T>(d[m][n], a[m], b[0], b[1]);
-            mma_m16n8k16<T>(d[m][n + 1], a[m], b[2], b[3]);
-        }
-    }
-}
-
-// The same for K steps of 16, A in registers,
-template <class T, int Width, int Stride, int M, int N, int K>
-__device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], const uint32_t (&a)[K][M][4], uint32_t b_smem, uint32_t b_bytes) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) multiply_dealt<T, Width, Stride>(d, a[k], b_smem, b_bytes + k * rows_16<Width>);
-}
-
-// A in shared memory, in rows of WidthA,
+// d += A B over K steps of 16 columns of A. A: in shared memory, in rows of WidthA.
 template <class T, int K, int WidthA, int Width, int Stride, int M, int N>
 __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], uint32_t a_smem /* lane_of_a_at */, uint32_t a_bytes, uint32_t b_smem,
                                             uint32_t b_bytes) {
@@ -76,11 +32,11 @@ __device__ __forceinline__ void multiply_ab(float (&d)[M][N][4], uint32_t a_smem
         uint32_t a[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<WidthA>(a_smem, k) + a_bytes + m * rows_16<WidthA>);
-        multiply_dealt<T, Width, Stride>(d, a, b_smem, b_bytes + k * rows_16<Width>);
+        multiply_strided<T, Width, Stride>(d, a, b_smem, b_bytes + k * rows_16<Width>);
     }
 }
 
-// and A transposed, which is in shared memory in rows of WidthA: its rows are the steps, its columns the rows of d.
+// d += A^T B over K steps of 16 rows of A. A: in shared memory, in rows of WidthA; its columns are the rows of d.
 template <class T, int K, int WidthA, int Width, int Stride, int M, int N>
 __device__ __forceinline__ void multiply_atb(float (&d)[M][N][4], uint32_t a_smem /* lane_of_b_at */, uint32_t b_smem) {
 #pragma unroll
@@ -88,25 +44,17 @@ __device__ __forceinline__ void multiply_atb(float (&d)[M][N][4], uint32_t a_sme
         uint32_t a[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) ldmatrix_x4_trans(a[m], step_16<WidthA>(a_smem, m) + k * rows_16<WidthA>);
-        multiply_dealt<T, Width, Stride>(d, a, b_smem, k * rows_16<Width>);
+        multiply_strided<T, Width, Stride>(d, a, b_smem, k * rows_16<Width>);
     }
 }
 
-// Columns 16 * k to 16 * k + 15 of d, rounded, as an A operand: a part of pack_a.
-template <class T, int M, int N> __device__ __forceinline__ void pack_step(uint32_t (&a)[M][4], const float (&d)[M][N][4], int k) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = pack<T>(d[m][2 * k + i / 2][i % 2 * 2], d[m][2 * k + i / 2][i % 2 * 2 + 1]);
-}
-
-// Where share_step of this lane begins, in bytes from the beginning of the tile: at (row, 8 * chunk), chunk a power of 2 or 0.
+// The offset of share_step for this lane, in bytes from the beginning of the tile: at (row, 8 * chunk), chunk a power of 2 or 0.
 template <int Width> __device__ __forceinline__ uint32_t lane_of_share(int row, int chunk, int lane) {
     return chunk_at<Width>(row + lane / 4, chunk) + lane % 4 * 4;
 }
 
-// Writes an A operand to columns 16 * k to 16 * k + 15 behind there: 4 bytes a lane, a row of 8 numbers from 4 lanes, 8 rows in 8
-// different places of the line. 16 * k is less than 8 * chunk, where chunk is not 0.
+// Writes an A operand to shared memory, to columns 16 * k to 16 * k + 15 from lane_of_share on: 4 bytes a lane, 8 elements of a row from a
+// quad, 8 rows in 8 different places of the line, so without bank conflicts. 16 * k is less than 8 * chunk, where chunk is not 0.
 template <int Width, int M>
 __device__ __forceinline__ void share_step(unsigned char* tile_smem, const uint32_t (&a)[M][4], uint32_t lane_of_share, int k) {
 #pragma unroll
@@ -116,33 +64,6 @@ __device__ __forceinline__ void share_step(unsigned char* tile_smem, const uint3
             const uint32_t at = (lane_of_share ^ uint32_t((2 * k + i / 2) * 16)) + (16 * m + i % 2 * 8) * Width * 2;
             *reinterpret_cast<uint32_t*>(tile_smem + at) = a[m][i];
         }
-}
-
-// Writes factor * d, rounded, to a tile in shared memory: rows from `row` on, this warp's groups of columns from `step` on.
-template <class T, int Width, int Stride, int M, int N>
-__device__ __forceinline__ void round_to_tile(unsigned char* tile_smem, const float (&d)[M][N][4], float factor, int row, int step) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int chunk = 2 * (step + n / 2 * Stride) + n % 2;
-                const uint32_t at = chunk_at<Width>(row + 16 * m + 8 * half + lane_id() / 4, chunk) + lane_id() % 4 * 4;
-                *reinterpret_cast<uint32_t*>(tile_smem + at) = pack<T>(d[m][n][2 * half] * factor, d[m][n][2 * half + 1] * factor);
-            }
-}
-
-// Copies a tile in shared memory to memory, 16 bytes a thread: the rows and columns that are there.
-template <class T, int Rows, int Width, int Threads>
-__device__ __forceinline__ void write_tile(T* to /* [rows][head_dim] */, int64_t pitch, int rows, int head_dim,
-                                           const unsigned char* tile_smem) {
-    for (int i = threadIdx.x; i < Rows * (Width / 8); i += Threads) {
-        const int row = i / (Width / 8), chunk = i % (Width / 8);
-        if (row >= rows) break;
-        const T* from = reinterpret_cast<const T*>(tile_smem + chunk_at<Width>(row, chunk));
-        store_128_upto(to + row * pitch + chunk * 8, load_128(from), head_dim - chunk * 8);
-    }
 }
 
 }  // namespace fa

@@ -1,4 +1,4 @@
-// The functions softmax needs. exp2_approx and lg2_approx are one instruction each; exp and log are the accurate ones.
+// The functions of the softmax. exp2_approx and lg2_approx are one instruction each; exp and log are the accurate ones.
 #pragma once
 
 #include <fa/types.cuh>

@@ -1,48 +1,50 @@
-// Tiles of rows in shared memory, and the two products that attention on CUDA cores is made of.
+// Tiles in shared memory for the wide register tiles of step 07, and the two products that attention on CUDA cores consists of.
 //
-// A block is Threads threads. Lanes neighbours of one warp work on the same 8 rows ("owned" rows: of the output, and of the
-// scores); lane and the number of its first owned row say all there is to know about a thread. The rows of the other side
-// ("passing" rows) come by tile after tile. Everything in shared memory is float, whatever the storage type T.
+// A block is Threads threads. Lanes neighbouring lanes of a warp share 8 resident rows (of the output, and of the scores); its lane and
+// its first resident row identify a thread. The rows of the other side are streamed, tile after tile. Everything in shared memory
+// is float, whatever the storage type T.
 //
 //   Two layouts:
-//     transposed [Width][N]   the owned rows' operand, loaded once: a thread reads its 8 rows of one column in two loads
-//     by rows    [N][Width]   passing rows: one layout serves both products, which read it along and across
-//   and P [passing][owned], the scores on their way from the lanes that made them to the lanes that use them.
+//     transposed [Width][N]   the resident operand, loaded once: a thread reads its 8 rows of one column in two loads
+//     by rows    [N][Width]   the streamed operand: one layout serves both products, which read it along and across
+//   and P [streamed][resident], the scores between the lanes that compute them and the lanes that use them.
 //
 // Banks. Shared memory has 32 banks of 4 bytes; a 16-byte access is served 8 lanes at a time, so 8 lanes must touch the 8
 // different quads (4 floats, 4 banks) of a 128-byte line, or the same address. Every layout here is a multiple of 32 floats
-// wide, so rows alone would collide; each is made free of conflicts by XORing the place in the line with a few bits of the
-// row. An XOR permutes the line and needs no padding, so tiles stay 16-byte aligned and of round size.
+// wide, so plain rows would conflict. Each is swizzled: the place in the line is XORed with a few bits of the row. An XOR permutes the
+// line and needs no padding, so tiles stay 16-byte aligned and of round size.
 #pragma once
 
-#include <fa/copy.cuh>
+#include <fa/row.cuh>
 
 namespace fa {
 
-constexpr int owned = 8;  // rows a thread owns
+constexpr int resident_rows = 8;  // of a thread
 
-// Which quad of its line a passing row's first quad stands in. Any 8 neighbouring rows get 8 different ones (scores() reads 8
+// The quad of its line that holds a streamed row's first quad. Any 8 neighbouring rows get 8 different ones (multiply_rows reads 8
 // rows at one column). A warp writes 8 rows by 4 chunks of 16 bytes of T, two rows every 8 lanes: those two get the two halves
 // of the line where a chunk is one quad (float), the odd and the even quads where it is two (16-bit types).
 template <class T> __device__ __forceinline__ int spread(int row) { return sizeof(T) == 4 ? row % 2 * 4 + row / 2 % 4 : row % 8; }
 
-// Element (row, column) of a passing tile.
+// Element (row, column) of a streamed tile.
 template <class T, int Width> __device__ __forceinline__ int by_rows(int row, int column) {
     return row * Width + (column ^ (4 * spread<T>(row)));
 }
 
-// Element (row, column) of an owned tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
+// Element (row, column) of a resident tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
 template <class T, int N> __device__ __forceinline__ int transposed(int row, int column) {
     return column * N + (row ^ (8 * (column / vec_width<T> % 4)));
 }
 
-// P of one passing and one owned row, N owned rows in all. Written 8 passing rows at a time, 4 owned rows each: 8 quads.
-template <int N> __device__ __forceinline__ int score_at(int passing, int row) { return passing * N + (row ^ (4 * (passing % 8))); }
+// P of one streamed and one resident row, N resident rows in all. Written 8 streamed rows at a time, 4 resident rows each: 8 quads.
+template <int N> __device__ __forceinline__ int score_at(int streamed, int resident) {
+    return streamed * N + (resident ^ (4 * (streamed % 8)));
+}
 
-// N rows by Columns of a tensor on their way from memory to shared memory, into a tile Width columns wide: the part of them
-// that one thread carries in registers. A warp takes patches of 8 rows by 64 bytes, whole 32-byte sectors of each row.
-// Between fetch and store lies a product that takes longer than the load. So fetch must not look at what it loads (the thread
-// would wait right there), and it keeps 32-bit words as they come: 16-bit elements one by one would take twice the registers.
+// N rows by Columns of a tensor, staged in registers between global and shared memory, into a tile Width columns wide: the part of
+// one thread. A warp loads patches of 8 rows by 64 bytes, whole 32-byte sectors of each row. Between fetch and store_… stands a
+// product that hides the latency of the load. So fetch must not use what it loads (the thread would stall), and it holds raw 32-bit
+// words: 16-bit elements one by one would take twice the registers.
 template <class T, int Width, int Threads, int N, int Columns = Width> struct Staged {
     static constexpr int vec = vec_width<T>, in_word = 4 / sizeof(T), row_step = Threads / 4, column_step = 4 * vec;
     static constexpr int row_steps = N / row_step, column_steps = Columns / column_step;
@@ -52,7 +54,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     static __device__ __forceinline__ int row() { return threadIdx.x / 4; }
     static __device__ __forceinline__ int column() { return threadIdx.x % 4 * vec; }
 
-    // from: the tile's first row, rows `pitch` elements apart. What is not there (row >= rows, column >= head_dim) is zero.
+    // from: the tile's first row, rows `pitch` elements apart. Zero beyond the tensor (row >= rows, column >= head_dim).
     __device__ __forceinline__ void fetch(const T* from /* [rows][head_dim] */, int pitch, int rows, int head_dim) {
 #pragma unroll
         for (int r = 0; r < row_steps; ++r)
@@ -64,7 +66,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
             }
     }
 
-    // Where head_dim does not fill its last 16 bytes, the rest of them is the row's poison: make it zero.
+    // Where head_dim does not fill its last 16 bytes, the rest of them is the row's poison: set to zero.
     __device__ __forceinline__ void clear_beyond(int head_dim) {
         if (head_dim % vec == 0) return;
 #pragma unroll
@@ -72,9 +74,9 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int valid = head_dim - column() - c * column_step - w * in_word;  // elements of the word
-                const uint32_t keep = valid <= 0 ? 0 : valid < in_word ? 0xffff : 0xffffffff;
+                const uint32_t mask = valid <= 0 ? 0 : valid < in_word ? 0xffff : 0xffffffff;
 #pragma unroll
-                for (int r = 0; r < row_steps; ++r) reg[r][c][w] &= keep;
+                for (int r = 0; r < row_steps; ++r) reg[r][c][w] &= mask;
             }
     }
 
@@ -84,7 +86,7 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
         else return widen(T{uint16_t(word >> (16 * (e % 2)))});
     }
 
-    // In both stores, what a step adds to an address in whole lines is kept out of the XOR: it becomes part of the instruction.
+    // In both stores, the part of an address that is a multiple of whole lines stays out of the XOR: it becomes an immediate offset.
     __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, int head_dim, float factor = 1.0f) {
         clear_beyond(head_dim);
 #pragma unroll
@@ -113,16 +115,17 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     }
 };
 
-// score_reg[j][i] += sum over columns [first, last) of owned row (row + i) * passing row (lane + Lanes j). Four columns at a
-// time: 8 + Count loads of 16 bytes for 32 * Count multiplications.
+// score_reg[j][i] += sum over columns [first, last) of resident row (row + i) * streamed row (lane + Lanes j). Four columns at a
+// time: 8 + Count loads of 16 bytes for 32 * Count multiply-adds.
 template <class T, int Width, int Lanes, int N, int Count>
-__device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][owned], const float* owned_smem /* [Width][N] transposed */,
-                                              const float* passing_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
+__device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident_rows],
+                                              const float* resident_smem /* [Width][N] transposed */,
+                                              const float* streamed_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
                                               int first = 0, int last = Width) {
 #pragma unroll 1
     for (int column = first; column < last; column += 4) {
-        const float* a_from = owned_smem + transposed<T, N>(row, column);
-        const float* b_from = passing_smem + by_rows<T, Width>(lane, column);
+        const float* a_from = resident_smem + transposed<T, N>(row, column);
+        const float* b_from = streamed_smem + by_rows<T, Width>(lane, column);
         Vec<float, 4> b[Count];
 #pragma unroll
         for (int j = 0; j < Count; ++j) b[j] = load_vec<4>(b_from + j * Lanes * Width);
@@ -132,78 +135,48 @@ __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][owned], 
 #pragma unroll
             for (int j = 0; j < Count; ++j)
 #pragma unroll
-                for (int i = 0; i < owned; ++i) score_reg[j][i] += a[i / 4][i % 4] * b[j][e];
+                for (int i = 0; i < resident_rows; ++i) score_reg[j][i] += a[i / 4][i % 4] * b[j][e];
         }
     }
 }
 
-// Puts score_reg[j][i] where every lane of the row finds it: Count * 2 stores of 16 bytes.
+// Writes score_reg[j][i] to shared memory for the other lanes of the row: Count * 2 stores of 16 bytes.
 template <int Lanes, int N, int Count>
-__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][owned], int row,
-                                             int lane) {
+__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][resident_rows],
+                                             int row, int lane) {
 #pragma unroll
     for (int j = 0; j < Count; ++j)
 #pragma unroll
-        for (int h = 0; h < owned; h += 4) {
+        for (int h = 0; h < resident_rows; h += 4) {
             Vec<float, 4> quad = {score_reg[j][h], score_reg[j][h + 1], score_reg[j][h + 2], score_reg[j][h + 3]};
             store_vec(score_smem + score_at<N>(lane, row + h) + j * Lanes * N, quad);
         }
 }
 
-// Columns of the output that a thread owns: vectors of output_vec, Lanes vectors apart.
-template <int Columns> constexpr int output_vec = Columns % 4 == 0 ? 4 : 2;
-template <int Columns, int Lanes> __device__ __forceinline__ int output_column(int lane, int c) {
-    constexpr int v = output_vec<Columns>;
-    return v * (lane + Lanes * (c / v)) + c % v;
-}
-
-// tile_reg[i][c] += sum over passing rows of P[passing][row + i] * tile[passing][output_column(c)]. The passing rows are taken
-// 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Passing / 8 rows only. [first, last) of these 8 rounds.
-template <class T, int Width, int Lanes, int N, int Passing>
-__device__ __forceinline__ void multiply_scores(float (&tile_reg)[owned][Width / Lanes], const float* score_smem /* [Passing][N] */,
-                                                const float* passing_smem /* [Passing][Width] by rows */, int row, int lane, int first = 0,
-                                                int last = 8) {
+// tile_reg[i][c] += sum over streamed rows of P[streamed][row + i] * tile[streamed][output_column(c)]. The streamed rows are
+// taken 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Streamed / 8 rows only. [first, last) of these 8 rounds.
+template <class T, int Width, int Lanes, int N, int Streamed>
+__device__ __forceinline__ void multiply_scores(float (&tile_reg)[resident_rows][Width / Lanes],
+                                                const float* score_smem /* [Streamed][N] */,
+                                                const float* streamed_smem /* [Streamed][Width] by rows */, int row, int lane,
+                                                int first = 0, int last = 8) {
     constexpr int columns = Width / Lanes, v = output_vec<columns>;
 #pragma unroll 1
     for (int round = first; round < last; ++round) {
         const float* p_low = score_smem + score_at<N>(round, row);
         const float* p_high = score_smem + score_at<N>(round, row + 4);
-        const float* b_from = passing_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
+        const float* b_from = streamed_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
 #pragma unroll
-        for (int m = 0; m < Passing; m += 8) {
+        for (int m = 0; m < Streamed; m += 8) {
             Vec<float, 4> p[2] = {load_vec<4>(p_low + m * N), load_vec<4>(p_high + m * N)};
             Vec<float, v> b[columns / v];
 #pragma unroll
             for (int c = 0; c < columns / v; ++c) b[c] = load_vec<v>(b_from + m * Width + c * v * Lanes);
 #pragma unroll
-            for (int i = 0; i < owned; ++i)
+            for (int i = 0; i < resident_rows; ++i)
 #pragma unroll
                 for (int c = 0; c < columns; ++c) tile_reg[i][c] += p[i / 4][i % 4] * b[c / v][c % v];
         }
-    }
-}
-
-// out_reg += tile_reg. A tile's terms are summed by themselves first: one float32 sum over all passing rows, of which there may
-// be thousands, would have an error several times as large as that of a sum of sums.
-template <int Columns> __device__ __forceinline__ void add_tile(float (&out_reg)[owned][Columns], const float (&tile_reg)[owned][Columns]) {
-#pragma unroll
-    for (int i = 0; i < owned; ++i)
-#pragma unroll
-        for (int c = 0; c < Columns; ++c) out_reg[i][c] += tile_reg[i][c];
-}
-
-// Writes factor * out_reg of one owned row, narrowed to T, to a row of memory: the columns below head_dim.
-template <class T, int Lanes, int Columns>
-__device__ __forceinline__ void store_output(T* to /* [head_dim] */, const float (&out_reg)[Columns], float factor, int lane,
-                                             int head_dim) {
-    constexpr int v = output_vec<Columns>;
-#pragma unroll
-    for (int c = 0; c < Columns; c += v) {
-        const int column = output_column<Columns, Lanes>(lane, c);
-        Vec<T, v> some;
-#pragma unroll
-        for (int e = 0; e < v; ++e) some[e] = narrow<T>(factor * out_reg[c + e]);
-        store_vec_upto(to + column, some, head_dim - column);
     }
 }
 

@@ -1,4 +1,4 @@
-// Threads, warps and the shared memory they meet in. __syncthreads, __syncwarp, __shfl_*_sync and atomicAdd are CUDA's own.
+// Threads, warps and the block's shared memory. __syncthreads, __syncwarp, __shfl_*_sync and atomicAdd are CUDA's own.
 #pragma once
 
 #include <fa/math.cuh>
@@ -10,15 +10,16 @@ constexpr uint32_t full_warp = 0xffffffffu;
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
-// threadIdx.x, read anew. What is computed from it inside a loop is computed there, a few integer instructions each time, and takes
-// no register from one turn to the next, as it would if the compiler knew that it never changes.
-__device__ __forceinline__ int thread_anew() {
+// threadIdx.x as a value that is opaque to the compiler. What is computed from threadIdx.x itself is loop-invariant, so the compiler
+// hoists it and holds a register through the whole loop, or spills. What is computed from an opaque value is recomputed at each use:
+// a few integer instructions for a register.
+__device__ __forceinline__ int opaque_thread_id() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// The block's dynamic shared memory, 128-byte aligned; how much there is stands in the header's `shared`.
+// The block's dynamic shared memory, 128-byte aligned; its size is the header's `shared`.
 template <class T = unsigned char> __device__ __forceinline__ T* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char fa_dynamic_shared[];
     return reinterpret_cast<T*>(fa_dynamic_shared);

@@ -1,5 +1,5 @@
-// Tensor cores through WMMA (PTX ISA wmma, CUDA's nvcuda::wmma): D (16 x 16) += A (16 x 16) B (16 x 16), a warp together. Which
-// lane holds which element of a fragment is not said. One may load one, multiply it, store it, and do the same thing to every element.
+// Tensor cores through WMMA (PTX ISA wmma, CUDA's nvcuda::wmma): D (16 x 16) += A (16 x 16) B (16 x 16), by a warp. Which lane holds which
+// element of a fragment is unspecified. Fragments can be loaded, multiplied, stored, and treated alike in every element.
 #pragma once
 
 #include <fa/async.cuh>
@@ -7,7 +7,7 @@
 namespace fa {
 
 template <class T> constexpr int wmma_registers = 0;
-template <> constexpr int wmma_registers<float16> = 8;  // each number is held twice
+template <> constexpr int wmma_registers<float16> = 8;  // each element is held twice
 template <> constexpr int wmma_registers<bfloat16> = 4;
 
 template <class T> struct WmmaA {  // row-major: element (i, k) at i * stride + k

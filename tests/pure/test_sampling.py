@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.measure import sampling as measure
+from harness.measure import sampling
 from harness.measure.sampling import Policy, Timing
 
 
@@ -55,7 +55,7 @@ QUICK = Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=4, ma
 def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() -> None:
     """A B A B, each after twice the time the host needs; cold ones after a flush."""
     stage = Stage()
-    found = measure.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", steady(2e-3))}, stage, "cold", QUICK)
+    found = sampling.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", steady(2e-3))}, stage, "cold", QUICK)
     samples = [entry for entry in stage.log if isinstance(entry, str)]
     assert samples[:2] == ["a", "b"], "the warm-up"
     assert samples[2:] == ["a", "b"] * 4
@@ -70,7 +70,7 @@ def test_a_turn_is_a_burst_without_pauses() -> None:
     """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
     stage = Stage()
     policy = replace(QUICK, settle=2e-3, turn=4e-3, min_turns=2, min_samples=1)
-    found = measure.measure(
+    found = sampling.measure(
         {"long": Run(stage, "long", steady(1e-3)), "short": Run(stage, "short", steady(2e-3), call=3e-3)}, stage, "warm", policy
     )
     names = [entry for entry in stage.log if isinstance(entry, str)]
@@ -84,7 +84,7 @@ def test_a_turn_is_a_burst_without_pauses() -> None:
 def test_a_slow_contender_is_given_fewer_samples(seconds: float, samples: int, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of a run of a second: its turns end after max_seconds, and its first call is its warm-up. A fast one goes on."""
     clock = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
     stage = Stage()
 
     class Slow(Run):
@@ -101,7 +101,7 @@ def test_a_slow_contender_is_given_fewer_samples(seconds: float, samples: int, r
             clock[0] += 1e-3
             return super().enqueue()
 
-    found = measure.measure(
+    found = sampling.measure(
         {"slow": Slow(stage, "slow", steady(seconds)), "fast": Fast(stage, "fast", steady(1e-3))}, stage, "warm", Policy()
     )
     assert (len(found["slow"].seconds), stage.log.count("slow")) == (samples, runs)
@@ -112,7 +112,7 @@ def test_noise_takes_more_samples_and_steadiness_fewer() -> None:
     """A noisy contender goes on alone until its median is known to one percent, or max_samples."""
     stage = Stage()
     noisy = itertools.cycle([1e-3, 1.3e-3, 0.8e-3, 1.1e-3, 0.9e-3])
-    found = measure.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", noisy)}, stage, "warm", QUICK)
+    found = sampling.measure({"a": Run(stage, "a", steady(1e-3)), "b": Run(stage, "b", noisy)}, stage, "warm", QUICK)
     assert len(found["a"].seconds) == 4 and len(found["b"].seconds) == 50
 
 
@@ -124,7 +124,7 @@ def test_a_launch_bound_run_is_replayed_from_a_graph() -> None:
         "not captured": Run(stage, "not captured", steady(1e-5), call=1e-4),
         "long": Run(stage, "long", steady(1e-3), call=1e-4, replay=1.0),
     }
-    found = measure.measure(runs, stage, "warm", QUICK)
+    found = sampling.measure(runs, stage, "warm", QUICK)
     assert {name: (t.launch, t.median_ms) for name, t in found.items()} == {
         "bound": ("graph", pytest.approx(8e-3)),
         "not captured": ("direct", pytest.approx(1e-2)),
@@ -149,13 +149,13 @@ def test_a_launch_bound_run_is_replayed_from_a_graph() -> None:
 def test_throttling_is_told_from_full_power(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
     """Running into the power limit at high clocks is what a GPU does; heat and low clocks are not."""
     stage = Stage(before, after)
-    found = measure.measure({"a": Run(stage, "a", steady(1e-3))}, stage, "warm", QUICK)
+    found = sampling.measure({"a": Run(stage, "a", steady(1e-3))}, stage, "warm", QUICK)
     assert found["a"].throttled == said
 
 
 def test_passes_together_are_summed_sample_by_sample() -> None:
     """As many samples as both have."""
-    both = measure.together([Timing("warm", (1.0, 2.0, 3.0), (0.1,)), Timing("warm", (10.0, 20.0), (0.2,), "graph", "hot")])
+    both = sampling.together([Timing("warm", (1.0, 2.0, 3.0), (0.1,)), Timing("warm", (10.0, 20.0), (0.2,), "graph", "hot")])
     assert (both.seconds, both.call_seconds, both.launch, both.throttled) == ((11.0, 22.0), pytest.approx((0.3,)), "direct", "hot")
 
 
@@ -164,7 +164,7 @@ def test_turns_that_disagree_are_followed_by_more() -> None:
     stage = Stage()
     policy = replace(QUICK, turn=4e-3, min_turns=2, max_samples=2000, max_seconds=60.0)
     moods = itertools.cycle([1e-3] * 5 + [1.05e-3] * 4 + [1.02e-3] * 4)
-    found = measure.measure({"even": Run(stage, "even", steady(1e-3)), "moody": Run(stage, "moody", moods)}, stage, "warm", policy)
+    found = sampling.measure({"even": Run(stage, "even", steady(1e-3)), "moody": Run(stage, "moody", moods)}, stage, "warm", policy)
     assert found["even"].turns == (4, 4) and len(found["even"].seconds) == 8
     moody = found["moody"].turns
     assert len(moody) > 20 and sum(moody) == len(found["moody"].seconds)

@@ -1,0 +1,119 @@
+"""results.csv: the columns of the contract, and every value back as it went in."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rows import plain
+
+from harness.fault import DataFault, DiskFault
+from harness.row import append_row, columns, read_rows
+
+#: Typed out here on purpose: the contract, which users' scripts rely on.
+CONTRACT = (
+    "Test,Kernel,Type,Batch,Heads,SeqLen,HeadDim,Status,MaxError,MeanError,MSE,MaxRelError,KernelTime_ms,TorchTime_ms,Speedup,TFLOPS,"
+    "Bandwidth_GBps,ErrorMessage,heads_kv,seq_kv,dtype,causal,scale,seed,device,device_name,timing,n_samples,p20_ms,p80_ms,call_ms,"
+    "peak_bytes,registers,spill_bytes,shared_bytes,deterministic,pct_of_peak,torch_backend,source_hash,run_id,repro,"
+    "MaxError_O,MaxError_logsumexp,MaxError_dQ,MaxError_dK,MaxError_dV"
+)
+
+
+def test_header_is_the_contract(tmp_path: Path) -> None:
+    """Seed 002's columns first, under their names, then ours, in the contract's order."""
+    assert ",".join(columns()) == CONTRACT
+    append_row(tmp_path / "results.csv", plain())
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    assert lines[0] == CONTRACT
+    assert lines[1].startswith(",fa2,FOR,2,8,512,64,PASS,,,,,,") and ",float32,false,0.125," in lines[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"MaxError": 1 / 3, "MSE": 5e-324, "KernelTime_ms": 0.1 + 0.2, "scale": 111**-0.5, "MaxError_dV": 1e-7},
+        {"MaxError": math.inf, "causal": True, "deterministic": False, "seed": 0, "spill_bytes": 0},
+        {"ErrorMessage": 'a "quoted", text\nof two lines; and ünïcode', "Test": "Stress-1"},
+        {"Test": "=1+1", "Kernel": "@a", "ErrorMessage": "-x", "repro": "+y", "run_id": "'quoted", "torch_backend": "\tt"},
+    ],
+)
+def test_values_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Floats to the last bit, booleans, empty as None, any text."""
+    path = tmp_path / "new" / "results.csv"
+    rows = [plain(**changes), plain(), plain(**changes)]
+    for each in rows:
+        append_row(path, each)
+    assert read_rows(path) == rows
+
+
+def test_formulas_are_quoted(tmp_path: Path) -> None:
+    """No cell of user text starts with what a spreadsheet runs; negative numbers stay numbers."""
+    append_row(tmp_path / "r.csv", plain(Test="=HYPERLINK(1)", ErrorMessage="@x", scale=-0.5))
+    with open(tmp_path / "r.csv", newline="") as file:
+        cells = next(csv.DictReader(file))
+    assert (cells["Test"], cells["ErrorMessage"], cells["scale"]) == ("'=HYPERLINK(1)", "'@x", "-0.5")
+
+
+def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
+    """A numpy float prints as a float, not as np.float64(...)."""
+    import numpy as np
+
+    append_row(tmp_path / "r.csv", plain(MaxError=np.float64(0.1)))
+    assert read_rows(tmp_path / "r.csv")[0].MaxError == 0.1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ("Kernel", "Kernels", "first line is not the header"),
+        (",false,", ",False,", "causal|False"),
+        (",512,64,", ",many,64,", "many"),
+        (",PASS,", ",", "Status is empty"),
+        (",fa2,", ",,", "Kernel is empty"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, old: str, new: str, word: str) -> None:
+    """Exit 3, naming the line."""
+    path = tmp_path / "r.csv"
+    append_row(path, plain())
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(DataFault) as caught:
+        read_rows(path)
+    assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
+    with pytest.raises(DataFault, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_append_to_another_file(tmp_path: Path) -> None:
+    """A file with another header is left alone; what an interrupted write left is closed, not continued."""
+    path = tmp_path / "r.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(DataFault, match="not a results file"):
+        append_row(path, plain())
+    assert path.read_text() == "a,b\n1,2\n"
+    path.unlink()
+    append_row(path, plain())
+    with open(path, "a") as file:
+        file.write("half a ro")
+    append_row(path, plain())
+    assert path.read_text().splitlines()[2:] == ["half a ro", path.read_text().splitlines()[1]]
+
+
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that does not fit is not half there: exit 6, the file as it was."""
+    path = tmp_path / "r.csv"
+    append_row(path, plain())
+    before, write = path.read_bytes(), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:20]))
+        with pytest.raises(DiskFault, match="no room"):
+            append_row(path, plain())
+    assert path.read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFault, match="cannot write"):
+        append_row(tmp_path / "file" / "r.csv", plain())
