@@ -1,4 +1,4 @@
-"""The command line: each verb parses, calls the harness once, and prints. No mathematics, and no heavy import before a verb runs."""
+"""The command line: each verb parses, calls the harness once, and prints. No mathematics; nothing heavy is imported before a verb runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Context = click.Context
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=options.print_version, help="Show the version and exit."
 )
 def main() -> None:
-    """Hand-written CUDA attention kernels: run one .cu file, prove it right, time it, with or without a GPU."""
+    """Hand-written CUDA attention kernels: run one .cu file, check it against float64, time it, with or without a GPU."""
 
 
 @main.command(
@@ -40,7 +40,7 @@ def main() -> None:
 @options.printing
 @click.pass_context
 def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
-    """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
+    """Write Q, K, V and dO of a problem: seeded normal values, raw little-endian, in data/B2_H8_S512_D64 and the like."""
     written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
     return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
 
@@ -122,7 +122,7 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: kernels and peers x shapes, checked, timed in round-robin turns, into results.csv, samples.jsonl, env.json and figures."""
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
@@ -135,7 +135,7 @@ def experiment(
     + options.examples("fa-cli verify fa2", "fa-cli verify --matrix full", "fa-cli verify ./mine_forward.cu --device cpu --check race")
 )
 @options.kernels
-@options.compute
+@options.compute_kernels
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
@@ -158,7 +158,7 @@ def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], ma
     "compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile ./mine_forward.cu --arch sm_90")
 )
 @options.kernels
-@options.compute
+@options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
 @options.printing
@@ -198,7 +198,7 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
@@ -208,7 +208,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
     epilog=f"{options.EXIT_CODES}\n\n"
     + options.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
-@options.compute
+@options.compute_kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute or Nsight Systems.")
 @options.shape
@@ -238,7 +238,7 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @options.printing
 @click.pass_context
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
-    """Hold two runs against each other: is B the same, FASTER or SLOWER than A, row by row? A and B are folders or results.csv files."""
+    """Compare two runs row by row: is B the SAME as A, FASTER or SLOWER? A and B are folders or results.csv files."""
     found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
     return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
 

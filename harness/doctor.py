@@ -235,7 +235,7 @@ def _cupy_cache() -> Path:
 
 
 def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
-    """A folder of compiled code: it must be writable, and by nobody else, since what lies in it is run."""
+    """A folder of compiled code: writable by its owner only, since the code in it is run."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -245,7 +245,7 @@ def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
     about = there.stat()
     if there == folder and _others_may_write(about):
         hint = f"chmod go-w {folder}, or set {variable} to a folder of yours"
-        return Check(name, WARN, f"{folder} may be written by others, and what lies in it is run", hint)
+        return Check(name, WARN, f"{folder} is writable by others, and the code in it is run", hint)
     return Check(name, OK, str(folder))
 
 

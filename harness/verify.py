@@ -244,7 +244,7 @@ def verify(
             results.append(run_case(backends[schedule], chosen, each, which, deterministic))
             progress(results[-1])
     if case is not None and not results:
-        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify without --case shows the numbers")
+        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
     return results
 
 

@@ -1,4 +1,4 @@
-"""The figure of the ladder: its steps in order, each a bar of TFLOP/s, a panel a dtype, other people's attention as lines."""
+"""The ladder's figure: a panel a dtype, a bar of TFLOP/s a step in ladder order, and a line a peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..row import Row
 
 _WHITE = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-#: What does a kernel's products: colour and words.
+#: The units that multiply the matrices, by whether they are tensor cores: colour and name.
 UNITS = {False: (style.COLOURS[3], "CUDA cores"), True: (style.COLOURS[8], "tensor cores")}
 
 
@@ -84,7 +84,7 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
 
 
 def _lines(axis: Axes, view: View) -> None:
-    """Other people's attention: a line a peer, its name and rate at the left, where the first steps leave room."""
+    """A line a peer, its name and rate at the left, where the bars of the first steps are low."""
     one = _rate(view)[1]
     rates = {
         row.Kernel: (row.TFLOPS or 0) * one for row in view.rows if peers.find(row.Kernel) and row.TFLOPS and row.timing == view.timing

@@ -1,6 +1,6 @@
 """What all figures share: the look of a kernel, axes, legends, words for rows without a time, ceilings.
 
-A kernel has one colour, marker and line wherever it appears; ours are solid, other people's dashed. Colours are seaborn's
+A kernel has one colour, marker and line wherever it appears; ours are solid, the peers' dashed. Colours are seaborn's
 "colorblind"; markers tell kernels apart without colour. Sizes suit a page of two columns; the font is matplotlib's DejaVu.
 """
 
@@ -42,7 +42,7 @@ FOOT = 0.19  # inches at the bottom that are the footer's alone
 GREY, RED = "0.35", "#a11d1d"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color_palette("colorblind")  # its yellow is lost on white
 _BLACK = (0.1, 0.1, 0.1)
-#: By number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
+#: By a kernel's number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
 COLOURS = (_GREY, _BROWN, _PINK, _SKY, _PURPLE, _RED, _GREEN, _BLUE, _ORANGE, _BLACK)
 PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY, _GREEN, _RED)
 MARKERS = "os^DvPX<>dph"

@@ -1,4 +1,4 @@
-"""What the verbs of cli.py share: options, the parsing of their values, and the one place where faults become exit codes."""
+"""What the verbs of cli.py share: options, the parsing of their values, and the mapping of faults to exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERDICTS = """\
 How a verdict is reached. The ratio is time of B / time of A, with a 95%
 interval: from samples.jsonl by order statistics of each median (7 samples or
 more; of 3 to 6 the whole range, its width tripled), without samples from p20,
-p80 and their number, twice as wide as normal noise would have it.
+p80 and the sample count, twice as wide as for normal noise.
   SAME     the interval lies within 1 +- 3%
   FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
   UNSURE   everything else, and fewer than 3 samples"""
@@ -125,7 +125,7 @@ def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[s
 
 
 def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """The mode by its own name or by a seed's."""
+    """The mode; forward_backward is another name for both."""
     known = {"forward": "forward", "backward": "backward", "both": "both", "forward_backward": "both", None: None}
     if value not in known:
         raise click.BadParameter(f"{value!r} is not one of forward, backward, both.")
@@ -145,7 +145,7 @@ def _tile_lists(_context: click.Context, _parameter: click.Parameter, values: tu
 
 
 def parse_tolerance(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """An absolute error: NaN would limit nothing and a negative number would fail everything."""
+    """An absolute error: finite and not negative. NaN would limit nothing, a negative value would fail everything."""
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"{value} is not an absolute error, a number of at least 0.")
     return value
@@ -169,7 +169,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 
 def note(text: str) -> None:
-    """What the user should know of a choice, on stderr."""
+    """A remark on a choice, on stderr."""
     click.echo(f"note: {text}", err=True)
 
 
@@ -210,7 +210,7 @@ shape = options(
     click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
     click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
     click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
-    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random numbers."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -223,15 +223,15 @@ device = click.option(
     metavar="auto|cuda|cuda:N|cpu",
     help="auto takes a GPU if there is one; cpu is the host backend.",
 )
-compute = click.option(
-    "--compute",
-    "--kernel",
-    "compute",
-    multiple=True,
-    callback=_names,
-    metavar="KERNEL[,KERNEL...]",
-    help="Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file.",
-)
+
+
+def _compute(text: str) -> Callable[[F], F]:
+    return click.option("--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]", help=text)
+
+
+_KERNELS = "Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file"
+compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
+compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
 mode = click.option(
     "--mode",
     default="forward",

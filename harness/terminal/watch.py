@@ -1,7 +1,7 @@
 """`fa-cli run --watch`: the run again at every save of the kernel's file or of a file it includes, and what changed by it.
 
-Each run is a process of its own. A kernel being written may kill the one it runs in (a wild pointer on the CPU, a lost context on
-a GPU), and the next save must find everything as if for the first time.
+Each run is a process of its own. An unfinished kernel may kill its process (a wild pointer on the CPU, a lost context on a GPU), and
+the run after the next save must start clean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: In the environment of a run that is watched: the file in which it tells what it found.
 WATCHED = "FA_CLI_WATCHED"
 POLL_SECONDS = 0.2
-#: Exit codes that a save of the kernel cannot mend: at the first run they end the watch.
+#: Exit codes that no edit of the kernel changes: at the first run they end the watch.
 HOPELESS = (2, 3, 4, 6)
 
 
@@ -59,11 +59,11 @@ def tell(results: Sequence[Result]) -> None:
 def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json: bool) -> int:
     """Run a command line (a `run`) now and after every save, and print what each save changed. Ends by Ctrl-C.
 
-    Returns the exit code of the first run where no save could mend it. Raises UsageFault for --json and for an unknown kernel,
+    Returns the exit code of the first run where no edit would change it. Raises UsageFault for --json and for an unknown kernel,
     KeyboardInterrupt at Ctrl-C.
     """
     if as_json:
-        raise UsageFault("--watch and --json together", "watching has no end, and so no one document", "leave out --json or --watch")
+        raise UsageFault("--watch and --json together", "a watch does not end, so it has no single document", "leave out --json or --watch")
     files = kernel_files(computes, MODES[mode])
     note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
     good: dict[str, Told] = {}
