@@ -122,7 +122,7 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep: kernels and peers x shapes, checked, timed in round-robin turns, into results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)

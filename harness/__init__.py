@@ -1,4 +1,4 @@
-"""The harness: from a kernel file and a problem to outputs, verdicts, times and pictures.
+"""The harness: from a kernel file and a problem to outputs, verdicts, times and figures.
 
 Rooms and modules load when first used (PEP 562), so that `fa-cli --help` needs neither numpy nor pandas.
 """

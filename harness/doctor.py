@@ -41,7 +41,7 @@ class Check:
 
 
 def doctor() -> list[Check]:
-    """Look at everything the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
+    """Check everything that the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
     gpu, gpu_checks = _gpu()
     return [
         _runs(gpu),

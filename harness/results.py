@@ -155,7 +155,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
         **of_tensors,
     )
     row = replace(row, dtype="tf32") if any(k.arithmetic_for(problem.dtype) == "tf32" for k in kernels) else row  # on float32 files
-    # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
+    # A kernel that fails in one pass has no speed in the other: a table names the kernel, not the pass, as right or wrong.
     timings = [t for t in TIMINGS if all(t in p.timings for p in passes)] if result.passed else []
     return [_timed(row, together([p.timings[t] for p in passes]), problem, mode) for t in timings] or [row]
 

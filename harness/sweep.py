@@ -1,11 +1,11 @@
-"""A sweep: the question an experiment asks, a TOML file (experiments/<name>/sweep.toml, or anyone's).
+"""A sweep: the question an experiment asks, a TOML file (experiments/<name>/sweep.toml, or one of your own).
 
     title = "Time over the sequence length"
     mode = "forward"                  # unless --mode says otherwise
-    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range is those of it that take the shape
+    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range: its kernels that take the shape
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic
-    ceilings = true                   # optional: measure what this GPU can do at most, in the same run
+    ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]

@@ -1,7 +1,7 @@
 """`fa-cli tune`: which tile values are the fastest? Each combination is pruned, or checked against float64, or also timed.
 
 Pruned is what cannot run or is not worth running: too much shared memory, too many threads or registers, a static_assert, spills.
-Only what is right is timed, all of it in turn. On the CPU backend everything but the answer is the same: its times choose nothing.
+What passes is timed in round-robin turns. The CPU backend prunes and checks in the same way, but its times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .problem import Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
-#: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more cannot be launched.
+#: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more does not launch.
 REGISTERS = 65536
 
 
@@ -105,7 +105,7 @@ def tune(
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
     The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
-    Raises UsageFault for an unknown or refused kernel or tile, ContextLost where a variant takes the GPU with it, DiskFault.
+    Raises UsageFault for an unknown or refused kernel or tile, KernelFault where a variant loses the CUDA context, DiskFault.
     """
     backend = pick(device)
     kernel = _chosen(spec, pass_, problem, backend, deterministic)

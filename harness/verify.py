@@ -1,7 +1,7 @@
 """Errors only: a kernel over a matrix of shapes, types, masks, scales and schedules, each case against float64.
 
-The matrix is a covering array: every pair of levels of any two factors meets in some case, so a fault that needs two things
-at once (a tail tile and bfloat16, grouped heads and the causal mask) is met without running their product.
+The matrix is a covering array of strength 2: every pair of levels of any two factors occurs in some case. A fault that needs two
+levels at once (a tail tile and bfloat16, grouped heads and the causal mask) is found without running the full product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
 EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 1023, 1025)
-#: (queries, keys): longer and shorter, so that under the causal mask whole rows see no key.
+#: (seq_q, seq_kv): longer and shorter, so that under the causal mask some queries see no key.
 CROSS = (
     (1, 239),
     (239, 1),
@@ -43,7 +43,7 @@ CROSS = (
     (1023, 1024),
     (1024, 1023),
 )
-#: The shapes of seed 002: batch, heads, length; head dim 64.
+#: Ten shapes, small to large, as the sweeps `forward` and `backward` have them: batch, heads, length; head dim 64.
 SEED_SHAPES = (
     (1, 1, 128),
     (2, 4, 256),
@@ -62,7 +62,7 @@ HEAD_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128, 160, 256)
 GROUPS = (1, 3, 8)
 #: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
 SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
-#: Factors on the softmax scale 1/sqrt(dim): a kernel that does not read its scale is wrong at the other.
+#: Factors on the softmax scale 1/sqrt(dim): a kernel that ignores args.scale is wrong at the second.
 SOFTMAX_SCALES = (1.0, 0.5)
 SCHEDULES = (0, 7)
 MATRICES = ("quick", "full")
@@ -153,7 +153,7 @@ def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[Problem]:
 
 
 def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
-    """Long rows, many heads, and more heads and batches than 16 bits would count."""
+    """Long rows, many batches, and as many heads as a grid may have blocks in y."""
     dtypes = [d for d in chosen.dtypes if d in ("float32", "bfloat16")]
     for dtype, causal in itertools.product(dtypes, [False, True] if chosen.causal else [False]):
         yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal)
@@ -162,9 +162,9 @@ def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
 
 
 def covering(factors: dict[str, list[Level]], widths: Sequence[int]) -> Iterator[dict[str, Level]]:
-    """Rows over the factors in which all allowed pairs of levels meet, greedily few, the same every time.
+    """Rows over the factors in which all allowed pairs of levels occur, greedily few, the same every time.
 
-    (length, dim) is too many pairs for a matrix that runs in minutes: each length meets each compiled width instead.
+    (length, dim) is too many pairs for a matrix that runs in minutes: each length occurs with each compiled width instead.
     """
     draw = random.Random(1)
     names = list(factors)
@@ -189,7 +189,7 @@ def covering(factors: dict[str, list[Level]], widths: Sequence[int]) -> Iterator
                 y = next(w for w in widths if w >= y)
             wanted.add((a, b, x, y))
     while wanted:
-        seed = min(wanted, key=repr)  # start from a pair nobody has met, so every row makes progress
+        seed = min(wanted, key=repr)  # start from a pair that no row has, so every row makes progress
         best: dict[str, Level] = {}
         gain = -1
         for _ in range(40):

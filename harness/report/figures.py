@@ -32,7 +32,7 @@ TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
 
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
-    """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: nothing lies between two shapes."""
+    """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: there is no order between shapes."""
     kernels = style.drawn(view)
     if not kernels:
         return None

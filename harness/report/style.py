@@ -1,4 +1,4 @@
-"""What all figures share: the look of a kernel, axes, legends, words for rows without a time, ceilings.
+"""What all figures share: the look of a kernel, axes, legends, the status of rows without a time, ceilings.
 
 A kernel has one colour, marker and line wherever it appears; ours are solid, the peers' dashed. Colours are seaborn's
 "colorblind"; markers tell kernels apart without colour. Sizes suit a page of two columns; the font is matplotlib's DejaVu.
@@ -112,7 +112,7 @@ def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: 
 
 
 def scale(axis: Axes) -> None:
-    """A logarithmic y axis with plain numbers where the values span more than a factor of 12, else a linear one from 0."""
+    """A logarithmic y axis with plain tick labels where the values span more than a factor of 12, else a linear one from 0."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.lines] or [np.ones(1)])
     if len(values) and values.max() > 12 * values.min() > 0:
         axis.set_yscale("log")
@@ -122,7 +122,7 @@ def scale(axis: Axes) -> None:
 
 
 def plain_log(axis: Axes) -> None:
-    """Plain numbers on a logarithmic y axis: decades, and 2 and 5 between them where there are few."""
+    """Plain tick labels on a logarithmic y axis: decades, and 2 and 5 between them where there are few."""
     low, high = axis.get_ylim()
     few = math.log10(high / low) < 2.5
     axis.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if few else (1,), numticks=20))

@@ -1,4 +1,4 @@
-"""Rows -> summary.md: the tables a reader wants first, in words where there is no time. Needs neither pandas nor matplotlib."""
+"""Rows -> summary.md: tables of times, means, limits and remarks; a status where there is no time. Needs neither pandas nor matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of rows without drawing them: the latest of each, those that may share axes, families over S, ceilings.
+"""What is computed of rows before any drawing: the latest of each, those that may share axes, families over S, ceilings.
 
 A view is one pass on one device in one dtype and mask: rows of different views never share an axis or a mean.
 """
@@ -13,10 +13,10 @@ from ..kernel.kernel import catalogue
 from ..problem import Problem
 from ..row import CEILING, SHAPE, TYPES, Row
 
-#: What makes two rows the same question on the same device.
+#: The columns that tell two measurements of one device apart.
 KEY = ("Kernel", "Type", *SHAPE, "timing")
 MODES = {short: mode for mode, short in TYPES.items()}
-PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names, as seed 002 has it
+PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names
 PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (host backend), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
@@ -34,7 +34,7 @@ def key_of(row: Row) -> Key:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each question and device. One without a timing (refused, failed) stands for every timing, and gives way to any."""
+    """The last row of each question and device. One without a timing (refused, failed) stands for all until a timed one follows."""
     found: dict[Key, dict[str | None, Row]] = {}
     for row in rows:
         of_timing = found.setdefault((*key_of(row)[:-1], row.device_name), {})
@@ -52,7 +52,7 @@ def problem_of(row: Row) -> Problem:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive numbers; None of none."""
+    """The geometric mean of positive values; None of none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -73,7 +73,7 @@ class View:
 
     @property
     def cpu(self) -> bool:
-        """Whether the times are a processor's."""
+        """Whether the times are CPU times of the host backend."""
         return self.device == "cpu"
 
     @property

@@ -85,7 +85,7 @@ def explain(error: Exception, verbosity: int) -> int:
         traceback.print_exception(error)
     if isinstance(error, Fault):
         return complain(error.what, error.why, error.hint, error.exit_code)
-    if isinstance(error, OSError) and error.errno:  # a disk fault that no module foresaw; without a file name, of stdout
+    if isinstance(error, OSError) and error.errno:  # a disk fault that no module names; without a file name it is stdout's
         what = f"{error.filename or 'output'}: {error.strerror}"
         return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
     if isinstance(error, MemoryError):

@@ -21,7 +21,7 @@ _STYLES = {"PASS": "bold green", "OK": "green", "FAIL": "bold red", "ERROR": "bo
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, numbers to the right. Where stdout is no terminal it is plain aligned text, nothing cut or wrapped."""
+    """Print a table, numbers right-aligned. Where stdout is no terminal it is plain aligned text, nothing cut or wrapped."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     cells = [[_cell(value) for value in row] for row in rows]
     for index, column in enumerate(columns):
