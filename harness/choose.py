@@ -64,8 +64,8 @@ def kernels(
 ) -> tuple[list[Kernel], list[str]]:
     """The kernels of some specs, peers not among them, in each of the passes that there is; and notes as :func:`choose`.
 
-    wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name, NoSuchPass where a kernel has none
-    of the passes.
+    wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name and for `auto`, NoSuchPass where a kernel
+    has none of the passes.
     """
     found: list[Kernel] = []
     notes: list[str] = []
@@ -73,6 +73,8 @@ def kernels(
         if ends := _RANGE.fullmatch(spec):
             some, left_out = _range(spec, int(ends[1]), int(ends[2]), wanted, (), deterministic)
             notes += left_out
+        elif spec == AUTO:
+            some, _ = _auto(passes, (), None, deterministic)  # raises: no problem is known here
         else:
             some = [spec]
         for name in some:
@@ -114,7 +116,7 @@ def _range(
 def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
     """The highest step that takes a problem on the device, for each of the problems."""
     if device is None or not problems:
-        raise UsageFault("auto needs a problem", "which kernel is the highest step depends on it", "name a kernel: fa-cli list")
+        raise UsageFault("auto needs a problem and a device", "the highest step depends on both", "name a kernel: fa-cli list")
     numbers = {k.name: k.number for k in catalogue() if k.number is not None}
     ladder = sorted(numbers, key=lambda name: -numbers[name])
     found: dict[str, str] = {}
