@@ -37,7 +37,7 @@ class CompileRow:
     spill_bytes: int | None = None  # a thread
     stack_bytes: int | None = None  # a thread: spills, and arrays that are not in registers
     shared_bytes: int | None = None  # a block: static and dynamic
-    seconds: float | None = None  # of the compile, also where it was remembered
+    seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
 
@@ -160,7 +160,7 @@ def _row(case: _Case) -> CompileRow:
 
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
-    """Bytes of dynamic shared memory each entry's launches want, asked before Kernel.plan, which refuses what does not fit."""
+    """Bytes of dynamic shared memory each entry's launches need, evaluated before Kernel.plan, which refuses what does not fit."""
     names = kernel.names(problem, device)
     wanted = dict.fromkeys(kernel.entries, 0)
     for launch in kernel.launches:

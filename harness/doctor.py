@@ -68,7 +68,7 @@ def doctor() -> list[Check]:
 
 
 def _gpu() -> tuple[Cuda | None, list[Check]]:
-    """The CUDA backend if it works, and what to say of it: nothing where there is no driver, which `_driver` says."""
+    """The CUDA backend if it works, and its check; no check where there is no driver, which `_driver` reports."""
     if not nvidia_driver():
         return None, []
     try:

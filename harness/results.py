@@ -17,7 +17,7 @@ from .run import Result
 
 
 def new_run_id() -> str:
-    """A name for a run that no other has: when it started (UTC), and four random letters."""
+    """A name for a run that no other has: when it started (UTC), and four random hex digits."""
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
@@ -66,7 +66,7 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
-    """The rows with pct_of_peak: of the matrix products of their dtype measured in the same run, where they were."""
+    """The rows with pct_of_peak: the share of the GEMM ceiling of their dtype, where the same run measured it."""
     gemm = f"{CEILING}gemm-"
     most = {row.Kernel.removeprefix(gemm): row.TFLOPS for row in ceilings if row.Kernel.startswith(gemm)}
     return [replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows]
@@ -177,7 +177,7 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
 
 
 def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
-    """The command that runs this row again. None of a causal_shift but the default, which no option sets."""
+    """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
     p = problem
     if p.causal_shift != p.default_shift:
         return None

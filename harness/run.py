@@ -141,7 +141,7 @@ def run(
     for each in contenders:  # before a byte is written
         each.refuse(problem, MODES[mode], backend)
     found = found or dataset.write(problem, seed, data_root)
-    if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
+    if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
         raise disk_fault(found.folder, PermissionError(13, "permission denied"))
     with locked(found.folder):
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
@@ -210,7 +210,7 @@ def asan_child_needed(check: str | None) -> bool:
 
 
 def run_under_asan(arguments: Sequence[str]) -> int:
-    """Run a Python command line again with AddressSanitizer loaded; see backends/host.py."""
+    """Run a Python command line again with AddressSanitizer loaded; see backends/host/backend.py."""
     from .backends.host import backend as host
 
     return host.run_under_asan(arguments)

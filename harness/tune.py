@@ -134,7 +134,7 @@ def tune(
 
 
 def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> list[Variant]:
-    """The rows as prune leaves them, several at a time: compilers let go of the interpreter lock."""
+    """The rows as prune leaves them, several at a time: compilers release the interpreter lock."""
     found = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for done, row in enumerate(pool.map(prune, rows), 1):
@@ -186,7 +186,7 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
         return replace(row, status=PRUNED, why=_first_error(error))
     except EnvironmentFault:
         row = replace(row, shared_bytes=max(launch.shared for launch in plan.launches))  # no NVRTC: registers are not known
-    with suppress(Fault):  # what does not load is told in its check
+    with suppress(Fault):  # a kernel that does not load is reported by its check
         backend.load(kernel, problem, row.tiles)
     return row
 
@@ -218,7 +218,7 @@ def _first_error(error: CompileError) -> str:
 
 
 def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tuple[Variant, PassResult | None]:
-    """The variant judged against float64, and what can be timed where it is right."""
+    """The variant checked against float64, and what can be timed where it passes."""
     try:
         result = run(row.tiles)
     except CompileError as error:  # where there was no NVRTC to ask before

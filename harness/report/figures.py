@@ -1,4 +1,4 @@
-"""The figures of a view (views.py), one function each. Each returns None where the view has nothing for it."""
+"""The figures of a view (views.py), one function each. Each returns None where the view has no values for it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: Keywords of a matplotlib call, which checks them itself.
 Keywords = dict[str, Any]
 
-FOOT = 0.19  # inches at the bottom that are the footer's alone
+FOOT = 0.19  # inches at the bottom, reserved for the footer
 GREY, RED = "0.35", "#a11d1d"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color_palette("colorblind")  # its yellow is lost on white
 _BLACK = (0.1, 0.1, 0.1)
@@ -194,7 +194,7 @@ def legend(
     suffix: Mapping[str, str] | None = None,
     order: Callable[[Row], float | None] | None = None,
 ) -> None:
-    """One legend outside the axes. It names every kernel of the view, those without a time with the word why.
+    """One legend outside the axes. It names every kernel of the view, those without a time with their status.
 
     Below the figure in the order of the rows; with `order`, at the right, from the kernel that ends highest to the lowest.
     """
@@ -226,7 +226,7 @@ def legend(
 
 
 def _last(view: View, kernel: str, value: Callable[[Row], float | None]) -> float:
-    """A kernel's value at the longest sequence it has one for; shorter ones count less, being lower on a growing curve."""
+    """A kernel's value at the longest sequence it has one for; 0 where it has none."""
     found = [(row.SeqLen, v) for row in view.cells(kernel).values() if (v := value(row))]
     return max(found)[1] if found else 0.0
 

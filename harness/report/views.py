@@ -34,7 +34,7 @@ def key_of(row: Row) -> Key:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each question and device. One without a timing (refused, failed) stands for all until a timed one follows."""
+    """The last row of each KEY and device. One without a timing (refused, failed) stands for all until a timed one follows."""
     found: dict[Key, dict[str | None, Row]] = {}
     for row in rows:
         of_timing = found.setdefault((*key_of(row)[:-1], row.device_name), {})
@@ -52,7 +52,7 @@ def problem_of(row: Row) -> Problem:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive values; None of none."""
+    """The geometric mean of positive values; None where there are none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 

@@ -1,4 +1,4 @@
-"""What each verb prints of what the harness gave it, and the exit code that follows. Every public function returns the exit code."""
+"""What each verb prints of its result. Every public function returns the exit code."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
             table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
     told: set[str] = set()
     for case in wrong:
-        log = case.message.partition("\nhint: ")[0]  # a compile error is told once, not once a case
+        log = case.message.partition("\nhint: ")[0]  # a compile error is printed once, not once a case
         first, more, _ = log.partition("\n")
         again = " (as above)" if more and log in told else ""
         told.add(log)
@@ -269,7 +269,7 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
     if verbosity > QUIET:
         print(rows[0].problem)
         names = dict.fromkeys(name for row in rows for name in row.metrics)
-        least = 0.1 if verbosity < VERBOSE else 0.0  # waiting warps an issue
+        least = 0.1 if verbosity < VERBOSE else 0.0  # stalled warps per instruction issued
         table(
             ("counter", *(f"{row.kernel} {row.pass_}: {row.entry}" for row in rows)),
             [
