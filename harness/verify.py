@@ -249,7 +249,7 @@ def verify(
 
 
 def compile_ahead(backend: Backend, chosen: kernel.Kernel, cases: Iterable[Case]) -> None:
-    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, and is reported there."""
+    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
     wanted: dict[tuple[tuple[str, str], ...], Case] = {}
     for each in cases:
         with suppress(Fault):
