@@ -1,4 +1,4 @@
-"""env.json: what a measurement was made on, by which command, at which commit."""
+"""env.json: the machine, the versions, the command and the commit of a measurement."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from .files import Json, json_bytes, read_json, write_files
 
-#: Packages whose versions a measurement depends on, asked for by name, never imported.
+#: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
 PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
 
 
 def environment(**facts: object) -> Json:
-    """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
+    """The environment of a measurement: Python, platform, package versions, git commit, this command, and the facts given.
 
-    facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
+    facts: the backend's environment() (device, driver, clocks, compiler). Imports nothing heavy.
     """
     versions = {}
     for name in PACKAGES:
@@ -39,14 +39,14 @@ def environment(**facts: object) -> Json:
 
 
 def _git_commit() -> str | None:
-    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository.
+    """The commit of the code, with + where tracked files differ from it; None where there is no git or no repository.
 
-    FA_CLI_COMMIT says it for a copy of the tree without .git.
+    FA_CLI_COMMIT gives it for a copy of the tree without .git.
     """
     if given := os.environ.get("FA_CLI_COMMIT"):
         return given
     root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():  # installed: an enclosing repository is somebody else's
+    if not (root / ".git").exists():  # installed: an enclosing repository is another project's
         return None
     found = []
     for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):

@@ -1,4 +1,4 @@
-"""Why a command ends: what happened, why, and a hint; each kind has the exit code of README, "Exit codes". Imports nothing of ours."""
+"""Why a command ends: what happened, why, and a hint. Each kind has its exit code (README, "Exit codes"). Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fault(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A fault comes back from another process as it was, also of a class that is made from other arguments."""
+        """Pickle the attributes, not the arguments of __init__: subclasses take other arguments."""
         return Fault.__new__, (type(self), self.what), self.__dict__
 
 
@@ -32,13 +32,13 @@ class UsageFault(Fault):
 
 
 class DataFault(Fault):
-    """The data is not what it says it is: missing, short, long, not a file, another dtype, another hash, NaN."""
+    """The data is not what its record says: missing, short, long, not a regular file, another dtype, another hash, NaN."""
 
     exit_code = 3
 
 
 class EnvironmentFault(Fault):
-    """Something this machine lacks: a GPU, an optional package, a compiler."""
+    """This machine lacks something: a GPU, an optional package, a compiler."""
 
     exit_code = 4
 

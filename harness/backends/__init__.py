@@ -1,4 +1,4 @@
-"""Where kernels run: one file a backend, chosen by :func:`pick` and never silently exchanged."""
+"""Where kernels run: one file per backend, chosen by :func:`pick`. A backend never falls back to another silently."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from .protocol import cache_dir as cache_dir
 def pick(spec: str = "auto", seed: int | None = None, check: str | None = None) -> Backend:
     """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host).
 
-    auto takes a GPU if there is one. An NVIDIA driver without a working CuPy is an EnvironmentFault, never a silent
-    fall-back to the CPU. Raises UsageFault for another spec.
+    auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
     kind, _, index = spec.partition(":")
     if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not index.isdigit())):

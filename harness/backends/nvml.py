@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says without a CUDA context: whether it is there, its CUDA version, and the state of a GPU by NVML."""
+"""The NVIDIA driver without a CUDA context: whether there is one, its CUDA version, and the state of a GPU by NVML."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..files import Json
 
 
 def nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
+    """Whether this machine has an NVIDIA driver (CuPy is not asked)."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version the NVIDIA driver serves, (13, 0); None without a driver. Starts no process and no context."""
+    """The newest CUDA version that the NVIDIA driver supports, as (13, 0); None without a driver. Starts no process and no context."""
     version = ctypes.c_int(0)
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -26,7 +26,10 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def state(bus: str) -> Json:
-    """The state of the GPU at a PCI bus id; empty without NVML, and what it does not tell (in a container, say) is None."""
+    """The state of the GPU at a PCI bus id: driver, clocks in MHz, power in W, temperature in degrees C, clock event reasons.
+
+    Empty without NVML; a value that it does not give, in a container say, is None.
+    """
     try:
         import pynvml
     except ImportError:

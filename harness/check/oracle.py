@@ -1,4 +1,4 @@
-"""What is right: the float64 reference of a problem on given inputs, and the baselines of each arithmetic class, computed once."""
+"""The test oracle: the float64 reference of a problem on given inputs and the baselines of each arithmetic class, computed once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from . import budget, reference
 
 @dataclass
 class Oracle:
-    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once."""
+    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once.
+
+    inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit beside the budget (budget.compare).
+    xp: where to compute; on cupy the inputs are copied to the GPU.
+    """
 
     problem: Problem
-    inputs: Mapping[str, Array]  # Q, K, V and, for a backward pass, dO: host storage arrays
+    inputs: Mapping[str, Array]
     tolerance: float | None = None
     xp: ArrayModule = np
     _baselines: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
@@ -37,7 +41,7 @@ class Oracle:
         return self.xp.asarray(array.view(np.uint16) if self.problem.dtype == "bfloat16" and array.itemsize == 2 else array)
 
     def judge(self, outputs: Mapping[str, Array], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
-        """A verdict for each output of a kernel of an arithmetic class; tile is its rows per tile, for messages."""
+        """A verdict for each output, host storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
         if arithmetic not in self._baselines:
             found = reference.baselines(self.xp, self.problem, self._device, arithmetic) if self.problem.dtype != "float64" else []
             self._baselines[arithmetic] = found
@@ -47,13 +51,15 @@ class Oracle:
         )
 
     def error_maps(self, outputs: Mapping[str, Array], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Array]:
-        """The |error| map of each output that failed."""
+        """The |error| map (budget.error_map) of each output that failed."""
         failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
         return {name: budget.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
 
     def inputs_of(self, pass_: str, forward: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """The host storage arrays a pass reads, by name. O and logsumexp of a backward pass are those of `forward`, by default
-        the reference's, rounded to storage."""
+        """The host storage arrays that a pass reads, by name.
+
+        O and logsumexp of a backward pass are those of `forward`, by default the reference's, rounded to storage.
+        """
         given = dict(self.inputs)
         if pass_ == "backward":
             given |= self.forward_outputs if forward is None else forward
@@ -71,7 +77,7 @@ class Oracle:
 
 
 def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42, input_scale: float = 1.0) -> Oracle:
-    """Inputs generated in memory with their reference."""
+    """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
     check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
     return Oracle(problem, generate.inputs(problem, seed, names, input_scale), None, backend.xp)

@@ -22,16 +22,16 @@ STORAGE: dict[str, np.dtype[Any]] = {
 
 
 def widen(xp: ArrayModule, array: Array, dtype: str, to: str = "float64") -> Array:
-    """Storage values as float64 (or `to`), exactly. bfloat16 may come as ml_dtypes.bfloat16 or as its bits in uint16."""
+    """A storage array as float64 (or `to`), exactly. bfloat16 may be ml_dtypes.bfloat16 or its bits in uint16."""
     if dtype == "bfloat16":
         bits = array if array.dtype == np.uint16 else array.view(np.uint16)
         array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is only a NaN here
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
         return array.astype(to, copy=False)
 
 
 def round_to(xp: ArrayModule, array: Array, dtype: str) -> Array:
-    """Values rounded to nearest even in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
+    """An array rounded to nearest, ties to even, in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype(dtype, copy=False)
@@ -45,13 +45,13 @@ def round_to(xp: ArrayModule, array: Array, dtype: str) -> Array:
 
 
 def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
-    """The array with its values rounded to a storage type, still in its own type."""
+    """An array rounded to a storage type, in its own type again."""
     if np.dtype(array.dtype).name == dtype:
         return array
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
 
 
 def tf32(xp: ArrayModule, array: Array) -> Array:
-    """float32 values rounded to tf32's 10 bits of mantissa, ties away from zero, as cvt.rna does."""
+    """A float32 array rounded to the 10 mantissa bits of tf32, ties away from zero, as PTX's cvt.rna.tf32.f32 does."""
     rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return xp.where(xp.isfinite(array), rounded, array)

@@ -1,6 +1,6 @@
-"""The header of a kernel file: a TOML block in comments (PEP 723's form), read without compiling, every key checked.
+"""The header of a kernel file: a TOML block in comments (the format of PEP 723), read without compiling, every key checked.
 
-An unknown key, a missing one or a value of another kind is a UsageFault that names file and line.
+An unknown key, a missing key and a value of another type are a UsageFault that names file and line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeGuard
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, READS, WRITES
 
-#: A TOML table. REQUIRED, OPTIONAL and their like check its values; after that they are what these say.
+#: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
 Table = dict[str, Any]
 
-#: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
+#: The arithmetic classes: how a kernel rounds, and so its baselines (harness/check/reference.py).
 ARITHMETIC = ("f32", "p16", "tf32")
 
-#: The sizes a kernel is told, 32-bit integers: in fa::Args in this order, and what a plain launch may name besides tensors and scale.
+#: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
@@ -54,7 +54,7 @@ def _arch(value: object) -> bool:
 Kind = tuple[Callable[[object], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
-_NUMBER: Kind = (_expression, "a whole number or an expression")
+_NUMBER: Kind = (_expression, "an integer or an expression")
 
 #: What each key of a header must be. Required keys first.
 REQUIRED: dict[str, Kind] = {
@@ -63,7 +63,7 @@ REQUIRED: dict[str, Kind] = {
         lambda v: _texts(v) and bool(v) and all(d in DTYPE_BYTES or d == "tf32" for d in v),
         f"a list of {', '.join(DTYPE_BYTES)}, tf32",
     ),
-    "head_dims": (_rising, "a list of rising whole numbers"),
+    "head_dims": (_rising, "a list of increasing positive integers"),
     "arch": (_arch, '">=sm_80", "sm_90a", or one of these by dtype'),
     "causal": _FLAG,
     "gqa": _FLAG,
@@ -75,7 +75,7 @@ REQUIRED: dict[str, Kind] = {
 OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
-    "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "a whole number"),
+    "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
 }
@@ -98,7 +98,7 @@ _WORKSPACE: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One `[[launch]]` of a header: expressions, not yet evaluated."""
+    """One `[[launch]]` of a header; its sizes are expressions, not yet evaluated."""
 
     entry: str
     grid: tuple[int | str, ...]
@@ -109,7 +109,7 @@ class Launch:
 
     @classmethod
     def of(cls, item: Table) -> Launch:
-        """From a checked table."""
+        """From a table that was checked."""
         grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
         return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))
 
@@ -152,14 +152,14 @@ def bad(path: Path, line: int, message: str) -> UsageFault:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A header's lines in its file, to say where a key stands."""
+    """A header's lines in its file, to find the line of a key."""
 
     path: Path
     first: int
     body: str
 
     def check(self, table: str, found: Table, required: dict[str, Kind], optional: dict[str, Kind]) -> None:
-        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong kind."""
+        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong type."""
         kinds = required | optional
         where = f" in {table}" if table else ""
         for key, value in found.items():
@@ -172,7 +172,7 @@ class _Lines:
                 raise self.bad(table, f"the header lacks the required key {key!r}{where}")
 
     def bad(self, key: str, message: str) -> UsageFault:
-        """A fault at the line where a key or a table of that name stands."""
+        """A fault at the line of a key or a table of that name."""
         name = re.escape(key)
         found = re.search(rf"^\s*(?:{name}\s*=|\[+{name}\]+)", self.body, re.M) if key else None
         return bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)

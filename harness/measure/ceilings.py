@@ -1,6 +1,6 @@
-"""What this GPU can do at most, measured in the same run as the kernels: matrix products, a copy, exponentials.
+"""The ceilings of a roofline, measured in the same run as the kernels: matrix products, a copy, exponentials, mma.sync alone.
 
-A roofline drawn from a data sheet flatters nobody but the data sheet: clocks, power and the data itself lower it.
+A data sheet's peak is not reached: clocks, the power cap and the data itself (toggling bits draw power) lower it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ extern "C" __global__ void exponentials(float* out) {
 """
 _EXP_GRID, _EXP_BLOCK = 132 * 16, 1024
 
-#: mma.sync with nothing around it: what is left for a kernel that does not use a newer instruction (wgmma, which the GEMM uses).
+#: mma.sync from registers only: the ceiling of a kernel that does not use wgmma, which the GEMM does.
 _MMA = """
 extern "C" __global__ void __launch_bounds__(256) products(const unsigned* in, float* out) {
     unsigned a[4], b[2];
@@ -55,7 +55,7 @@ _MMA_FLOPS = 2.0 * 16 * 8 * 16 * 16 * 1024 * _MMA_GRID * _MMA_BLOCK / 32
 
 
 class _Work:
-    """A function that enqueues work on the default stream, as measure wants it."""
+    """A function that enqueues work on CuPy's current stream, as what sampling.measure takes (its Timed)."""
 
     def __init__(self, cupy: Any, work: Callable[[], object]) -> None:
         self._cupy, self._work = cupy, work
@@ -80,12 +80,12 @@ class _Work:
         return seconds
 
     def graph(self) -> None:
-        """Long enough to be launched as it is."""
+        """None: the runs are long beside a launch."""
 
 
 @dataclass(frozen=True)
 class _Ceiling:
-    """Work that is timed, and the operations and bytes of a run of it."""
+    """Work that is timed, and the operations and bytes of one run."""
 
     work: Callable[[], object]
     operations: float = 0.0
@@ -93,8 +93,11 @@ class _Ceiling:
 
 
 def rows(backend: Backend, run_id: str) -> list[Row]:
-    """One row a ceiling: ceiling-gemm-<dtype> and ceiling-mma-bfloat16 (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp
-    (10^12 a second, as TFLOPS)."""
+    """One row per ceiling of a CUDA backend.
+
+    ceiling-gemm-<dtype> and ceiling-mma-bfloat16 in TFLOPS, ceiling-copy in GB/s (bytes read plus bytes written), ceiling-exp in 10^12
+    exponentials per second, in the column TFLOPS.
+    """
     cupy: Any = backend.xp  # a GPU's array module is CuPy, which has no types
     found = {CEILING + name: each for name, each in (_products(cupy) | _others(cupy)).items()}
     timings = measure({name: _Work(cupy, each.work) for name, each in found.items()}, backend, "warm", POLICY["cuda"])
@@ -129,7 +132,7 @@ def rows(backend: Backend, run_id: str) -> list[Row]:
 
 
 def _products(cupy: Any) -> dict[str, _Ceiling]:
-    """Square matrix products: torch's where it is installed, which has bfloat16, else CuPy's."""
+    """Square matrix products: by torch where it is installed, which has bfloat16, else by CuPy."""
     flops = 2.0 * SIZE**3
     if importlib.util.find_spec("torch"):
         import torch

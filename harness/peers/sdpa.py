@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention: as it chooses on a CPU, and each of its GPU backends, forced and seen to have run."""
+"""PyTorch's scaled_dot_product_attention: its own choice on a CPU, and each of its GPU backends, forced and checked to have run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TORCH = "pip install torch"
 class Sdpa(TorchPeer):
     """One backend of scaled_dot_product_attention. backend is torch's SDPBackend name ("" leaves the choice to torch).
 
-    operator is the one that must have run ("" for math, which is written in others; any for no forced backend). Torch's
-    is_causal is aligned top-left, which is causal_shift 0: any other mask is given as a tensor, or refused.
+    operator: the one that must have run; "" for math, which is composed of others, and for no forced backend. Torch's is_causal is
+    aligned top-left, which is causal_shift 0. Any other mask is passed as a tensor, or refused.
     """
 
     backend: str
@@ -27,7 +27,7 @@ class Sdpa(TorchPeer):
     install: str = TORCH
 
     def attention(self, problem: Problem, device: TorchDevice) -> Attention:
-        """The function, with its mask made."""
+        """The function, with its mask."""
         import torch
 
         mask = None
@@ -40,7 +40,7 @@ class Sdpa(TorchPeer):
         return lambda q, k, v: (run(q, k, v, **options),)
 
     def forced(self) -> contextlib.AbstractContextManager[object]:
-        """Nothing but this backend."""
+        """Only this backend."""
         if not self.backend:
             return contextlib.nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,7 +49,7 @@ class Sdpa(TorchPeer):
         return forced
 
     def ran(self, step: Step, pass_: str) -> str:
-        """The attention operator torch dispatched, or for math its softmax. Raises UsageFault where it is another than forced."""
+        """The attention operator that torch dispatched, or for math its softmax. Raises UsageFault where it is not the forced one."""
         import torch
 
         seen = operators(step)
