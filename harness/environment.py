@@ -13,7 +13,7 @@ from pathlib import Path
 from .files import Json, json_bytes, read_json, write_files
 
 #: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
-PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
+PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
 
 
 def environment(**facts: object) -> Json:

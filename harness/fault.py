@@ -53,3 +53,8 @@ class DiskFault(Fault):
     """The disk is full, the folder is read-only, or another run holds it."""
 
     exit_code = 6
+
+
+def install_extra(name: str) -> str:
+    """The hint that installs an optional dependency group of this package. No index has the package: its source is a path."""
+    return f"pip install '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..array import Bytes
-from ..fault import EnvironmentFault, KernelFault, UsageFault
+from ..fault import EnvironmentFault, KernelFault, UsageFault, install_extra
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
@@ -36,7 +36,7 @@ _REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPE
 def pip_line() -> str:
     """The command that installs the CuPy wheel for this machine's driver."""
     driver = nvml.driver_cuda()
-    return f"pip install 'fa-cli[{'cuda13' if driver and driver[0] >= 13 else 'cuda12'}]'"
+    return install_extra("cuda13" if driver and driver[0] >= 13 else "cuda12")
 
 
 class Cuda(Backend):

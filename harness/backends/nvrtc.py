@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, install_extra
 from ..kernel.kernel import INCLUDE, Kernel, Plan
 from .protocol import CompileError, cache_dir
 
@@ -267,7 +267,7 @@ def _nvrtc() -> _Nvrtc:
     raise EnvironmentFault(
         "NVRTC, NVIDIA's run-time compiler, is not here",
         "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
-        "pip install 'fa-cli[cuda12]' (no GPU or driver is needed to compile)",
+        f"{install_extra('cuda12')} (no GPU or driver is needed to compile)",
     )
 
 

@@ -10,7 +10,7 @@ from ..problem import Problem
 from .on_torch import Attention, Step, TorchDevice, TorchPeer, operators
 
 HALF = ("float16", "bfloat16")
-TORCH = "pip install 'fa-cli[torch]'"
+TORCH = "pip install torch"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ def _profiled(tool: str, program: str, job: Job, report: Path) -> list[tuple[str
     with child.command(partial(run_job, job)) as started:
         to = ["--output" if tool == "nsys" else "--export", str(report)]
         said = _printed([program, *_COLLECT[tool], *names, *to, *started.argv], started.environment)
-        with suppress(child.Ended):  # what the tool said tells why
+        with suppress(child.Ended):  # the tool's own output says why
             started.result()
     text = _printed([program, *_READ[tool], str(made)]) if made.exists() else ""
     if rows := (read_ncu if tool == "ncu" else read_nsys)(text):
