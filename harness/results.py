@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from dataclasses import replace
 from .backends import Backend
 from .check.contender import Contender, PassResult
 from .files import Json
+from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
 from .row import CEILING, SHAPE, TYPES, Row
@@ -85,19 +87,21 @@ def rows_without(
 ) -> list[Row]:
     """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
+    kernels = list(contender.kernels.values())
     message = " ".join(why.split())
     facts: Json = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
     return [
-        Row(**_of_problem(test, contender.name, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
+        Row(**_of_problem(test, contender.name, kernels, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
         for m in modes
     ]
 
 
-def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> Json:
+def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool) -> Json:
     p = problem
+    spec = shlex.quote(kernels[0].spec) if kernels else name
     return {
         "Test": test,
-        "Kernel": kernel,
+        "Kernel": name,
         "Type": TYPES[mode],
         "Batch": p.batch,
         "Heads": p.heads_q,
@@ -108,7 +112,7 @@ def _of_problem(test: str, kernel: str, mode: str, problem: Problem, determinist
         "dtype": p.dtype,
         "causal": p.causal,
         "scale": p.scale,
-        "repro": _repro(kernel, mode, p, deterministic),
+        "repro": _repro(spec, mode, p, deterministic),
     }
 
 
@@ -134,7 +138,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
 
     of_tensors: Json = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
     row = Row(
-        **_of_problem(test, result.compute, mode, problem, result.deterministic),
+        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
         MaxError=worst.max_abs,
         MeanError=worst.mean_abs,
@@ -176,12 +180,12 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+def _repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
     """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
     p = problem
     if p.causal_shift != p.default_shift:
         return None
-    words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
+    words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic

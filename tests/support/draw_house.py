@@ -30,10 +30,10 @@ PLACES: dict[str, Place] = {
     "kernel": (6, 4.3, 6.2, "header, plan"),
     "row": (6, 6.4, 8.0, "results.csv"),
     "environment": (6, 8.2, 10.0, "env.json"),
-    "problem": (7.2, 1.9, 4.6, "shapes, mask, FLOPs, bytes"),
-    "files": (7.2, 6.6, 10.0, "atomic writes, exact reads"),
-    "array": (7.2, 4.8, 6.4, "types of tensors"),
-    "fault": (8.2, 2.9, 7.1, "what, why, hint, exit code"),
+    "problem": (7.2, 1.9, 4.9, "shapes, mask, FLOPs, bytes"),
+    "files": (7.2, 5.2, 9.4, "atomic writes, exact reads"),
+    "fault": (8.2, 1.9, 6.1, "what, why, hint, exit code"),
+    "array": (8.2, 6.5, 9.4, "types of tensors"),
 }
 
 #: The path of a .cu file: the room, the function, what it does and makes.
