@@ -79,6 +79,9 @@ CEILING = "ceiling-"
 #: The column Type of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 
+#: The last column of the oldest files that are read. Columns that came after it may be missing, from the last one back.
+_OLDEST = "MaxError_dV"
+
 _TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_type_hints(Row).items()}
 
 
@@ -119,19 +122,23 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file written by :func:`append_row`. Raises DataFault naming file and line where it is not one."""
+    """The rows of a CSV file written by :func:`append_row`, also by a version that had fewer columns: those are None.
+
+    Raises DataFault naming file and line where it is not one.
+    """
     hint = "fa-cli experiment writes such a file"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFault(f"{path} cannot be read", getattr(error, "strerror", None) or str(error), hint) from None
     lines = csv.reader(io.StringIO(text, newline=""))
-    if next(lines, None) != columns():
+    header = next(lines, [])
+    if _OLDEST not in header or header != columns()[: len(header)]:
         raise DataFault(f"{path} is not a results file of this version", "its first line is not the header", hint)
     rows = []
     for cells in lines:
         try:
-            rows.append(Row(**{name: _value(name, cell) for name, cell in zip(columns(), cells, strict=True)}))
+            rows.append(Row(**{name: _value(name, cell) for name, cell in zip(header, cells, strict=True)}))
         except (ValueError, KeyError) as error:
             raise DataFault(f"{path}:{lines.line_num}: not a row of results", str(error), hint) from None
     return rows

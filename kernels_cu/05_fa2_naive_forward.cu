@@ -10,7 +10,7 @@
 // deterministic = true
 // [tile]
 // WARPS = 4
-// BLOCK_Q = 32                     # queries of a tile, as many for each warp
+// BLOCK_Q = 32                     # queries of a tile, divided equally among the warps
 // BLOCK_K = "64 if HEAD_DIM == 64 else 32"  # keys of a tile
 // [[launch]]
 // entry = "forward"
@@ -19,8 +19,8 @@
 // shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + BLOCK_K * (2 * HEAD_DIM + 1))"
 // ///
 //
-// Step 05, read against step 04, and beside step 03. FlashAttention-2's forward pass (Dao 2023, arXiv 2307.08691, Algorithm 1): the
-// loops are exchanged. Tiles, products and warps of 8 rows are those of step 03.
+// Step 05, read against step 04; the tiles, products and warps of 8 rows are step 03's. FlashAttention-2's forward pass (Dao 2023, arXiv
+// 2307.08691, Algorithm 1): the loops are exchanged.
 //
 //     FlashAttention-1, steps 03 and 04      FlashAttention-2, here
 //     for each K/V tile                      each block: one Q tile, resident
@@ -32,8 +32,8 @@
 // Three things follow from the exchange.
 //   1. The state of a row belongs to one block from the first key to the last, so it never leaves the registers. Global memory sees
 //      Q once and O once; K and V are read again by every Q tile, but from the L2 cache, where a head's K and V fit.
-//   2. Blocks no longer share O, so a head can have as many blocks as it has Q tiles. Two sequences of 512 tokens with eight heads
-//      are 16 blocks in step 03 and 256 here, on a GPU of a hundred multiprocessors and more.
+//   2. Blocks no longer share O, so a head can have as many blocks as it has Q tiles. Batch 2, 8 heads, 512 queries: 16 blocks in
+//      step 03, 2 * 8 * 512 / 32 = 256 here, for the 132 multiprocessors of an H200.
 //   3. O need not be normalised after every tile. It stays the sum of exp(score - m) * V, is rescaled only when the row maximum
 //      grows, and is divided by the row sum once, in the epilogue.
 //
@@ -45,9 +45,9 @@
 // The terms of one tile are summed by themselves and then added to o (fa::add_tile): one float32 sum over all keys, of which there
 // may be thousands, would have an error several times as large as that of a sum of sums.
 //
-// What remains: tiles are loaded one float a thread with no computation behind the loads; a lane loads 8 + 2 elements from shared
-// memory for 16 multiply-adds (at head dim 64); the masked half of a causal tile is computed and discarded. Steps 06 and 07 take
-// these up.
+// What remains: each thread loads one float at a time, and nothing is computed while the loads are in flight; a lane loads 8 + 2
+// elements from shared memory for 16 multiply-adds (at head dim 64); the masked half of a causal tile is computed and discarded.
+// Steps 06 and 07 take these up.
 #include <fa/row.cuh>
 
 constexpr int LANES = 32, ROWS = BLOCK_Q / WARPS, THREADS = WARPS * LANES;    // a warp shares ROWS queries of the tile

@@ -24,15 +24,16 @@
 // ///
 //
 // Step 13, read against step 12. Q in registers. In step 12 a third of each warp's shared-memory reads fetch the same 32 x 128 elements of
-// Q again for every 32 keys. A tile then costs 192 cycles of shared-memory bandwidth against about 200 of mma: neither pipe is saturated,
-// and each waits for the other in turn. Three changes follow from moving Q:
+// Q again for every 32 keys. The work of a warp on 32 keys takes 192 cycles of the multiprocessor's shared memory and about 200 of its
+// tensor cores: neither pipe is saturated, and each waits for the other in turn. Moving Q brings three gains:
 //
 //   1. Q is loaded once, as fragments, into registers: 64 of them at head dim 128. Shared memory now needs 128 cycles.
 //   2. The shared memory of Q is reused for K and V, so BLOCK_K doubles to 64: half the barriers per key, and half as many waits for
 //      global memory. (FlashAttention-2's work partition makes it possible: warps divide the queries among them, not the keys, so no warp
 //      reads another's Q.)
 //   3. In the epilogue the same memory is free again. O goes through it, so that neighbouring lanes store 16 bytes each, whole lines of
-//      global memory. Directly from the fragments a warp's store was 8 rows of 16 bytes, half of each 32-byte sector.
+//      global memory. Stored directly from the fragments, as in step 12, each store of a warp writes 16 bytes in each of 8 rows: half
+//      a sector.
 //
 // The price is register pressure. At head dim 128 O and Q of 32 queries take 192 of the 255 registers of a thread, and S of 64 keys would
 // be another 64: it would not fit, and what does not fit is spilled to local memory. So the main loop divides a tile into softmax steps of
@@ -40,12 +41,12 @@
 // and under the causal mask, steps in which every key is masked are skipped.
 //
 // Lazy rescaling makes the short steps affordable. With four times as many steps the online softmax would rescale O four times as often:
-// 128 multiplications for 64 products on the tensor cores, all dependent on a row maximum that takes two shuffles. That cost more than the
-// three changes gained: 264 TFLOP/s after step 12's 287 (B4 H16 S4096 D128). But the softmax is correct for any reference value, not only
-// the row maximum, as long as exp does not overflow, because row sum and O are made of the same P. The reference stays what it was until
-// some score of the warp exceeds it by a factor of more than 2^8 in P; only then row maximum, row sum and O are updated as before. With
-// ordinary data that happens in the first steps and hardly ever again, and one vote is left of it in the main loop. P is at most 256 then,
-// which 16-bit types hold with the same relative precision as 1. (FlashAttention-4 does this.)
+// 128 multiplications a thread for 64 mma instructions a warp, all dependent on a row maximum that takes two shuffles. That cost more than
+// the three gains: 264 TFLOP/s where step 12 had 287, when this was tried in earlier forms of both (B4 H16 S4096 D128). But the softmax is
+// correct whatever value is subtracted from the scores, not only for the row maximum, as long as exp does not overflow, because row sum
+// and O are made of the same P. The value stays what it was until some P of the warp would exceed 2^8; only then row maximum, row sum and
+// O are updated as before. With ordinary data that happens in the first steps and hardly ever again: then a step costs one `__any_sync`
+// instead. P is at most 256, which 16-bit types hold with the same relative precision as 1. (FlashAttention-4 does this.)
 //
 // The limit that remains: the tensor cores idle while a tile is copied, unless the other block on the multiprocessor multiplies meanwhile.
 #include <fa/epilogue.cuh>
@@ -79,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     QCopy::copy_sync(q_smem, fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), q_end - q_first,
                      args.scale == 0 ? 0 : args.head_dim, args.scale < 0 ? fa::sign_bits<scalar> : 0);
     fa::OperandA<HEAD_DIM, M, true> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
+    // of_a for V too: with .trans a lane reads V as two B operands
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
 
     float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum

@@ -48,10 +48,8 @@ def read(folder: Path) -> tuple[list[Row], Json]:
 def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
     """Draw every figure that rows (or those of a folder) have values for, as 300 dpi PNG files; returns their paths.
 
-    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; FIGURE is kernel_comparison, and where shapes
-    differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, where ceilings were measured roofline, and where many
-    steps of the ladder have one shape ladder (without a `name` of ladder before it).
-    CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
+    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. A `name` of
+    ladder is not repeated before the figure ladder. CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
     """
     if isinstance(source, Path):
         rows, found = read(source)

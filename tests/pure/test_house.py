@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 from rooms import INNER, MODULES, ROOMS, ROOT, imports, ours, room
@@ -176,11 +177,14 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
 
 
 def test_editable_install_is_live() -> None:
-    """Where fa-cli is installed in editable form, its files are these files, and an edit needs no new install."""
+    """Where this checkout is installed in editable form, fa_cli's files are these files, and an edit needs no new install."""
     code = "import fa_cli.cli, fa_cli.harness.problem as p; print(fa_cli.cli.__file__); print(p.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("fa-cli is not installed in this environment")
+    found = Path(done.stdout.split()[0])
+    if found.parent != ROOT and (found.parent / "pyproject.toml").is_file():
+        pytest.skip(f"the checkout installed in this environment is another one: {found.parent}")
     assert done.stdout.split() == [str(ROOT / "cli.py"), str(ROOT / "harness" / "problem.py")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -347,18 +348,25 @@ def test_frame_has_a_column_a_field() -> None:
     assert frame.loc[0, "KernelTime_ms"] == 1.0 and list(frame.columns[:3]) == ["Test", "Kernel", "Type"]
 
 
-def test_every_figure_has_a_function() -> None:
-    """Each returns None for a view that has nothing for it."""
+#: The functions of figures.py that draw a View.
+OF_A_VIEW = {
+    n: f for n, f in inspect.getmembers(figures, inspect.isfunction) if list(inspect.signature(f).parameters) == ["view", "title", "footer"]
+}
+
+
+def test_a_view_with_nothing_to_draw_is_no_figure() -> None:
+    """Each function returns None for it."""
     (view,) = views([row("fa2", "S128", None, MaxError_O=None)])
-    functions = (
-        figures.kernel_comparison,
-        figures.seqlen_analysis,
-        figures.latency_scaling,
-        figures.memory,
-        figures.roofline,
-        figures.error_vs_s,
-    )
-    assert all(function(view, "t", "f") is None for function in functions)
+    assert all(function(view, "t", "f") is None for function in OF_A_VIEW.values())
+
+
+def test_every_figure_is_in_the_table_of_plots(drawn: dict[str, plt.Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has values for all of them draws what plots/README.md lists, and nothing else."""
+    for name in OF_A_VIEW:
+        monkeypatch.setattr(figures, name, lambda *_: plt.figure())
+    report.draw(lengths("naive", "tiled", "flash_naive", "fa1", "flash_2d", "fa2_naive", "fa2"), tmp_path)
+    table = re.findall(r"(?m)^\| `(\w+)` \|", (ROOT / "plots" / "README.md").read_text())
+    assert sorted(path.removesuffix(".png") for path in drawn) == sorted(table)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")

@@ -10,7 +10,8 @@ from rows import plain
 
 from harness import results
 from harness.check.budget import Verdict
-from harness.check.contender import Contender
+from harness.check.contender import PEER_BUDGETS, Contender, PassResult
+from harness.kernel.kernel import Kernel, find
 from harness.measure.sampling import Timing
 from harness.problem import Problem
 
@@ -104,6 +105,19 @@ def test_a_failed_check_has_no_speed() -> None:
     for each in rows:
         assert each.Status == "FAIL" and "why at a place" in (each.ErrorMessage or "")
         assert each.KernelTime_ms is each.TFLOPS is each.Bandwidth_GBps is each.p20_ms is each.n_samples is None
+
+
+def test_a_multiple_of_the_budget_is_for_peers_only() -> None:
+    """A kernel passes where each verdict does, whatever the verdict is of: an error that is small does not make up for it."""
+
+    def one(error: float, passed: bool, chosen: Kernel | None) -> PassResult:
+        verdict = Verdict("O", error, error, error, error, 1.0, passed, (0,), 1.0, 1.0, "a place", "" if passed else "not its error")
+        timed: Any = None
+        return PassResult("fa2", {}, {"O": verdict}, timed, None, chosen)
+
+    fa2 = find("fa2", "forward")
+    assert [one(0.5, True, fa2).passed, one(0.5, False, fa2).passed, one(2.0, False, fa2).passed] == [True, False, False]
+    assert [one(e * PEER_BUDGETS, False, None).passed for e in (0.5, 1.0, 1.01, float("nan"))] == [True, True, False, False]
 
 
 def test_rows_without_a_result() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rows import plain
 
+from harness import row
 from harness.fault import DataFault, DiskFault
-from harness.row import append_row, columns, read_rows
+from harness.row import Row, append_row, columns, read_rows
 
 #: Typed out here on purpose: the contract, which users' scripts rely on.
 CONTRACT = (
@@ -87,6 +89,31 @@ def test_other_files_are_refused(tmp_path: Path, old: str, new: str, word: str) 
     assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
     with pytest.raises(DataFault, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
+
+
+def test_a_file_from_before_a_column_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A committed run outlives a new column, which is None there; nothing is appended to it. Fewer columns than the first ones: refused."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Longer(Row):
+        later: int | None = None
+
+    path, longer = tmp_path / "old.csv", tmp_path / "new.csv"
+    append_row(path, plain(MaxError_dV=0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.row.Row", Longer)
+        patch.setitem(row._TYPES, "later", (int, type(None)))
+        (old,) = read_rows(path)
+        assert isinstance(old, Longer) and old.later is None and old.MaxError_dV == 0.5
+        with pytest.raises(DataFault, match="not a results file"):
+            append_row(path, old)
+        append_row(longer, Longer(**vars(old) | {"later": 7}))
+        assert [r.later for r in read_rows(longer)] == [7]  # type: ignore[attr-defined]
+    with pytest.raises(DataFault, match="not a results file"):
+        read_rows(longer)  # of a later version
+    path.write_text("".join(line.rsplit(",", 1)[0] + "\n" for line in path.read_text().splitlines()))
+    with pytest.raises(DataFault, match="first line is not the header"):
+        read_rows(path)
 
 
 def test_append_to_another_file(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ STEPS = (
     ("measure", "measure.sampling.measure", "only what passed, in turns: Timing"),
     ("verbs", "results.rows_of", "experiment: a line a timing: Row"),
     ("row", "row.append_row", "experiment: results.csv"),
-    ("report", "report.draw", "experiment: figures, summary.md"),
+    ("report", "report.redraw", "experiment: figures, summary.md"),
     ("terminal", "terminal.show.results", "table or JSON, exit code"),
 )
 LANES = (*(room for room in ROOMS if room in {step[0] for step in STEPS}), "kernels_cu")
@@ -98,7 +98,7 @@ def _rooms(axis: Any) -> None:
     axis.set(xlim=(-0.05, 10.05), ylim=(8.2 * gap + high + 0.08, -0.5))
     axis.set_title("The rooms of harness: an arrow is an import, and runs only down", loc="left", fontsize=10.5, fontweight="bold")
     axis.text(0, -0.22, "What a chain of arrows implies is left out, so most rooms import more than is drawn", color=SOFT, va="center")
-    axis.text(10, -0.22, "numbers: the steps below", color=PATH, va="center", ha="right")
+    axis.text(10, -0.22, "numbers: the path in the lower half", color=PATH, va="center", ha="right")
     for name, (floor, left, right, words) in PLACES.items():
         top = floor * gap
         axis.add_patch(_rectangle(left, top, right - left, high))

@@ -23,7 +23,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[M][N][4], const Args& arg
 }
 
 template <int M> struct Softmax {
-    float row_max[M][2];  // the reference value of P = exp(scale * (S - row_max)). Finite from the start, so that no difference is NaN
+    float row_max[M][2];  // subtracted in P = exp(scale * (S - row_max)). Finite from the start, so that no difference is NaN
     float row_sum[M][2];  // of P over this lane's keys only, until finish() reduces it across the quad
 
     __device__ __forceinline__ Softmax() {
@@ -90,7 +90,7 @@ template <int M> struct Softmax {
 
     // Lazy rescaling: the same, but row_max is raised only where some score of the warp exceeds it by more than `slack` powers of two.
     // P is then at most 2^slack, which 16-bit types hold with the same relative precision, and the division by row_sum makes up for the
-    // common factor. In most tiles one vote replaces the shuffles and the multiplications of O. (FlashAttention-4 does so.)
+    // common factor. In most tiles one __any_sync replaces the shuffles and the multiplications of O. (FlashAttention-4 does so.)
     template <int N, int C>
     __device__ __forceinline__ void step_lazily(float (&s)[M][N][4], float (&out)[M][C][4], float scale_log2e, float slack) {
         float tile_max[M][2];
