@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness import backends
-from harness.backends import CompileError
+from harness.backends import CompileError, launch
 from harness.backends.host import backend as host
 from harness.backends.host.backend import Host
 from harness.check.contender import run_kernel
@@ -225,6 +225,7 @@ def test_two_processes_may_build_at_once(empty_cache: Path, tmp_path: Path) -> N
 
 def test_hundreds_of_loads_in_one_process(tmp_path: Path) -> None:
     """300 different libraries, each run: no more than 64 stay open, so memory mappings do not grow with them."""
+    launch._kept.cache_clear()  # launchers that other tests left hold libraries open
     chosen, problem, backend = own(tmp_path), Problem.of(1, 1, 8, 64), Host()
     loaded = backend.load(chosen, problem)
     x = np.ones(problem.shape("Q"), np.float32)

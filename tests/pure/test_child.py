@@ -21,6 +21,8 @@ from harness.backends import CompileError, ContextLost
 from harness.fault import DataFault, Fault, KernelFault
 from harness.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")  # a child is ended by a SIGINT of its own
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: Stands for a profiler: a program between parent and child, which a signal to it does not pass on.
 LAUNCHER = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)")
