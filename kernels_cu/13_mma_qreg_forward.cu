@@ -45,8 +45,8 @@
 // the three gains: 264 TFLOP/s where step 12 had 287, when this was tried in earlier forms of both (B4 H16 S4096 D128). But the softmax is
 // correct whatever value is subtracted from the scores, not only for the row maximum, as long as exp does not overflow, because row sum
 // and O are made of the same P. The value stays what it was until some P of the warp would exceed 2^8; only then row maximum, row sum and
-// O are updated as before. With ordinary data that happens in the first steps and hardly ever again: then a step costs one `__any_sync`
-// instead. P is at most 256, which 16-bit types hold with the same relative precision as 1. (FlashAttention-4 does this.)
+// O are updated as before. With ordinary data that happens in the first steps and hardly ever again. Every other step costs one
+// `__any_sync` instead. P is at most 256, which 16-bit types hold with the same relative precision as 1. (FlashAttention-4 does this.)
 //
 // The limit that remains: the tensor cores idle while a tile is copied, unless the other block on the multiprocessor multiplies meanwhile.
 #include <fa/epilogue.cuh>
