@@ -27,12 +27,13 @@ def choose(
     *,
     deterministic: bool = False,
     tiles: Mapping[str, int] | None = None,
+    tf32: bool = True,
 ) -> tuple[list[Contender], list[str]]:
     """The contenders of some specs, those of a range once, and a sentence for what a reader should know of the choice.
 
     A range means those that can: that have the passes and take one of the problems (if any are given) in the form asked for; the
-    rest is told. `auto` needs a problem and a device. Raises UsageFault for a name that is nobody's, a range without a kernel
-    that can, and NoSuchPass for a kernel that lacks a pass.
+    rest is told. `auto` needs a problem and a device; without tf32 it takes no kernel that rounds float32 to it. Raises UsageFault
+    for a name that is nobody's, a range without a kernel that can, and NoSuchPass for a kernel that lacks a pass.
     """
     found: list[Contender] = []
     notes: list[str] = []
@@ -40,7 +41,7 @@ def choose(
         if ends := _RANGE.fullmatch(spec):
             names, some = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
         elif spec == AUTO:
-            names, some = _auto(passes, problems, device, deterministic)
+            names, some = _auto(passes, problems, device, deterministic, tf32)
         else:  # what is named twice is there twice: a kernel beside itself shows the noise
             found.append(contender(spec, passes, deterministic=deterministic, tiles=tiles))
             continue
@@ -111,7 +112,9 @@ def _range(
     return able, [f"{spec} without {name}: {reason}" for name, reason in why.items() if reason]
 
 
-def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
+def _auto(
+    passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool, tf32: bool
+) -> tuple[list[str], list[str]]:
     """The highest step that takes a problem on the device, for each of the problems."""
     if device is None or not problems:
         raise UsageFault("auto needs a problem", "which kernel is the highest step depends on it", "name a kernel: fa-cli list")
@@ -119,7 +122,7 @@ def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | N
     ladder = sorted(numbers, key=lambda name: -numbers[name])
     found: dict[str, str] = {}
     for problem in problems:
-        name = next((name for name in ladder if not _cannot(name, passes, (problem,), deterministic, device)), None)
+        name = next((name for name in ladder if not _cannot(name, passes, (problem,), deterministic, device, tf32)), None)
         if name is None:
             why = f"each of them refuses {problem.describe()} {' and '.join(passes)}"
             raise UsageFault(f"no kernel of the ladder takes this on {device.name}", why, "fa-cli list shows what each takes")
@@ -127,7 +130,14 @@ def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | N
     return list(found), list(found.values())
 
 
-def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool, device: Device | None = None) -> str:
+def _cannot(
+    name: str,
+    passes: Sequence[str],
+    problems: Sequence[Problem],
+    deterministic: bool,
+    device: Device | None = None,
+    tf32: bool = True,
+) -> str:
     """Why a kernel cannot do the passes of any of the problems (on a device, if one is given); empty where it can."""
     try:
         kernels = [find(name, pass_, deterministic) for pass_ in passes]
@@ -138,6 +148,8 @@ def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deter
         try:
             for each in kernels:
                 each.refuse(problem)
+                if not tf32 and each.arithmetic_for(problem.dtype) == "tf32":
+                    raise UsageFault(f"{each.label} rounds {problem.dtype} to tf32")
                 if device is not None:
                     if device.kind == "cuda" and not each.runs_on(device.arch, problem.dtype):
                         raise UsageFault(f"{each.label} does not run on {device.arch}")
