@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.backends.host.backend import compiler
 from harness.check.oracle import Oracle
 from harness.dataset.storage import STORAGE
-from harness.fault import EnvironmentFault
 from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
@@ -24,22 +22,6 @@ from harness.torch_op import attention  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-
-
-def devices() -> list[str]:
-    """cpu where there is a C++ compiler, and each GPU that torch sees, two at most."""
-    found = [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))]
-    try:
-        compiler()
-    except EnvironmentFault:
-        return found
-    return ["cpu", *found]
-
-
-@pytest.fixture(params=devices())
-def device(request: pytest.FixtureRequest) -> Any:
-    """Each device in turn."""
-    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)
