@@ -18,7 +18,7 @@ from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
 from harness import torch_op  # noqa: E402
-from harness.torch_op import attention  # noqa: E402
+from harness.torch_op import attention, call, operator  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
@@ -27,7 +27,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """What is said once is said once a test."""
-    torch_op._said.clear()
+    call._said.clear()
     yield
 
 
@@ -94,10 +94,10 @@ def test_opcheck(device: Any, shape: tuple[int, ...], strided: bool) -> None:
         q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, do))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     options = (True, None, "naive", True, None)
-    results = torch.library.opcheck(torch_op._FORWARD, (*leaves, *options, True))
+    results = torch.library.opcheck(operator._FORWARD, (*leaves, *options, True))
     o, lse = attention(q, k, v, causal=True, kernel="naive", return_lse=True)
     detached = [t.detach() for t in (do, q, k, v, o, lse)]
-    results |= torch.library.opcheck(torch_op._BACKWARD, (*detached, *options))
+    results |= torch.library.opcheck(operator._BACKWARD, (*detached, *options))
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
 
 
@@ -135,8 +135,8 @@ def test_strides(device: Any, kernel: str, layout: str, copied: bool, monkeypatc
     for each in (*inputs[:3], *plain[:3]):
         each.requires_grad_()
     copies: list[Any] = []
-    rows_like = torch_op._Ready.rows_like
-    monkeypatch.setattr(torch_op._Ready, "rows_like", lambda self, t: copies.append(t) or rows_like(self, t))
+    rows_like = call.Ready.rows_like
+    monkeypatch.setattr(call.Ready, "rows_like", lambda self, t: copies.append(t) or rows_like(self, t))
     found, expected = both(kernel, problem, inputs), both(kernel, problem, plain)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert len(copies) == (7 if copied else 0)  # Q, K, V forward and, with dO, backward
@@ -148,8 +148,8 @@ def test_rows_that_end_where_their_memory_ends(device: Any) -> None:
     q = room.view(1, 2, 5, 64)[..., :59]
     short = torch.randn(2 * 5 * 64 - 5, device=device).as_strided((1, 2, 5, 59), (640, 320, 64, 1))
     attention(q, q, q, kernel="naive")
-    ready = torch_op._ready("forward", "naive", (), q.device, q.dtype, q.shape, q.shape, False, None, None, True, False)
-    assert ready.view(q) is not None and ready.view(short) is None
+    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False)
+    assert ready is not None and ready.view(q) is not None and ready.view(short) is None
     assert torch.equal(attention(q, short, q, kernel="naive"), attention(q, short.contiguous(), q, kernel="naive"))
 
 
@@ -255,7 +255,7 @@ def test_the_package_gives_the_operator() -> None:
         "print(attention.__module__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "fa_cli.harness.torch_op"
+    assert done.stdout.strip() == "fa_cli.harness.torch_op.operator"
 
 
 def test_numpy_is_not_needed_for_the_numbers() -> None:

@@ -13,14 +13,13 @@ torch = pytest.importorskip("torch")
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from harness import torch_op  # noqa: E402
-from harness.torch_op import attention, sdpa  # noqa: E402
+from harness.torch_op import attention, call, operator, sdpa  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """What is said once is said once a test."""
-    torch_op._said.clear()
+    call._said.clear()
     yield
 
 
@@ -132,10 +131,10 @@ def test_backward_is_deterministic(device: Any) -> None:
     q, k, v = tensors(device, problem, grad=True, dtype=torch.bfloat16)
     grads = [torch.autograd.grad(attention(q, k, v, deterministic=form).sum(), q)[0] for form in (True, True, False)]
     assert torch.equal(grads[0], grads[1]) and torch.allclose(grads[0].float(), grads[2].float(), atol=0.05)
-    torch_op._ready.cache_clear()
+    call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
-    key = ("backward", "mma_qreg_async", (), q.device, q.dtype, q.shape, k.shape, False, None, None, True, True)
-    assert torch_op._ready(*key).launch.loaded.kernel.deterministic and torch_op._ready.cache_info().hits == 1
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v), False, None, None, True, True)
+    assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
 
 
 SDPA = [
@@ -181,7 +180,7 @@ def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
     with pytest.warns(UserWarning, match="dropout"):
         sdpa(q, k, v, dropout_p=0.5)
     with pytest.warns(UserWarning, match="shapes"), pytest.raises(RuntimeError):
-        torch_op._said.clear()
+        call._said.clear()
         sdpa(q, k[..., :4], v)
 
 
@@ -207,7 +206,7 @@ def gpu(device: Any) -> Any:
 def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     """A call on any GPU leaves torch's current device and stream as they were; tensors of the last GPU work from the first."""
     before = torch.cuda.current_device(), torch.cuda.current_stream()
-    torch_op._backend.cache_clear()
+    call._backend.cache_clear()
     q, k, v = tensors(gpu, (1, 2, 70, 64), grad=True)
     o = attention(q, k, v)
     o.sum().backward()
