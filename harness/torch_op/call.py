@@ -58,6 +58,8 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
             raise NoSuchPass(fault.what, fault.why, hint) from None
         if found.peer:
             raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+        for kernel in found.kernels.values():  # a backward pass that cannot is told before the forward pass has run
+            kernel.plan(problem, device)
         return found.kernels[pass_]
     found = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 64, 64, dtype=problem.dtype), device, deterministic)
@@ -160,8 +162,8 @@ def ready(
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices on; None where a tensor is empty and there is nothing to launch.
 
-    stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not belong together,
-    UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
+    stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not
+    belong together, UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
     """
     _check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
