@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib.util
 import sys
@@ -41,7 +40,7 @@ def test_speed_of_each(device: Any, train: Any) -> None:
 
 def test_the_figure_is_drawn_of_the_record(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed losses are those of both, and are drawn."""
-    assert {"step", "torch", "fa_cli"} == set(next(csv.reader((train.HERE / "loss_cpu.csv").open())))
+    assert (train.HERE / "loss_cpu.csv").read_text().startswith("step,torch,fa_cli\n")
     (tmp_path / "plots").mkdir()
     monkeypatch.setattr(train, "ROOT", tmp_path)
     train.draw("_cpu")
