@@ -207,18 +207,23 @@ def draw(end: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = list(csv.DictReader((HERE / f"loss{end}.csv").open(encoding="utf-8")))
+    with (HERE / f"loss{end}.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     env = read_env(HERE / f"env{end}.json")
     steps, theirs, ours = ([float(row[name]) for row in rows] for name in ("step", "torch", "fa_cli"))
     figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 4.8), height_ratios=(3, 1), sharex=True, layout="constrained")
-    above.plot(steps, theirs, color="0.15", linewidth=1.6, linestyle=(0, (4, 1.2)), label="torch's scaled_dot_product_attention")
-    above.plot(steps, ours, color="#0173b2", linewidth=0.9, label="fa_cli's sdpa in its place")
+    many = max(1, len(steps) // 60)
+    means = [[statistics.fmean(losses[max(0, i - many) : i + 1]) for i in range(len(steps))] for losses in (theirs, ours)]
+    above.plot(steps, theirs, color="0.85", linewidth=0.5)
+    above.plot(steps, means[0], color="0.55", linewidth=3.5, label=f"torch's scaled_dot_product_attention, mean of {many} steps")
+    above.plot(steps, means[1], color="#0173b2", linewidth=1.2, label="fa_cli's sdpa in its place")
     above.set(ylabel="loss (nats a character)", title=f"A character GPT on this repository's text\n{env['device_name']}, {env['model']}")
     above.legend(frameon=False)
     below.plot(steps, [b - a for a, b in zip(theirs, ours, strict=True)], color="#0173b2", linewidth=0.7)
     below.set(ylabel="difference", xlabel="training step")
     figure.supxlabel(f"commit {(env['git_commit'] or '')[:10]}", fontsize=6, x=0.99, ha="right")
     figure.savefig(ROOT / "plots" / f"training_loss{end}.png", dpi=200)
+    plt.close(figure)
 
 
 @click.command()

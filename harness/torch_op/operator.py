@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .. import choose
 from ..fault import DataFault, Fault, UsageFault
@@ -34,14 +35,17 @@ def attention(
     kernel: a name, number or alias of the ladder, the path of a .cu file, or "auto", the highest step that takes the case (both passes
     where a gradient is wanted; float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
-    not looked for. Gradients flow to q, k and v, once, and not through logsumexp. Under autocast the inputs are cast as torch's are.
+    not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are cast as torch's are.
 
     Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
     """
     if causal_shift is not None and not causal:
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
-    if torch.is_autocast_enabled(q.device.type):
-        lower = torch.get_autocast_dtype(q.device.type)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
+        raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     o, lse = _FORWARD_OP(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)

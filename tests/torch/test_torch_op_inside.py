@@ -115,14 +115,34 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
         assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
 
 
-def test_no_gradient_of_the_gradient_or_of_logsumexp(device: Any) -> None:
-    """The second derivative is an error, never zero; logsumexp is a constant."""
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of its own internals
+def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
+    """The second derivative, forward mode and torch.func.grad are errors, never zero; logsumexp is a constant."""
     q, k, v = tensors(device, grad=True)
     o, lse = attention(q, k, v, return_lse=True)
     assert not lse.requires_grad
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dq.sum().backward()
+    still = [t.detach() for t in (q, k, v)]
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(attention, tuple(still), tuple(still))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
+
+
+def test_meta_tensors_and_export() -> None:
+    """Shapes without numbers, as tracing has them; torch.export keeps the operator in its graph."""
+    q, k, v = tensors("cpu")
+    assert attention(*(t.to("meta") for t in (q, k, v))).shape == q.shape
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return sdpa(q, k, v, is_causal=True)
+
+    program = torch.export.export(Model(), (q, k, v))
+    assert "fa.forward.default" in program.graph_module.code
+    assert torch.equal(program.module()(q, k, v), sdpa(q, k, v, is_causal=True))
 
 
 def test_backward_is_deterministic(device: Any) -> None:
