@@ -35,7 +35,8 @@ def attention(
     kernel: a name, number or alias of the ladder, the path of a .cu file, or "auto", the highest step that takes the case (both passes
     where a gradient is wanted; float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
-    not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are cast as torch's are.
+    not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are
+    cast as torch's are.
 
     Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
     """
