@@ -14,6 +14,7 @@ import csv
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -155,12 +156,24 @@ def contenders(device: str) -> dict[str, Attend]:
     return {"fa-cli": partial(torch_op.sdpa, deterministic=False), "fa-cli deterministic": torch_op.sdpa, **theirs}
 
 
+def takes(attend: Attend, size: Size, device: str) -> bool:
+    """Whether an attention takes the model's shapes and type: torch's backends refuse by a RuntimeError, with its reasons as warnings."""
+    q = torch.zeros(1, size.heads, size.context, size.head_dim, device=device, dtype=size.lower or torch.float32)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attend(q, q, q, is_causal=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 def speed(size: Size, device: str, turns: int = 9, steps: int = 20) -> list[dict[str, Any]]:
-    """A row for each contender: tokens a second (median, 20th and 80th percentile of the turns) and the peak memory of a step."""
+    """A row for each contender that takes the model: tokens a second (median and percentiles of the turns), a step's peak memory."""
     gpu = device != "cpu"
     wait = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     steps = steps if gpu else 2
-    every = {name: (attend, training(size, device)) for name, attend in contenders(device).items()}
+    every = {name: (attend, training(size, device)) for name, attend in contenders(device).items() if takes(attend, size, device)}
     seconds: dict[str, list[float]] = {name: [] for name in every}
     peaks = dict.fromkeys(every, 0)
     for turn in range(turns + 1):  # the first is not counted: it compiles
