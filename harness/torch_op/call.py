@@ -91,6 +91,7 @@ class Ready:
 
     launch: Launcher
     device: Any
+    index: int | None  # the GPU's, None for the CPU
     outputs: Mapping[str, tuple[int, int, int]]  # the strides of the outputs (logsumexp left out) as torch makes them: contiguous
     scores: tuple[int, int]  # heads and rows of logsumexp
     size: int  # bytes of an element
@@ -124,7 +125,7 @@ class Ready:
             space = (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
             start = space.data_ptr()
             addresses = [start + offset for offset in self.spaces]
-        self.launch(views, addresses, _RAW_STREAM(self.device.index) if self.device.type == "cuda" else None)
+        self.launch(views, addresses, None if self.index is None else _RAW_STREAM(self.index))
         for name, rows_ in padded.items():
             made[name].copy_(rows_)
 
@@ -183,6 +184,7 @@ def ready(
     return Ready(
         launch=made,
         device=devices[0],
+        index=devices[0].index if devices[0].type == "cuda" else None,
         outputs={name: (shape[1] * shape[2] * dim, shape[2] * dim, dim) for name, shape in outputs.items()},
         scores=(heads, seq),
         size=size,
