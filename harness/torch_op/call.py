@@ -50,22 +50,33 @@ def _backend(device: Any) -> backends.Backend:
 def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
     """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
-        try:
-            found = choose.contender(spec, passes, deterministic=deterministic)
-        except NoSuchPass as fault:
-            able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
-            hint = f"for a gradient use one of {', '.join(able)}, which have both passes; without one torch.no_grad()"
-            raise NoSuchPass(fault.what, fault.why, hint) from None
-        if found.peer:
-            raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
-        for kernel in found.kernels.values():  # a backward pass that cannot is told before the forward pass has run
-            kernel.plan(problem, device)
-        return found.kernels[pass_]
+        return _named(spec, passes, problem, device, deterministic)[pass_]
     found = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 64, 64, dtype=problem.dtype), device, deterministic)
     if usual.name != found.name:
         say_once(f"auto takes {found.name}: {_refusal(usual, problem, device)}")
     return found.kernels[pass_]
+
+
+def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
+    """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
+    try:
+        found = choose.contender(spec, passes)
+    except NoSuchPass as fault:
+        able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
+        hint = f"for a gradient use one of {', '.join(able)}, which have both passes; without one torch.no_grad()"
+        raise NoSuchPass(fault.what, fault.why, hint) from None
+    if found.peer:
+        raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    made = {}
+    for pass_, kernel in found.kernels.items():
+        if deterministic and True not in kernel.forms:
+            raise UsageFault(
+                f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
+            )
+        made[pass_] = kernel.made_deterministic() if deterministic else kernel
+        made[pass_].plan(problem, device)
+    return made
 
 
 def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:

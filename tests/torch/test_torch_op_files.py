@@ -69,6 +69,16 @@ def test_plain_parameters_get_contiguous_tensors(device: Any, tmp_path: Path) ->
     assert torch.allclose(attention(*(q.contiguous(),) * 3, kernel=path), expected, atol=1e-6)
 
 
+def test_a_kernel_that_is_not_deterministic_is_asked_for_by_word(device: Any, tmp_path: Path) -> None:
+    """deterministic=True, the default, never runs a kernel whose header says false."""
+    path = write(tmp_path, PLAIN, args='// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim"]\n')
+    path.write_text(path.read_text().replace("deterministic = true", "deterministic = false"))
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(ValueError, match="(?s)no deterministic form.*use deterministic=False"):
+        attention(q, q, q, kernel=path)
+    assert attention(q, q, q, kernel=path, deterministic=False).shape == q.shape
+
+
 @pytest.mark.parametrize("init", ["zero", "zero_once"])
 def test_workspaces_start_as_zero(device: Any, tmp_path: Path, init: str) -> None:
     """Each call has a workspace of its own, zeroed where the header says so: nothing of another call or stream is in it."""
