@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -245,3 +246,13 @@ def test_the_package_gives_the_operator() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "fa_cli.harness.torch_op.operator"
+
+
+def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's cell on the operator, with the checkout's name of the package."""
+    (cell,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.S)
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))  # put back behind the test
+    names: dict[str, Any] = {}
+    exec(cell.replace("from fa_cli ", "from harness.torch_op "), names)
+    assert names["o"].shape == names["q"].grad.shape and torch.nn.functional.scaled_dot_product_attention is names["sdpa"]
