@@ -31,8 +31,8 @@ def choose(
     """The contenders of some specs, those of a range once, and notes: what each range leaves out, what `auto` is.
 
     A range stands for its kernels that have the passes and take one of the problems (if any are given) in the form asked for; a note
-    names the others. `auto` needs a problem and a device. Raises UsageFault for an unknown name and for a range of which no kernel
-    is left, NoSuchPass for a kernel that lacks a pass.
+    names the others. `auto` needs a problem and a device, and never rounds float32 to tf32. Raises UsageFault for an unknown name and
+    for a range of which no kernel is left, NoSuchPass for a kernel that lacks a pass.
     """
     found: list[Contender] = []
     notes: list[str] = []
@@ -129,8 +129,14 @@ def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | N
     return list(found), list(found.values())
 
 
-def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool, device: Device | None = None) -> str:
-    """Why a kernel cannot do the passes of any of the problems (on a device, if one is given); empty where it can."""
+def _cannot(
+    name: str,
+    passes: Sequence[str],
+    problems: Sequence[Problem],
+    deterministic: bool,
+    device: Device | None = None,
+) -> str:
+    """Why a kernel cannot do the passes of any of the problems; empty where it can. With a device, for auto: on it, and not in tf32."""
     try:
         kernels = [find(name, pass_, deterministic) for pass_ in passes]
     except UsageFault as fault:
@@ -141,6 +147,8 @@ def _cannot(name: str, passes: Sequence[str], problems: Sequence[Problem], deter
             for each in kernels:
                 each.refuse(problem)
                 if device is not None:
+                    if each.arithmetic_for(problem.dtype) == "tf32":
+                        raise UsageFault(f"{each.label} rounds {problem.dtype} to tf32")
                     if device.kind == "cuda" and not each.runs_on(device.arch, problem.dtype):
                         raise UsageFault(f"{each.label} does not run on {device.arch}")
                     each.plan(problem, device)

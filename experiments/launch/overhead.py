@@ -1,7 +1,9 @@
 """What enqueuing a pass costs on the host: python experiments/launch/overhead.py > experiments/launch/overhead.txt
 
-A warm call through harness/backends/launch.py, as an operator or a ring makes it, against its parts and an empty kernel. The aim is
-15 us for a kernel of one launch on an H200. --device cpu gives the time to look up and to pack only: there the host is the device.
+A warm call through harness/backends/launch.py, as an operator or a ring makes it, against its parts and an empty kernel; and the
+PyTorch operator against an empty one of the same signature, which allocates the same outputs. The aim on an H200 is 15 us for a kernel
+of one launch, and of the operator 15 us forward and 40 us backward above the empty one. --device cpu gives the time to look up and to
+pack only: there the host is the device.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ CALLS = 4000
 BURST = 100
 
 
-def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> None:
-    """One line: the host microseconds of a call."""
+def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> float:
+    """One line: the host microseconds of a call. Returns their median."""
     found = []
     for i in range(CALLS + BURST):
         began = time.perf_counter_ns()
@@ -45,8 +47,9 @@ def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> None:
         found.append((time.perf_counter_ns() - began) * 1e-3)
         if i % BURST == BURST - 1:
             wait()
-    fifths = statistics.quantiles(found[BURST:], n=5)
-    click.echo(f"{what:58}{statistics.median(found[BURST:]):8.2f}{fifths[0]:8.2f}{fifths[3]:8.2f}")
+    fifths, median = statistics.quantiles(found[BURST:], n=5), statistics.median(found[BURST:])
+    click.echo(f"{what:58}{median:8.2f}{fifths[0]:8.2f}{fifths[3]:8.2f}")
+    return median
 
 
 def kernel(backend: backends.Backend, name: str, dtype: str, pass_: str, wait: Callable[[], Any] | None) -> None:
@@ -93,6 +96,49 @@ def empty(backend: backends.Backend, wait: Callable[[], Any]) -> None:
     sample("  cuLaunchKernel, 448 bytes", lambda: driver(other, 1, 1, 1, 32, 1, 1, 0, stream, at, 0), wait)
 
 
+def empty_operator() -> Callable[..., Any]:
+    """fa::forward's signature and gradient, with nothing in it: outputs are allocated and left as they are."""
+    import torch
+
+    from harness.torch_op import operator
+
+    def gradients(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
+        made = torch.ops.fa_empty.backward.default(do, *ctx.saved_tensors, *ctx.options)
+        return (*made, None, None, None, None, None, None)
+
+    schemas = {op: str(getattr(torch.ops.fa, op).default._schema).partition("(")[2] for op in ("forward", "backward")}
+    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, *t: tuple(x.new_empty(x.shape) for x in t[:3])}
+    made = {op: torch.library.custom_op(f"fa_empty::{op}", bodies[op], mutates_args=(), schema=f"({schemas[op]}") for op in bodies}
+    made["forward"].register_autograd(gradients, setup_context=operator._save)
+    op: Callable[..., Any] = torch.ops.fa_empty.forward.default
+    return op
+
+
+def operator(name: str, dtype: str, index: int) -> None:
+    """The lines of attention() by one kernel, beside the empty operator, without a gradient, with one, and backward."""
+    import torch
+
+    from harness.torch_op import attention
+
+    with torch.cuda.device(index):
+        wait, empty = torch.cuda.synchronize, torch.ops.fa_empty.forward.default
+        q, k, v, do = (torch.randn(1, 1, 128, 64, device="cuda", dtype=getattr(torch, dtype)) for _ in range(4))
+        click.echo(f"the operator: {name} {dtype}")
+        for trains in (False, True):
+            for tensor in (q, k, v):
+                tensor.requires_grad_(trains)
+            how = "forward, inputs want gradients" if trains else "forward"
+            nothing = sample(f"  empty {how}", lambda t=trains: empty(q, k, v, False, None, name, True, None, t), wait)
+            above = sample(f"  attention {how}", lambda: attention(q, k, v, kernel=name), wait) - nothing
+            click.echo(f"{'    above the empty one':58}{above:8.2f}")
+        outputs = (empty(q, k, v, False, None, name, True, None, True)[0], attention(q, k, v, kernel=name))
+        found = [
+            sample(f"  {what} backward", lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), wait)
+            for what, o in zip(("empty", "attention"), outputs, strict=True)
+        ]
+        click.echo(f"{'    above the empty one':58}{found[1] - found[0]:8.2f}")
+
+
 @click.command()
 @click.option("--device", default="auto", help="auto, cuda, cuda:N, or cpu for the packing alone.")
 def main(device: str) -> None:
@@ -105,6 +151,9 @@ def main(device: str) -> None:
         kernel(backend, name, dtype, pass_, wait)
     if wait:
         empty(backend, wait)
+        empty_operator()
+        for name, dtype in (("mma_qreg_async", "bfloat16"), ("fa2", "float32")):
+            operator(name, dtype, int(device.partition(":")[2] or 0))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rooms import INNER, MODULES, ROOMS, ROOT, imports, ours, room
 
-SOURCES = [ROOT / "cli.py", *MODULES.values()]
+SOURCES = [ROOT / "cli.py", ROOT / "__init__.py", *MODULES.values()]
 HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")
 
 
@@ -52,6 +52,16 @@ def test_imports_have_no_circle() -> None:
         ("matplotlib", {"harness/report/ladder.py", "harness/report/style.py", "harness/report/figures.py"}),
         ("click", {"cli.py", "harness/terminal/options.py"}),
         ("rich", {"harness/terminal/printing.py"}),
+        (
+            "torch",
+            {
+                *(f"harness/torch_op/{name}.py" for name in ("call", "operator", "sdpa")),
+                "harness/measure/ceilings.py",
+                "harness/peers/on_torch.py",
+                "harness/peers/sdpa.py",
+                "harness/peers/triton_kernels.py",
+            },
+        ),
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:

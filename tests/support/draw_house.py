@@ -17,7 +17,8 @@ PATH, BOX, LINE, SOFT = "#c8500a", "#f3f3f1", "#8a8a8a", "#5f5f5f"
 #: Floor from the top, left and right edge, and what is in the room.
 PLACES: dict[str, Place] = {
     "terminal": (0, 0.0, 10.0, "options, printing, show, progress, watch; cli.py above it parses"),
-    "verbs": (1, 2.3, 10.0, "run, experiment, verify, tune, compile, compare, doctor; sweep, results"),
+    "verbs": (1, 4.5, 10.0, "run, experiment, verify, tune, compile, compare, doctor; sweep, results"),
+    "torch_op": (1, 2.3, 4.3, "PyTorch operator"),
     "profile": (2, 0.0, 2.1, "ncu, nsys"),
     "choose": (2, 2.3, 6.0, "--compute -> Contender"),
     "report": (2, 6.9, 10.0, "figures, tables, summary"),

@@ -1,0 +1,230 @@
+"""What a call of the operator needs besides its tensors' addresses: the kernel, its launcher, strides and workspaces. Kept by shapes."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from .. import backends, choose
+from ..backends.launch import Launcher, View, launcher
+from ..check.contender import Contender
+from ..fault import UsageFault
+from ..kernel.expression import round_up
+from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, is_path
+from ..problem import DTYPE_BYTES, PASSES, WRITES, Problem
+
+#: torch.cuda.current_stream(index).cuda_stream without the object around it.
+_RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+# -- which kernel -----------------------------------------------------------------------------------------------------
+
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Warn, once in a process."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=3)
+
+
+@cache
+def _backend(device: Any) -> backends.Backend:
+    """The backend of a torch device. Raises UsageFault for another than CPU and CUDA, EnvironmentFault without CuPy or a compiler."""
+    if device.type == "cpu":
+        return backends.pick("cpu")
+    if device.type != "cuda":
+        raise UsageFault(f"no kernel runs on {device.type} tensors", "there are two backends, CUDA and the CPU", "move them to cuda or cpu")
+    with torch.cuda.device(device):  # torch's current device stays what it is
+        return backends.pick(f"cuda:{device.index}")
+
+
+def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
+    """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
+    if spec != choose.AUTO:
+        return _named(spec, passes, problem, device, deterministic)[pass_]
+    found = _auto(passes, problem, device, deterministic)
+    usual = _auto(passes, Problem.of(1, 1, 64, 64, dtype=problem.dtype), device, deterministic)
+    if usual.name != found.name:
+        say_once(f"auto takes {found.name}: {_refusal(usual, problem, device)}")
+    return found.kernels[pass_]
+
+
+def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
+    """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
+    try:
+        found = choose.contender(spec, passes)
+    except NoSuchPass as fault:
+        able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
+        hint = f"for a gradient use one of {', '.join(able)}, which have both passes; without one torch.no_grad()"
+        raise NoSuchPass(fault.what, fault.why, hint) from None
+    if found.peer:
+        raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    made = {}
+    for pass_, kernel in found.kernels.items():
+        if deterministic and True not in kernel.forms:
+            raise UsageFault(
+                f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
+            )
+        made[pass_] = kernel.made_deterministic() if deterministic else kernel
+        made[pass_].plan(problem, device)
+    return made
+
+
+def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
+    return choose.choose([choose.AUTO], passes, [problem], device, deterministic=deterministic)[0][0]
+
+
+def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
+    """Why a contender does not take a problem."""
+    try:
+        for kernel in contender.kernels.values():
+            kernel.plan(problem, device)
+    except UsageFault as fault:
+        return fault.what
+    return ""
+
+
+# -- a call -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A launcher for tensors of certain shapes, and all of a call that does not depend on their addresses."""
+
+    launch: Launcher
+    device: Any
+    index: int | None  # the GPU's, None for the CPU
+    outputs: Mapping[str, tuple[int, int, int]]  # the strides of the outputs (logsumexp left out) as torch makes them: contiguous
+    scores: tuple[int, int]  # heads and rows of logsumexp
+    size: int  # bytes of an element
+    dim: int
+    pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
+    plain: bool  # its tensors must be contiguous
+    room: int  # bytes of all workspaces
+    spaces: tuple[int, ...]  # where each of them starts
+    zeroed: bool  # whether one of them is zeroed by whoever allocates it
+
+    def __call__(self, given: Mapping[str, Any], made: Mapping[str, Any], lse: Any) -> None:
+        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) by name, and logsumexp, contiguous, of either pass."""
+        heads, rows = self.scores
+        views = {"logsumexp": View(lse.data_ptr(), heads * rows, rows, 1)}
+        held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
+        for name, tensor in given.items():
+            view = self.view(tensor)
+            if view is None:
+                held.append(self.rows_like(tensor).copy_(tensor))
+                view = View(held[-1].data_ptr(), *held[-1].stride()[:3])
+            views[name] = view
+        padded = {}
+        for name, tensor in made.items():
+            if self.pitch == self.dim:
+                views[name] = View(tensor.data_ptr(), *self.outputs[name])
+            else:
+                padded[name] = self.rows_like(tensor)
+                views[name] = View(padded[name].data_ptr(), *padded[name].stride()[:3])
+        addresses: list[int] = []
+        if self.room:
+            space = (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
+            start = space.data_ptr()
+            addresses = [start + offset for offset in self.spaces]
+        self.launch(views, addresses, None if self.index is None else _RAW_STREAM(self.index))
+        for name, rows_ in padded.items():
+            made[name].copy_(rows_)
+
+    def view(self, tensor: Any) -> View | None:
+        """Where a tensor is; None where its rows are not as a kernel wants them."""
+        if self.plain:
+            return View(tensor.data_ptr(), *tensor.stride()[:3]) if tensor.is_contiguous() else None
+        address, (batch, head, row, step) = tensor.data_ptr(), tensor.stride()
+        if step != 1 or (address | (batch | head | row) * self.size) & 15:
+            return None
+        if self.pitch != self.dim:  # the last row may end where its memory ends
+            last = sum((count - 1) * stride for count, stride in zip(tensor.shape[:3], (batch, head, row), strict=True))
+            if (tensor.storage_offset() + last + self.pitch) * self.size > tensor.untyped_storage().nbytes():
+                return None
+        return View(address, batch, head, row)
+
+    def rows_like(self, tensor: Any) -> Any:
+        """Memory for a tensor of this shape with rows as a kernel wants them."""
+        return tensor.new_empty((*tensor.shape[:3], self.pitch))[..., : self.dim]
+
+
+@lru_cache(maxsize=1024)
+def ready(
+    pass_: str,
+    spec: str,
+    stamp: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[Any, ...],
+    devices: tuple[Any, ...],
+    causal: bool,
+    scale: float | None,
+    causal_shift: int | None,
+    deterministic: bool,
+    trains: bool,
+) -> Ready | None:
+    """What a call needs, from q's, k's and v's shapes, dtypes and devices on; None where a tensor is empty and there is nothing to launch.
+
+    stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not
+    belong together, UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
+    """
+    _check(shapes, dtypes, devices)
+    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
+    if not all(math.prod(shape) for shape in shapes):
+        return None
+    dtype = str(dtypes[0]).removeprefix("torch.")
+    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
+    backend = _backend(devices[0])
+    passes = PASSES if trains or pass_ == "backward" else ("forward",)
+    made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
+    starts, room = [], 0
+    for space in made.loaded.plan.workspaces:
+        starts.append(room)
+        room += round_up(space.bytes, 256)
+    size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
+    outputs = {name: problem.shape(name) for name in WRITES[pass_] if name != "logsumexp"}
+    return Ready(
+        launch=made,
+        device=devices[0],
+        index=devices[0].index if devices[0].type == "cuda" else None,
+        outputs={name: (shape[1] * shape[2] * dim, shape[2] * dim, dim) for name, shape in outputs.items()},
+        scores=(heads, seq),
+        size=size,
+        dim=dim,
+        pitch=dim if plain else round_up(dim * size, 16) // size,
+        plain=plain,
+        room=room,
+        spaces=tuple(starts),
+        zeroed=any(space.init == "zero_once" for space in made.loaded.plan.workspaces),
+    )
+
+
+def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
+    """Raise ValueError where q, k and v do not belong together."""
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"attention takes (batch, heads, rows, head_dim), not {' and '.join(str(tuple(shape)) for shape in shapes)}")
+    q, k, v = shapes
+    if k != v or q[0] != k[0] or q[3] != k[3]:
+        text = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"q, k and v do not belong together: {text}; v is like k, and has the batch and head_dim of q")
+    if len(set(dtypes)) > 1 or len(set(devices)) > 1:
+        kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
+        raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
+
+
+def edited(spec: str) -> tuple[int, ...]:
+    """When the files of a path were written, so that a kernel that is being written is taken as it is now; nothing for a name."""
+    if not is_path(spec):
+        return ()
+    stem = spec.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
+    files = dict.fromkeys((spec, f"{stem}_forward.cu", f"{stem}_backward.cu"))
+    return tuple(os.stat(file).st_mtime_ns for file in files if os.path.isfile(file))

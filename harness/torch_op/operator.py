@@ -1,0 +1,153 @@
+"""The operators fa::forward and fa::backward, their gradient, and attention(), which calls them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import choose
+from ..fault import DataFault, Fault, UsageFault
+from .call import edited, ready
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kernel: Any = choose.AUTO,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    causal_shift: int | None = None,
+) -> Any:
+    """softmax(scale * q k^T + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
+
+    q: (batch, heads_q, seq_q, head_dim), k and v: (batch, heads_kv, seq_kv, head_dim), of one dtype and device and of any strides;
+    heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
+    j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
+
+    kernel: a name, number or alias of the ladder, the path of a .cu file, or "auto", the highest step that takes the case (both passes
+    where a gradient is wanted; float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
+    deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
+    not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are
+    cast as torch's are.
+
+    Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
+    """
+    if causal_shift is not None and not causal:
+        raise ValueError("causal_shift is a mask's: without causal=True there is none")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
+        raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    o, lse = _FORWARD_OP(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
+    return (o, lse) if return_lse else o
+
+
+#: The names of the kernels' first home as a torch extension.
+attention_naive = partial(attention, kernel="naive")
+attention_tiled = partial(attention, kernel="tiled")
+attention_flash = partial(attention, kernel="fa2")
+
+
+def _outputs(q: Any) -> tuple[Any, Any]:
+    """O and logsumexp of a call, not filled: contiguous whatever the strides of q, in torch's tracing as in a real call."""
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _kind(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], ...]:
+    """Shapes, dtypes and devices."""
+    return (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+
+
+def _error(fault: Fault) -> Exception:
+    """A fault as what torch's users expect; its text is kept, and it is the cause."""
+    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
+
+
+def _forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    scale: float | None,
+    kernel: str,
+    deterministic: bool,
+    causal_shift: int | None,
+    trains: bool,
+) -> tuple[Any, Any]:
+    try:
+        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains)
+        o, lse = _outputs(q)
+        if call is None:
+            return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
+        call({"Q": q, "K": k, "V": v}, {"O": o}, lse)
+    except Fault as fault:
+        raise _error(fault) from fault
+    return o, lse
+
+
+def _backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    causal: bool,
+    scale: float | None,
+    kernel: str,
+    deterministic: bool,
+    causal_shift: int | None,
+) -> tuple[Any, Any, Any]:
+    try:
+        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, True)
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        if call is None:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        given = {"Q": q, "K": k, "V": v, "O": o, "dO": do if do.dtype == q.dtype else do.to(q.dtype)}
+        call(given, {"dQ": dq, "dK": dk, "dV": dv}, lse.contiguous())
+    except Fault as fault:
+        raise _error(fault) from fault
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    q, k, v, *options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.options = options[:-1]
+
+
+def _gradients(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
+    causal, scale, kernel, deterministic, shift = ctx.options
+    made = _BACKWARD_OP(do, *ctx.saved_tensors, causal, scale, kernel, deterministic, shift)
+    return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
+
+
+_OPTIONS = "bool causal, float? scale, str kernel, bool deterministic, SymInt? causal_shift"
+_FORWARD = torch.library.custom_op(
+    "fa::forward",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool trains) -> (Tensor, Tensor)",
+)
+_BACKWARD = torch.library.custom_op(
+    "fa::backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+_FORWARD.register_fake(lambda q, *_: _outputs(q))
+_BACKWARD.register_fake(lambda do, q, k, v, *_: tuple(t.new_empty(t.shape) for t in (q, k, v)))
+_FORWARD.register_autograd(_gradients, setup_context=_save)
+_FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.default

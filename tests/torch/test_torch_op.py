@@ -1,0 +1,258 @@
+"""The PyTorch operator on every device found: opcheck, gradcheck, gradients, strides, empty tensors, aliases, errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.check.oracle import Oracle
+from harness.dataset.storage import STORAGE
+from harness.problem import Problem
+
+torch = pytest.importorskip("torch")
+from harness import torch_op  # noqa: E402
+from harness.torch_op import attention, call, operator  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """What is said once is said once a test."""
+    call._said.clear()
+    yield
+
+
+def made(device: Any, problem: Problem, seed: int = 0) -> list[Any]:
+    """Q, K, V and dO of a problem, contiguous; Q, K and V want gradients."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randn(problem.shape(name), generator=random, dtype=torch.float64).to(device, DTYPES[problem.dtype])
+        for name in ("Q", "K", "V", "dO")
+    ]
+    return [t.requires_grad_() for t in tensors[:3]] + tensors[3:]
+
+
+def to_numpy(tensor: Any, dtype: str) -> Any:
+    """A tensor as a storage array of the host."""
+    tensor = tensor.detach().cpu().contiguous()
+    if dtype == "bfloat16":
+        return tensor.view(torch.int16).numpy().view(STORAGE[dtype])
+    return tensor.numpy()
+
+
+def judge(problem: Problem, inputs: list[Any], outputs: dict[str, Any], arithmetic: str = "f32") -> None:
+    """Each output within its error budget, by the float64 reference on the inputs' values."""
+    names = ("Q", "K", "V", "dO")
+    oracle = Oracle(problem, {name: to_numpy(t, problem.dtype) for name, t in zip(names, inputs, strict=True)})
+    arrays = {name: to_numpy(t, problem.tensor_dtype(name)) for name, t in outputs.items()}
+    for name, verdict in oracle.judge(arrays, arithmetic, 64).items():
+        assert verdict.passed, (name, verdict)
+        assert outputs[name].shape == problem.shape(name)
+
+
+def both(kernel: str, problem: Problem, inputs: list[Any], **options: Any) -> dict[str, Any]:
+    """O, logsumexp and the gradients of a call."""
+    q, k, v, do = inputs
+    o, lse = attention(q, k, v, causal=problem.causal, kernel=kernel, return_lse=True, **options)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    return {"O": o, "logsumexp": lse, "dQ": dq, "dK": dk, "dV": dv}
+
+
+CASES = [
+    ("naive", Problem.of(1, 2, 9, 5, seq_kv=12, dtype="float64", causal=True)),
+    ("naive", Problem.of(2, 2, 33, 20, dtype="float32")),
+    ("fa2", Problem.of(1, 4, 40, 59, heads_kv=2, seq_kv=70, causal=True)),
+    ("fa2", Problem.of(2, 1, 33, 64, dtype="bfloat16", causal=True)),
+    ("mma_qreg_async", Problem.of(1, 4, 70, 59, heads_kv=2, seq_kv=33, dtype="bfloat16", causal=True)),
+    ("auto", Problem.of(1, 2, 33, 64, dtype="bfloat16", causal=True)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "problem"), CASES, ids=lambda value: getattr(value, "folder", value))
+def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> None:
+    """O, logsumexp and all gradients against float64, of GQA, unequal lengths and head dims that are no multiple of 16 bytes."""
+    inputs = made(device, problem)
+    arithmetic = "p16" if kernel in ("auto", "mma_qreg_async") else "f32"
+    judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 4, 8)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_opcheck(device: Any, shape: tuple[int, ...], strided: bool) -> None:
+    """Schema, autograd registration, fake tensors and AOT dispatch with dynamic shapes: all of torch's checks, of both operators."""
+    q, k, v, do = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(4))
+    if strided:
+        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, do))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = (True, None, "naive", True, None)
+    results = torch.library.opcheck(operator._FORWARD, (*leaves, *options, True))
+    o, lse = attention(q, k, v, causal=True, kernel="naive", return_lse=True)
+    detached = [t.detach() for t in (do, q, k, v, o, lse)]
+    results |= torch.library.opcheck(operator._BACKWARD, (*detached, *options))
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+
+
+@pytest.mark.parametrize(("causal", "shift"), [(False, None), (True, None), (True, 0)])
+def test_gradcheck(device: Any, causal: bool, shift: int | None) -> None:
+    """Numerical gradients in float64, through naive's float64 build, with shared key heads and unequal lengths."""
+    q, k, v, _ = made(device, Problem.of(1, 2, 4, 3, heads_kv=1, seq_kv=6, dtype="float64"))
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, causal=causal, causal_shift=shift, scale=0.7), (q, k, v), nondet_tol=0.0)
+
+
+def of_layout(tensor: Any, layout: str) -> Any:
+    """The same values in another layout."""
+    if layout == "rows first":
+        return tensor.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":  # one third of a projection's output
+        return torch.cat([tensor.detach()] * 3, -1)[..., : tensor.shape[-1]]
+    if layout == "unaligned":
+        room = tensor.new_empty(tensor.numel() + 1)
+        room[1:] = tensor.detach().flatten()
+        return room[1:].view(tensor.shape)
+    if layout == "columns":
+        return tensor.detach().mT.contiguous().mT
+    return tensor.detach().new_zeros(1).expand(tensor.shape)  # "one element"
+
+
+@pytest.mark.parametrize("kernel", ["naive", "mma_qreg_async"])
+@pytest.mark.parametrize(
+    ("layout", "copied"), [("rows first", False), ("packed", False), ("unaligned", True), ("columns", True), ("one element", True)]
+)
+def test_strides(device: Any, kernel: str, layout: str, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any strides give the same bits as contiguous tensors, and copies are made only where rows are not 16-byte aligned."""
+    problem = Problem.of(2, 2, 33, 64, dtype="bfloat16", causal=True)
+    inputs = [of_layout(t, layout) for t in made(device, problem)]
+    plain = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
+    for each in (*inputs[:3], *plain[:3]):
+        each.requires_grad_()
+    copies: list[Any] = []
+    rows_like = call.Ready.rows_like
+    monkeypatch.setattr(call.Ready, "rows_like", lambda self, t: copies.append(t) or rows_like(self, t))
+    found, expected = both(kernel, problem, inputs), both(kernel, problem, plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(copies) == (7 if copied else 0)  # Q, K, V forward and, with dO, backward
+
+
+def test_rows_that_end_where_their_memory_ends(device: Any) -> None:
+    """A slice of wider rows is read where it lies, unless the last row's 16 bytes would end behind its memory."""
+    room = torch.randn(2 * 5 * 64, device=device)
+    q = room.view(1, 2, 5, 64)[..., :59]
+    short = torch.randn(2 * 5 * 64 - 5, device=device).as_strided((1, 2, 5, 59), (640, 320, 64, 1))
+    attention(q, q, q, kernel="naive")
+    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False)
+    assert ready is not None and ready.view(q) is not None and ready.view(short) is None
+    assert torch.equal(attention(q, short, q, kernel="naive"), attention(q, short.contiguous(), q, kernel="naive"))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_empty_tensors_keep_their_shapes(device: Any, shape: tuple[int, ...]) -> None:
+    """No batch, head, query or head dim: empty outputs and gradients of the inputs' shapes; no kernel is asked."""
+    q, k, v = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(3))
+    o, lse = attention(q, k, v, return_lse=True)
+    o.sum().backward()
+    assert o.shape == shape and lse.shape == shape[:3]
+    assert all(t.grad is not None and t.grad.shape == shape for t in (q, k, v))
+
+
+def test_no_keys(device: Any) -> None:
+    """Queries that see no key give zeros, logsumexp -inf, and zero gradients, also where there is no key at all."""
+    for keys in (0, 3):
+        q = torch.randn(1, 2, 5, 8, device=device, requires_grad=True)
+        k, v = (torch.randn(1, 2, keys, 8, device=device, requires_grad=True) for _ in range(2))
+        o, lse = attention(q, k, v, causal=True, causal_shift=-5, kernel="naive", return_lse=True)
+        o.sum().backward()
+        assert not o.any() and (lse == -torch.inf).all()
+        assert all(t.grad.shape == t.shape and not t.grad.any() for t in (q, k, v))
+
+
+def test_aliases_and_numbers(device: Any) -> None:
+    """The names of the first torch extension, numbers, paths and the package's own attention are the same kernels."""
+    q, k, v = (torch.randn(1, 2, 9, 8, device=device) for _ in range(3))
+    for name, alias, spec in (
+        ("naive", torch_op.attention_naive, "0"),
+        ("tiled", torch_op.attention_tiled, 1),
+        ("fa2", torch_op.attention_flash, ROOT / "kernels_cu" / "07_fa2_forward.cu"),
+    ):
+        expected = attention(q, k, v, causal=True, kernel=name)
+        assert torch.equal(alias(q, k, v, causal=True), expected) and torch.equal(attention(q, k, v, causal=True, kernel=spec), expected)
+
+
+REFUSED = [
+    ({"kernel": "fa1"}, "fa1 has no backward pass.*mma|naive, fa2"),
+    ({"kernel": "nobody"}, "unknown kernel 'nobody'"),
+    ({"kernel": "mma_qreg_async"}, "mma_qreg_async_forward does not take float32"),
+    ({"kernel": "torch-cpu"}, "no kernel of ours"),
+    ({"kernel": "./nowhere_forward.cu"}, "no kernel file nowhere_forward.cu"),
+    ({"scale": float("nan")}, "scale is nan"),
+    ({"causal_shift": 3}, "causal_shift"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value))
+def test_refusals_say_what_is_possible(device: Any, options: dict[str, Any], message: str) -> None:
+    """A named kernel that cannot is a ValueError with the harness's own text, never another kernel."""
+    q = torch.randn(1, 2, 9, 8, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        attention(q, q, q, **options)
+
+
+def test_shapes_and_dtypes_that_do_not_belong_together(device: Any) -> None:
+    """Mixed dtypes, other head dims or batches, heads that do not group and unknown dtypes."""
+    q = torch.randn(2, 3, 4, 8, device=device)
+    for k in (q.half(), q[:1], q[..., :4], q[0], q[:, :2]):
+        with pytest.raises(ValueError):
+            attention(q, k, k)
+    with pytest.raises(ValueError, match="unknown dtype 'int32'"):
+        attention(*(q.int(),) * 3)
+
+
+def test_auto_says_once_where_it_takes_a_lower_step(device: Any) -> None:
+    """Head dims that the highest step has no build for: the reason is told, once; a usual case is told nothing."""
+    q = torch.randn(1, 1, 4, 160, device=device, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
+        attention(q, q, q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, q, q[..., :].clone())
+        attention(*(q.float()[..., :64],) * 3)
+
+
+def test_auto_never_rounds_to_tf32(device: Any) -> None:
+    """float32 stays float32: step 11, above fa2, takes it only as tf32."""
+    q = torch.randn(1, 1, 33, 64, device=device)
+    attention(q, q, q)
+    used = call.ready("forward", "auto", (), *operator._kind(q, q, q), False, None, None, True, False)
+    assert used is not None and used.launch.loaded.kernel.arithmetic_for("float32") == "f32"
+
+
+def test_the_package_gives_the_operator() -> None:
+    """`from fa_cli import attention` works, and `import fa_cli` alone loads no torch."""
+    code = (
+        "import importlib.util as u, sys\n"
+        f"spec = u.spec_from_file_location('fa_cli', {str(ROOT / '__init__.py')!r}, submodule_search_locations=[{str(ROOT)!r}])\n"
+        "sys.modules['fa_cli'] = package = u.module_from_spec(spec); spec.loader.exec_module(package)\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "from fa_cli import attention, attention_naive, attention_tiled, attention_flash, sdpa\n"
+        "print(attention.__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "fa_cli.harness.torch_op.operator"
+
+
+def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's cell on the operator, with the checkout's name of the package."""
+    (cell,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.S)
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))  # put back behind the test
+    names: dict[str, Any] = {}
+    exec(cell.replace("from fa_cli ", "from harness.torch_op "), names)
+    assert names["o"].shape == names["q"].grad.shape and torch.nn.functional.scaled_dot_product_attention is names["sdpa"]

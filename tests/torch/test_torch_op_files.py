@@ -1,0 +1,129 @@
+"""Kernel files of a user's own as operators: plain parameters, workspaces, a file that is edited, faults in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from harness.torch_op import attention  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = """\
+// /// kernel
+// title = "the mean of V, or what a test makes of it"
+// dtypes = ["float32"]
+// head_dims = [64]
+// arch = ">=sm_70"
+// causal = false
+// gqa = false
+// cross = false
+// logits = "any"
+// deterministic = true
+{more}// [[launch]]
+// entry = "forward"
+// grid = ["seq_q", "heads_q", "batch"]
+// block = 32
+{args}// ///
+"""
+PLAIN = """\
+extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp, int heads, int seq, int dim) {
+    long long head = (long long)blockIdx.z * heads + blockIdx.y, row = head * seq + blockIdx.x;
+    for (int d = threadIdx.x; d < dim; d += blockDim.x) {
+        float sum = 0;
+        for (int j = 0; j < seq; ++j) sum += V[(head * seq + j) * dim + d];
+        O[row * dim + d] = sum / seq;
+    }
+    if (threadIdx.x == 0) logsumexp[row] = 0;
+}
+"""
+COUNTS = """\
+#include <fa/args.cuh>
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    float* count = static_cast<float*>(args.workspace[WORKSPACE_COUNT]);
+    float* o = fa::row_pointer<float>(args.O, blockIdx.z, blockIdx.y, blockIdx.x);
+    for (int d = threadIdx.x; d < args.head_dim; d += blockDim.x) o[d] = count[d];
+    __syncthreads();
+    for (int d = threadIdx.x; d < args.head_dim; d += blockDim.x) count[d] = 1;
+}
+"""
+
+
+def write(folder: Path, body: str, more: str = "", args: str = "") -> Path:
+    """A kernel file."""
+    path = folder / "mine_forward.cu"
+    path.write_text(HEADER.format(more=more, args=args) + body)
+    return path
+
+
+def test_plain_parameters_get_contiguous_tensors(device: Any, tmp_path: Path) -> None:
+    """A kernel without fa::Args reads tensors without a pitch, at a head dim that is no multiple of 16 bytes and of any strides."""
+    named = '// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim"]\n'
+    path = write(tmp_path, PLAIN, args=named)
+    q = torch.randn(2, 7, 3, 59, device=device).transpose(1, 2)
+    expected = q.mean(2, keepdim=True).expand_as(q)
+    assert torch.allclose(attention(q, q, q, kernel=path), expected, atol=1e-6)
+    assert torch.allclose(attention(*(q.contiguous(),) * 3, kernel=path), expected, atol=1e-6)
+
+
+def test_a_kernel_that_is_not_deterministic_is_asked_for_by_word(device: Any, tmp_path: Path) -> None:
+    """deterministic=True, the default, never runs a kernel whose header says false."""
+    path = write(tmp_path, PLAIN, args='// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim"]\n')
+    path.write_text(path.read_text().replace("deterministic = true", "deterministic = false"))
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(ValueError, match="(?s)no deterministic form.*use deterministic=False"):
+        attention(q, q, q, kernel=path)
+    assert attention(q, q, q, kernel=path, deterministic=False).shape == q.shape
+
+
+@pytest.mark.parametrize("init", ["zero", "zero_once"])
+def test_workspaces_start_as_zero(device: Any, tmp_path: Path, init: str) -> None:
+    """Each call has a workspace of its own, zeroed where the header says so: nothing of another call or stream is in it."""
+    more = f'// [workspace.count]\n// dtype = "float32"\n// size = "64"\n// init = "{init}"\n'
+    path = write(tmp_path, COUNTS, more)
+    q = torch.randn(1, 1, 1, 64, device=device)
+    for _ in range(3):
+        assert not attention(q, q, q, kernel=path).any()
+
+
+def test_a_file_that_is_edited_is_another_kernel(device: Any, tmp_path: Path) -> None:
+    """A kernel that is being written is compiled again where the file has changed, in the same process."""
+    source = (ROOT / "kernels_cu" / "00_naive_forward.cu").read_text()
+    file = tmp_path / "mine_forward.cu"
+    file.write_text(source)
+    q = torch.randn(1, 1, 4, 8, device=device)
+    mean = q.mean(2, keepdim=True).expand_as(q)
+    assert not torch.allclose(attention(q, q, q, kernel=file), mean, atol=1e-3)
+    assert "args.scale" in source
+    file.write_text(source.replace("args.scale", "0.0f"))
+    os.utime(file, ns=(1, 1))  # within the clock's step of the first write
+    assert torch.allclose(attention(q, q, q, kernel=file), mean, atol=1e-6)
+
+
+def test_a_file_that_does_not_compile_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:
+    """The compiler's log with the file's own line, as a RuntimeError; without a backward pass, what to write."""
+    path = write(tmp_path, PLAIN.replace("float sum = 0;", "float sum = nothing;"), args='// args = ["Q"]\n')
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(RuntimeError, match=r"(?s)mine_forward.cu does not compile.*mine_forward.cu.*nothing"):
+        attention(q, q, q, kernel=path)
+    with pytest.raises(ValueError, match="no kernel file .*mine_backward.cu"):
+        attention(q.requires_grad_(), q, q, kernel=path)
+
+
+def test_a_header_that_is_wrong_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:
+    """A key nobody knows: file and line, as on the command line."""
+    path = write(tmp_path, PLAIN, more="// colour = 3\n")
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(ValueError, match=r"mine_forward.cu:\d+.*colour"):
+        attention(q, q, q, kernel=path)
+
+
+def test_a_path_in_a_compiled_model(device: Any) -> None:
+    """torch.compile takes a path as it takes a name."""
+    path = str(ROOT / "kernels_cu" / "07_fa2_forward.cu")
+    compiled = torch.compile(lambda q: attention(q, q, q, kernel=path), fullgraph=True, backend="eager")
+    q = torch.randn(1, 1, 9, 8, device=device)
+    assert torch.equal(compiled(q), attention(q, q, q, kernel="fa2"))

@@ -1,0 +1,292 @@
+"""The operator inside torch: compile, autocast, inference mode, checkpointing, subsets of gradients, streams, devices, graphs; sdpa."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from harness.torch_op import attention, call, operator, sdpa  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """What is said once is said once a test."""
+    call._said.clear()
+    yield
+
+
+def tensors(device: Any, shape: tuple[int, ...] = (1, 2, 9, 8), count: int = 3, grad: bool = False, dtype: Any = None) -> list[Any]:
+    """Seeded normal numbers."""
+    random = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=random).to(device, dtype or torch.float32) for _ in range(count)]
+    return [t.requires_grad_(grad) for t in made]
+
+
+class Block(torch.nn.Module):  # type: ignore[misc]
+    """Projections, attention and a projection, as models have it: q, k and v are strided views of one tensor."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend = attend
+        self.inner, self.outer = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Any) -> Any:
+        """(batch, rows, 32) to the same."""
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.inner(x).split(32, dim=-1))
+        return self.outer(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def outcome(block: Any, x: Any) -> list[Any]:
+    """The block's output and the gradients of its parameters."""
+    y = block(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+
+def causal(kernel: str) -> Any:
+    """Causal attention by a kernel."""
+    return lambda q, k, v: attention(q, k, v, causal=True, kernel=kernel)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(device: Any, dynamic: bool) -> None:
+    """torch.compile takes a model with it as one graph, with static and with symbolic shapes: the same output and gradients."""
+    block = Block(causal("naive")).to(device)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own internals
+        compiled = torch.compile(copy.deepcopy(block), fullgraph=True, dynamic=dynamic, backend="aot_eager" if dynamic else "inductor")
+        for rows in (9, 12)[: 1 + dynamic]:
+            x = tensors(device, (2, rows, 32), 1)[0]
+            for found, expected in zip(outcome(compiled, x), outcome(block, x), strict=True):
+                assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(device: Any, reentrant: bool) -> None:
+    """What is computed again in the backward pass is the same, bit for bit."""
+    block = Block(causal("auto")).to(device)
+    x = tensors(device, (2, 9, 32), 1, grad=True)[0]
+    expected = outcome(block, x)
+    y = checkpoint(block, x, use_reentrant=reentrant)
+    y.square().sum().backward()
+    assert all(torch.equal(found, wanted) for found, wanted in zip([y, *(p.grad for p in block.parameters())], expected, strict=True))
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+def test_autocast(device: Any, lower: Any) -> None:
+    """Under autocast float32 inputs are cast, also mixed ones, float64 is not, and gradients come back in the inputs' types."""
+    q, k, v = tensors(device, (1, 2, 33, 64), grad=True)
+    with torch.autocast(device.type, lower):
+        o = attention(q, k.to(lower), v)
+        assert attention(*tensors(device, dtype=torch.float64)).dtype == torch.float64
+    assert o.dtype == lower
+    o.sum().backward()
+    assert q.grad.dtype == torch.float32
+    assert torch.equal(o, attention(*(t.to(lower) for t in (q, k, v))))
+
+
+def test_inference_mode_and_no_grad(device: Any) -> None:
+    """Where no gradient is wanted there is none, and a kernel without a backward pass is fine."""
+    q, k, v = tensors(device, grad=True)
+    for quiet in (torch.inference_mode, torch.no_grad):
+        with quiet():
+            o = attention(q, k, v, kernel="fa1")
+            assert not o.requires_grad and torch.allclose(o, attention(q, k, v, kernel="naive"), atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv", "kv"])
+def test_subsets_of_gradients(device: Any, wanted: str) -> None:
+    """Only the inputs that want a gradient get one, the same as with all of them."""
+    every, some = tensors(device, grad=True), tensors(device)
+    attention(*every).sum().backward()
+    for name, tensor in zip("qkv", some, strict=True):
+        tensor.requires_grad_(name in wanted)
+    attention(*some).sum().backward()
+    for name, found, expected in zip("qkv", some, every, strict=True):
+        assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of its own internals
+def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
+    """The second derivative, forward mode and torch.func.grad are errors, never zero; logsumexp is a constant."""
+    q, k, v = tensors(device, grad=True)
+    o, lse = attention(q, k, v, return_lse=True)
+    assert not lse.requires_grad
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dq.sum().backward()
+    still = [t.detach() for t in (q, k, v)]
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(attention, tuple(still), tuple(still))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
+
+
+def test_meta_tensors_and_export() -> None:
+    """Shapes without numbers, as tracing has them; torch.export keeps the operator in its graph."""
+    q, k, v = tensors("cpu")
+    assert attention(*(t.to("meta") for t in (q, k, v))).shape == q.shape
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return sdpa(q, k, v, is_causal=True)
+
+    program = torch.export.export(Model(), (q, k, v))
+    assert "fa.forward.default" in program.graph_module.code
+    assert torch.equal(program.module()(q, k, v), sdpa(q, k, v, is_causal=True))
+
+
+def test_backward_is_deterministic(device: Any) -> None:
+    """By default the deterministic form of the backward pass runs; the faster form is another kernel's call."""
+    problem = (1, 1, 70, 64)
+    q, k, v = tensors(device, problem, grad=True, dtype=torch.bfloat16)
+    grads = [torch.autograd.grad(attention(q, k, v, deterministic=form).sum(), q)[0] for form in (True, True, False)]
+    assert torch.equal(grads[0], grads[1]) and torch.allclose(grads[0].float(), grads[2].float(), atol=0.05)
+    call.ready.cache_clear()
+    attention(q, k, v, kernel="mma_qreg_async").sum().backward()
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v), False, None, None, True, True)
+    assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
+
+
+SDPA = [
+    ((2, 3, 9, 8), (2, 3, 9, 8), {}),
+    ((2, 3, 9, 8), (2, 3, 12, 8), {"is_causal": True}),
+    ((2, 3, 12, 8), (2, 3, 9, 8), {"is_causal": True, "scale": 0.3}),
+    ((2, 4, 9, 8), (2, 2, 12, 8), {"is_causal": True, "enable_gqa": True}),
+    ((3, 9, 8), (3, 12, 8), {"is_causal": True}),
+    ((9, 8), (12, 8), {}),
+    ((2, 2, 3, 9, 8), (2, 2, 3, 12, 8), {"is_causal": True}),
+]
+
+
+@pytest.mark.parametrize(("shape", "keys", "options"), SDPA, ids=str)
+def test_sdpa_is_a_drop_in(device: Any, shape: tuple[int, ...], keys: tuple[int, ...], options: dict[str, Any]) -> None:
+    """torch's results and gradients, with its causal mask, its grouped heads and its leading dims; nothing goes to torch's own."""
+    q, k, v = (*tensors(device, shape, 1, grad=True), *tensors(device, keys, 2, grad=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = sdpa(q, k, v, **options)
+    expected = torch_sdpa(q, k, v, **options)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
+    do = torch.randn_like(expected)
+    for one, other in zip(torch.autograd.grad(found, (q, k, v), do), torch.autograd.grad(expected, (q, k, v), do), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
+    """A mask, dropout, wide heads, other value dims, broadcasting: torch's own, each said once; its errors are torch's."""
+    q, k, v = tensors(device)
+    mask = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    wide = tensors(device, (1, 1, 3, 300))
+    for reason, arguments, options in (
+        ("attn_mask", (q, k, v), {"attn_mask": mask}),
+        ("head dims", wide, {}),
+        ("shapes", (q, k, v[..., :5]), {}),
+        ("numbers", (q, k[:, :1], v[:, :1]), {}),
+    ):
+        with pytest.warns(UserWarning, match=reason):
+            found = sdpa(*arguments, **options)
+        assert torch.equal(found, torch_sdpa(*arguments, **options))
+        sdpa(*arguments, **options)  # said once: another warning would be an error
+    with pytest.warns(UserWarning, match="dropout"):
+        sdpa(q, k, v, dropout_p=0.5)
+    with pytest.warns(UserWarning, match="shapes"), pytest.raises(RuntimeError):
+        call._said.clear()
+        sdpa(q, k[..., :4], v)
+
+
+def test_sdpa_in_place_of_torchs(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put where models look for it, it still finds torch's own."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    q, k, v = tensors(device)
+    with pytest.warns(UserWarning, match="dropout"):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
+# -- a GPU's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(device: Any) -> Any:
+    """Each GPU."""
+    if device.type != "cuda":
+        pytest.skip("of a GPU only")
+    return device
+
+
+def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
+    """A call on any GPU leaves torch's current device and stream as they were; tensors of the last GPU work from the first."""
+    before = torch.cuda.current_device(), torch.cuda.current_stream()
+    call._backend.cache_clear()
+    q, k, v = tensors(gpu, (1, 2, 70, 64), grad=True)
+    o = attention(q, k, v)
+    o.sum().backward()
+    assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
+    assert o.device == q.grad.device == gpu
+    assert torch.allclose(o, torch_sdpa(q, k, v), atol=1e-4)
+
+
+def test_runs_on_torchs_current_stream(gpu: Any) -> None:
+    """On another stream it waits for that stream's work, forward and backward: inputs that arrive late are seen."""
+    q, k, v = tensors(gpu, (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
+    expected = [attention(q, k, v).detach(), *torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))]
+    for _ in range(20):
+        stream = torch.cuda.Stream(gpu)
+        stream.wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.device(gpu), torch.cuda.stream(stream):
+            late = [torch.zeros_like(t) for t in (q, k, v)]
+            torch.cuda._sleep(2_000_000)
+            for one, other in zip(late, (q, k, v), strict=True):
+                one.copy_(other.detach())
+            leaves = [t.requires_grad_() for t in late]
+            o = attention(*leaves)
+            found = [o.detach(), *torch.autograd.grad(o.sum(), leaves)]
+        stream.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graph(gpu: Any, dtype: Any) -> None:
+    """Both passes are captured in a CUDA graph, and a replay computes with what is in the inputs then."""
+    q, k, v = tensors(gpu, (1, 2, 130, 64), grad=True, dtype=dtype)
+
+    def step() -> list[Any]:
+        o = attention(q, k, v, causal=True)
+        return [o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))]
+
+    with torch.cuda.device(gpu):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = step()
+        with torch.no_grad():
+            for tensor in (q, k, v):
+                tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(outputs, step(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_same_bits_again(gpu: Any, dtype: Any) -> None:
+    """250 forward and 50 backward calls at batch 60, other work between them, give the same bits."""
+    q, k, v = tensors(gpu, (60, 4, 256, 64), grad=True, dtype=dtype)
+    first, do = attention(q, k, v, causal=True), torch.randn_like(q)
+    grads = torch.autograd.grad(first, (q, k, v), do)
+    for _ in range(250):
+        assert torch.equal(attention(q, k, v, causal=True), first)
+    for _ in range(50):
+        again = torch.autograd.grad(attention(q, k, v, causal=True), (q, k, v), do)
+        assert all(torch.equal(one, other) for one, other in zip(again, grads, strict=True))
