@@ -97,7 +97,7 @@ def test_rooms_stay_small() -> None:
 
 def test_kernels_speak_words_only() -> None:
     """The tree's kernels include only <fa/...> and hold no inline PTX and no backend #ifdef."""
-    for path in ROOT.glob("kernels_cu/*.cu"):
+    for path in (*ROOT.glob("kernels_cu/*.cu"), *ROOT.glob("kernels_cu/ring/*.cu")):
         code = re.sub(r"//.*", "", path.read_text())
         assert set(re.findall(r"#\s*include\s*(\S)(\w+)", code)) <= {("<", "fa")}, path.name
         assert not re.search(r"\basm\b|__CUDA_ARCH__|__CUDACC|FA_HOST", code), path.name
@@ -156,6 +156,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
     for pattern in (
         "kernels_cu/*.cu",
         "kernels_cu/*.md",
+        "kernels_cu/ring/*.cu",
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.[chS]*",
         "experiments/*/sweep.toml",
