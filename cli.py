@@ -228,6 +228,33 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 
 
 @main.command(
+    epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
+    + options.examples(
+        "fa-cli ring --seq 2048 --dim 64 --gpus 4",
+        "fa-cli ring --gpus 3 --device cpu --seq 256 --causal --mode both",
+        "mpiexec -n 2 fa-cli ring --compute mma_qreg_async --heads 16 --seq 32768 --dim 128 --dtype bfloat16 --causal",
+    )
+)
+@options.compute
+@options.mode
+@options.ring
+@options.ring_shape
+@options.mask
+@options.device
+@options.tile
+@options.deterministic
+@click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
+@options.printing
+@click.pass_context
+def ring(context: Context, /, compute: list[str], gpus: int | None, simulate: int | None, json: bool, **given: Any) -> int:
+    """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
+    problem = options.problem_of(given)
+    given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
+    spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
+    return harness.terminal.show_ring.ring(harness.ring.start.ring(spec, gpus, simulate), json, context.obj["verbosity"])
+
+
+@main.command(
     epilog=f"{options.VERDICTS}\n\n"
     + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .. import doors
 
 if TYPE_CHECKING:
+    from . import job as job
     from . import start as start
 
 __getattr__ = doors(__name__)

@@ -106,8 +106,8 @@ class Control(Protocol):
     rank: int
     size: int
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck."""
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts."""
         ...
 
     def close(self, failed: bool = False) -> None:
@@ -153,7 +153,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
         """The value."""
         return [value]
 
