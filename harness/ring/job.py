@@ -236,7 +236,8 @@ def _judged(
     oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp)
     kernel = next(iter(contender.kernels.values()))
     verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)
-    single, differences = {}, {}
+    single: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for pass_ in MODES[spec.mode]:
         try:
             result = contender.run(backend, oracle, pass_)

@@ -7,6 +7,7 @@ would wait for them.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..fault import EnvironmentFault
-from .transport import Arrival, HostClock, Stuck
+from .transport import Arrival, Clock, HostClock, Stuck
 
 #: Exit code of a rank that aborts: the environment's.
 _ABORTED = EnvironmentFault.exit_code
@@ -38,12 +39,17 @@ class Mpi:
     """COMM_WORLD as control and, with host memory, as transport."""
 
     def __init__(self, timeout: float) -> None:
+        faulthandler.dump_traceback_later(
+            timeout, exit=True
+        )  # MPI_Init waits for all ranks and holds Python's lock: no thread of ours runs
         self.mpi = world()
+        faulthandler.cancel_dump_traceback_later()
         self.comm = self.mpi.COMM_WORLD
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.timeout, self.clock = timeout, HostClock()
+        self.timeout = timeout
+        self.clock: Clock = HostClock()
         self._closed = False
-        atexit.register(self.close, True)
+        atexit.register(self._abort)
 
     def gather(self, value: Any, patience: float = 1) -> list[Any]:
         """Every rank's value. Where the others do not come in time this process ends: MPI has no such limit."""
@@ -59,7 +65,7 @@ class Mpi:
         arriving = len(requests)
         requests += [self.comm.Isend([send, self.mpi.BYTE], after)] if send.size else []
 
-        def finish() -> float:
+        def finish() -> Any:
             limit = time.monotonic() + self.timeout
             while not self.mpi.Request.Testall(requests):
                 if time.monotonic() > limit:
@@ -75,14 +81,15 @@ class Mpi:
         return nullcontext()
 
     def close(self, failed: bool = False) -> None:
-        """Finalise; or, where this rank failed, abort all."""
-        if self._closed:
-            return
-        self._closed = True
-        if failed and self.size > 1:
+        """Finalise. A rank that failed does so at its exit, by aborting all: what it raises is told first."""
+        if not failed and not self._closed:
+            self._closed = True
+            self.mpi.Finalize()
+
+    def _abort(self) -> None:
+        if not self._closed:
             sys.stderr.flush()
             self.comm.Abort(_ABORTED)
-        self.mpi.Finalize()
 
 
 @contextmanager

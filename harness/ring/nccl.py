@@ -14,7 +14,7 @@ from typing import Any
 from ..backends import Backend
 from ..fault import EnvironmentFault
 from .mpi import deadline
-from .transport import Arrival, Control, CudaClock
+from .transport import Arrival, Clock, Control, CudaClock
 
 
 class Nccl:
@@ -23,7 +23,8 @@ class Nccl:
     def __init__(self, backend: Backend, control: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
         self.rank, self.size = control.rank, control.size
-        self.clock = CudaClock(backend.xp)
+        self.clock: Clock = CudaClock(backend.xp)
+        self._cuda = backend.xp.cuda
         self.compute, self.stream = (backend.xp.cuda.Stream(non_blocking=True) for _ in range(2))
         self._nccl: Any = None
         self._communicator: Any = None
@@ -46,7 +47,7 @@ class Nccl:
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Enqueue both directions behind what the compute stream has so far."""
-        ready = self.clock.xp.cuda.Event(disable_timing=True)
+        ready = self._cuda.Event(disable_timing=True)
         ready.record(self.compute)
         self.stream.wait_event(ready)
         began = self.clock.mark(self.stream)

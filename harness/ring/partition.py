@@ -136,7 +136,8 @@ def _tasks(problem: Problem, queries: tuple[Chunk, ...], keys: tuple[Chunk, ...]
 
 def _divisions(chunks: tuple[Chunk, ...]) -> list[list[_Run]]:
     """All chunks as one run, and each as a run of its own."""
-    first, single = 0, []
+    single: list[_Run] = []
+    first = 0
     for chunk in chunks:
         single.append((first, (chunk,)))
         first += chunk[1] - chunk[0]

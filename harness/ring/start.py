@@ -6,13 +6,14 @@ With GPUs every rank is a process of ours and NCCL moves the tensors. On the CPU
 from __future__ import annotations
 
 import os
-import re
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,6 @@ from ..fault import EnvironmentFault, Fault, UsageFault
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
 from .transport import Stuck
-
-#: How Hydra, the launcher of MPICH and Intel MPI, tells which process ended badly.
-_HYDRA = re.compile(r"PID (\d+) RUNNING AT")
 
 
 def ring(spec: Spec, gpus: int | None = None, simulated: int | None = None) -> Outcome | None:
@@ -60,15 +58,12 @@ def _start(spec: Spec, count: int) -> Outcome:
         if not cpu:
             codes = child.side_by_side(commands, grace=child.GRACE_SECONDS)
             return _outcome(commands, codes, [rank for rank, code in enumerate(codes) if code is not None and code < 0])
-        code, said = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE)
-        died = [
-            rank
-            for rank in range(count)
-            if code and (pid := Path(name, f"pid.{rank}")).exists() and pid.read_text() in _HYDRA.findall(said)
-        ]
-        if code and not died:
-            sys.stderr.write(said)
-        return _outcome(commands, [None] * count, died)
+        order: list[int] = []
+        threading.Thread(target=_watch, args=(Path(name), count, order), daemon=True).start()
+        with Path(name, "said").open("w+") as said:
+            code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
+            said.seek(0)
+            return _outcome(commands, [None] * count, _ended_badly(Path(name), count, said.read(), order) if code else [])
 
 
 def _rank(spec: Spec, place: Place) -> Outcome | None:
@@ -76,6 +71,33 @@ def _rank(spec: Spec, place: Place) -> Outcome | None:
     assert place.folder is not None
     (place.folder / f"pid.{place.rank}").write_text(str(os.getpid()))
     return work(spec, place)
+
+
+def _watch(folder: Path, count: int, order: list[int]) -> None:
+    """Note the ranks in the order in which their processes end. mpiexec ends all when one dies, and its message may name any of them."""
+    watched: dict[int, int] = {}
+    poll = select.poll()
+    while len(order) < count and folder.exists():
+        for rank in range(count):
+            with suppress(OSError, ValueError):  # not there yet, not written yet, or gone already
+                if rank not in watched.values():
+                    watched[fd := os.pidfd_open(int((folder / f"pid.{rank}").read_text()))] = rank
+                    poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(20):
+            order.append(watched[fd])
+            poll.unregister(fd)
+            os.close(fd)
+
+
+def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> Sequence[int]:
+    """The ranks to blame where mpiexec failed, those that ended first or have not begun; said: its words and theirs. A rank that gave
+    up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
+    late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
+    if "Timeout (" in said and not late:  # faulthandler's word
+        raise EnvironmentFault("the ranks did not all join MPI", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor")
+    if not order and not late:
+        sys.stderr.write(said)
+    return late or order
 
 
 def _mpmd(commands: Sequence[child.Command[Outcome | None]]) -> list[str]:
@@ -97,24 +119,25 @@ def mpiexec() -> str:
 
 def _outcome(commands: Sequence[child.Command[Outcome | None]], codes: Sequence[int | None], died: Sequence[int]) -> Outcome:
     """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order."""
-    values, raised, ended, stuck = [], [], [], []
+    values, raised, stuck = [], [], []
+    ended: dict[int, child.Ended] = {}
     for rank, (command, code) in enumerate(zip(commands, codes, strict=True)):
         try:
             values.append(command.result(code))
         except Stuck as fault:
             stuck.append(fault)
         except child.Ended as fault:
-            ended.append((rank, fault))
+            ended[rank] = fault
         except Fault as fault:
             raised.append(fault)
     if raised:
         raise raised[0]
-    gone = [(rank, fault) for rank, fault in ended if rank in died]
-    if stuck and not gone:
+    if stuck and not died:
         raise min(stuck, key=lambda fault: fault.when)
-    if gone or ended:
-        rank, fault = (gone or ended)[0]
-        what = f"rank {rank} died" + (f": {child.signal_name(fault.code)}" if fault.code and fault.code < 0 else "")
-        raise EnvironmentFault(what, f"{fault.why}; the other ranks were ended", "was it out of memory? dmesg says so")
+    if died or ended:
+        rank = next(iter(died or ended))
+        gone = ended.get(rank, child.Ended("", "it left no result"))
+        how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
+        raise EnvironmentFault(f"rank {rank} died{how}", f"{gone.why}; the other ranks were ended", "was it out of memory? dmesg says so")
     assert values[0] is not None
     return values[0]

@@ -120,7 +120,11 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    clock: Clock
+
+    @property
+    def clock(self) -> Clock:
+        """Of the device that computes."""
+        ...
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Post: send to rank + 1 and receive from rank - 1, uint8 arrays of the backend; an empty one is no message.

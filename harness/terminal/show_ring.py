@@ -85,9 +85,9 @@ def _tables(outcome: Outcome) -> None:
         each = outcome.spec.problem.flops(name) / 1e12 / seconds / outcome.ranks
         share, efficiency = (100 * x if x is not None else None for x in (hidden, outcome.efficiency[name]))
         rows.append((name, seconds * 1e3, each, share, single and single * 1e3, single and single / seconds, efficiency))
-    columns = ("pass", "ms", "TFLOP/s a rank", "communication hidden %", "one device ms", "speed-up", "efficiency %")
-    shown = [i for i in range(len(columns)) if i != 2 or outcome.device != "cpu"]
-    table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    names = ("pass", "ms", "TFLOP/s a rank", "communication hidden %", "one device ms", "speed-up", "efficiency %")
+    shown = [i for i in range(len(names)) if i != 2 or outcome.device != "cpu"]
+    table([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
     print(f"({outcome.device_bytes / 1e6:.4g} MB of device memory on the fullest rank)")
 
 
