@@ -63,7 +63,8 @@ def _start(spec: Spec, count: int) -> Outcome:
         with Path(name, "said").open("w+") as said:
             code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
             said.seek(0)
-            return _outcome(commands, [None] * count, _ended_badly(Path(name), count, said.read(), order) if code else [])
+            told = said.read()
+            return _outcome(commands, [None] * count, _ended_badly(Path(name), count, told, order) if code else [], told)
 
 
 def _rank(spec: Spec, place: Place) -> Outcome | None:
@@ -95,8 +96,6 @@ def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> S
     late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
     if "Timeout (" in said and not late:  # faulthandler's word
         raise EnvironmentFault("the ranks did not all join MPI", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor")
-    if not order and not late:
-        sys.stderr.write(said)
     return late or order
 
 
@@ -117,7 +116,9 @@ def mpiexec() -> str:
     return launcher
 
 
-def _outcome(commands: Sequence[child.Command[Outcome | None]], codes: Sequence[int | None], died: Sequence[int]) -> Outcome:
+def _outcome(
+    commands: Sequence[child.Command[Outcome | None]], codes: Sequence[int | None], died: Sequence[int], said: str = ""
+) -> Outcome:
     """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order."""
     values, raised, stuck = [], [], []
     ended: dict[int, child.Ended] = {}
@@ -136,6 +137,7 @@ def _outcome(commands: Sequence[child.Command[Outcome | None]], codes: Sequence[
         raise min(stuck, key=lambda fault: fault.when)
     if died or ended:
         rank = next(iter(died or ended))
+        sys.stderr.write("" if died else said)
         gone = ended.get(rank, child.Ended("", "it left no result"))
         how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
         raise EnvironmentFault(f"rank {rank} died{how}", f"{gone.why}; the other ranks were ended", "was it out of memory? dmesg says so")

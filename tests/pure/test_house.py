@@ -34,7 +34,8 @@ def test_imports_have_no_circle() -> None:
 @pytest.mark.parametrize(
     ("package", "home"),
     [
-        ("cupy", {"harness/backends/cuda.py"}),
+        ("cupy", {"harness/backends/cuda.py", "harness/ring/nccl.py"}),
+        ("mpi4py", {"harness/ring/mpi.py"}),
         (
             "subprocess",
             {
@@ -44,6 +45,7 @@ def test_imports_have_no_circle() -> None:
                 "harness/environment.py",
                 "harness/doctor.py",
                 "harness/profile/nsight.py",
+                "harness/ring/start.py",
             },
         ),
         ("pandas", {"harness/report/compose.py"}),
@@ -54,7 +56,7 @@ def test_imports_have_no_circle() -> None:
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:
-    """Only cuda.py imports CuPy, only host.py starts a compiler, pandas is report.py's, matplotlib the figures'."""
+    """Only cuda.py imports CuPy (and nccl.py its NCCL), only host.py starts a compiler, pandas is report.py's, matplotlib the figures'."""
     users = {path.relative_to(ROOT).as_posix() for path in SOURCES if package in imports(path)}
     assert users <= home
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"
