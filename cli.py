@@ -1,9 +1,9 @@
-"""The command line: each verb parses, calls the harness once, and prints. No mathematics, and no heavy import before a verb runs."""
+"""The command line: each verb parses, calls the harness once, and prints. No mathematics; nothing heavy is imported before a verb runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -27,7 +27,7 @@ Context = click.Context
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=options.print_version, help="Show the version and exit."
 )
 def main() -> None:
-    """Hand-written CUDA attention kernels: run one .cu file, prove it right, time it, with or without a GPU."""
+    """Hand-written CUDA attention kernels: run one .cu file, check it against float64, time it, with or without a GPU."""
 
 
 @main.command(
@@ -39,8 +39,8 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Replace a folder that holds other data.")
 @options.printing
 @click.pass_context
-def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: Any) -> int:
-    """Write Q, K, V and dO of a problem: seeded normal numbers, raw little-endian, in data/B2_H8_S512_D64 and the like."""
+def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
+    """Write Q, K, V and dO of a problem: seeded normal values, raw little-endian, in data/B2_H8_S512_D64 and the like."""
     written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
     return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
 
@@ -69,7 +69,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
-def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: Any) -> int:
+def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: options.Value) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
     if watch and not harness.terminal.watch.watched():
@@ -120,9 +120,9 @@ def experiment(
     peers: str | None,
     no_gpu_reference: bool,
     json: bool,
-    **given: Any,
+    **given: options.Value,
 ) -> int:
-    """Run a sweep: kernels and peers x shapes, checked and timed in turn, into results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
@@ -135,7 +135,7 @@ def experiment(
     + options.examples("fa-cli verify fa2", "fa-cli verify --matrix full", "fa-cli verify ./mine_forward.cu --device cpu --check race")
 )
 @options.kernels
-@options.compute
+@options.compute_kernels
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
@@ -144,7 +144,7 @@ def experiment(
 @options.checks
 @options.printing
 @click.pass_context
-def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: Any) -> int:
+def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: options.Value) -> int:
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
     if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
@@ -158,7 +158,7 @@ def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], ma
     "compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile ./mine_forward.cu --arch sm_90")
 )
 @options.kernels
-@options.compute
+@options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
 @options.printing
@@ -197,8 +197,8 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.option("--output-dir", type=options.folder, help="Add the variants to tune.csv there.")
 @options.printing
 @click.pass_context
-def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: Any) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it in turn, print the header lines of the best."""
+def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
@@ -208,7 +208,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
     epilog=f"{options.EXIT_CODES}\n\n"
     + options.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
-@options.compute
+@options.compute_kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute or Nsight Systems.")
 @options.shape
@@ -219,7 +219,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
 @options.printing
 @click.pass_context
-def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: Any) -> int:
+def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
     kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
@@ -246,7 +246,7 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @options.printing
 @click.pass_context
-def ring(context: Context, /, compute: list[str], gpus: int | None, simulate: int | None, json: bool, **given: Any) -> int:
+def ring(context: Context, /, compute: list[str], gpus: int | None, simulate: int | None, json: bool, **given: options.Value) -> int:
     """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
     problem = options.problem_of(given)
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
@@ -265,7 +265,7 @@ def ring(context: Context, /, compute: list[str], gpus: int | None, simulate: in
 @options.printing
 @click.pass_context
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
-    """Hold two runs against each other: is B the same, FASTER or SLOWER than A, row by row? A and B are folders or results.csv files."""
+    """Compare two runs row by row: is B the SAME as A, FASTER or SLOWER? A and B are folders or results.csv files."""
     found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
     return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
 

@@ -1,4 +1,4 @@
-"""fa-cli on a rented GPU at Modal (modal.com), for people without one. Not run by us: we have no account there.
+"""fa-cli on a rented GPU at Modal (modal.com), where there is none at hand. Not run by us: we have no account there.
 
     pip install modal && modal setup
     modal run experiments/cloud_modal.py --command "run --compute fa2,./mine_forward.cu --mode both"

@@ -1,4 +1,4 @@
-"""The harness: from a kernel file and a problem to outputs, verdicts, times and pictures.
+"""The harness: from a kernel file and a problem to outputs, verdicts, times and figures.
 
 Rooms and modules load when first used (PEP 562), so that `fa-cli --help` needs neither numpy nor pandas.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what the command line opens
     from . import choose as choose
@@ -27,10 +28,10 @@ if TYPE_CHECKING:  # what the command line opens
     from . import verify as verify
 
 
-def doors(package: str) -> Callable[[str], Any]:
+def doors(package: str) -> Callable[[str], ModuleType]:
     """A package's __getattr__ that imports a module of it when it is first named."""
 
-    def open_door(name: str) -> Any:
+    def open_door(name: str) -> ModuleType:
         if name.startswith("_"):
             raise AttributeError(name)
         try:

@@ -1,11 +1,11 @@
-"""A job of ours in a process of its own: a function with its arguments in, its result or its Fault out.
+"""A job in a child process: a function with its arguments in, its result or its Fault out.
 
-For what may take its process with it (a wild pointer, a lost CUDA context), for what another program must start (a profiler,
-mpiexec, a loader with a library before all others), and for a time limit. A job is a function of a module, with its arguments
-in a functools.partial; job and result are pickled, so functions and classes travel by name, in a checkout and installed alike.
+A child process is for a job that may crash (a wild pointer, a lost CUDA context), for one that another program must start (a profiler,
+mpiexec, a loader with LD_PRELOAD), and for a time limit. A job is a function of a module, with its arguments in a functools.partial.
+Job and result are pickled: functions and classes are found by name, in a checkout and in an installation.
 
-The process ends with its parent. The parent holds a lock on the folder of the job; a thread of the child waits for the lock, and
-has it when the parent is dead or no longer wants the result, however many programs are between the two.
+The child ends with its parent. The parent holds a lock on the job's folder, and a thread of the child waits for that lock. The thread
+gets it when the parent has ended or has dropped the job, whatever programs run between the two.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .fault import Fault, KernelFault
 from .files import locked, write_files
 
 T = TypeVar("T")
 
-#: What a child has to clean up after it is told to end, in seconds; then it is killed.
+#: Seconds from the signal that ends a child until it is killed.
 GRACE_SECONDS = 2.0
-#: The program of a child. Its imports come from where its parent's came from, never from the current folder by chance, and its
-#: sys.argv is its parent's, for records. It is a file, so that the command line is plain words to every launcher; a process that
-#: multiprocessing spawns from it reads it again, and runs nothing.
+#: The program of a child. It imports from its parent's sys.path, not from the current folder. Its sys.argv is its parent's, for
+#: records. It is a file, so the command line needs no quoting in any launcher. A process that multiprocessing spawns from it reads
+#: the file again and runs nothing.
 _START = """\
 if __name__ == "__main__":
     import os, pickle, sys
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 class Ended(KernelFault):
-    """The process of a job ended without a result. code: its exit code, negative for a signal, None where its time was up."""
+    """The process of a job ended without a result. code: its exit code, negative for a signal, None after the time limit."""
 
     def __init__(self, what: str, why: str = "", hint: str = "", code: int | None = None) -> None:
         super().__init__(what, why, hint)
@@ -59,16 +59,16 @@ class Ended(KernelFault):
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """A command line that runs a job, and what the job leaves. It is good inside :func:`command`'s block."""
+    """A command line that runs a job, and the job's result. It is valid inside the block of :func:`command`."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
     label: str
     folder: Path
-    let_go: Callable[[], None]  # the child ends, wherever it is
+    let_go: Callable[[], None]  # drops the job's lock: the child then ends
 
     def result(self, code: int | None = None) -> T:
-        """What the job returned. Raises the Fault that it raised, and Ended where it left neither; code: the exit code, if known."""
+        """The job's result. Raises the Fault that the job raised, Ended where there is neither. code: the exit code, if known."""
         try:
             returned, value = pickle.loads((self.folder / "result").read_bytes())
         except FileNotFoundError:
@@ -78,12 +78,22 @@ class Command(Generic[T]):
         found: T = value
         return found
 
-    def wait(self, wrapper: Sequence[str] = (), timeout: float | None = None, **streams: Any) -> tuple[int, str]:
-        """Run the command, behind the words of a launcher, to its end: its exit code, and of stderr what streams (subprocess) pipe.
+    def wait(
+        self,
+        wrapper: Sequence[str] = (),
+        timeout: float | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> tuple[int, str]:
+        """Run the command to its end, behind the words of a launcher (wrapper): its exit code, and its stderr where that is a pipe.
 
-        Raises Ended after timeout seconds, and KeyboardInterrupt at Ctrl-C, here or in the child. The child is then gone.
+        stdin, stdout and stderr are as subprocess.Popen takes them. Raises Ended after timeout seconds, and KeyboardInterrupt at Ctrl-C,
+        here or in the child. The child has then ended.
         """
-        with subprocess.Popen([*wrapper, *self.argv], env=self.environment, text=True, errors="replace", **streams) as process:
+        with subprocess.Popen(
+            [*wrapper, *self.argv], env=self.environment, text=True, errors="replace", stdin=stdin, stdout=stdout, stderr=stderr
+        ) as process:
             try:
                 _, said = process.communicate(timeout=timeout)
             except BaseException as error:
@@ -97,7 +107,7 @@ class Command(Generic[T]):
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise Ended(f"{self.label} took longer than {timeout:g} s", "its process was ended") from None
                 raise
-        if process.returncode in (130, -signal.SIGINT):  # Ctrl-C found the child first
+        if process.returncode in (130, -signal.SIGINT):  # Ctrl-C reached the child first
             raise KeyboardInterrupt
         return process.returncode, said or ""
 
@@ -110,11 +120,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     wrapper: Sequence[str] = (),
 ) -> T:
-    """Run a job in a process of its own and return its result. What it prints goes to stderr, and it has no stdin.
+    """Run a job in a child process and return its result. Its stdout goes to stderr, and it has no stdin.
 
-    label: what messages call it. timeout in seconds. environment is added to this process's. wrapper: the words of a program
-    that starts the one after them. Raises the job's own Fault, of its class (ContextLost among them); Ended where its time was
-    up, where it died, which names the signal, and where it failed in any other way; KeyboardInterrupt at Ctrl-C.
+    label: its name in messages. timeout: in seconds. environment: added to this process's. wrapper: the words of a launcher, before the
+    command line. Raises the Fault that the job raised, in its class (ContextLost among them); Ended after the time limit, where a signal
+    ended the process (the message names it), and where it failed in any other way; KeyboardInterrupt at Ctrl-C.
     """
     with command(job, label, environment) as started:
         code, _ = started.wait(wrapper, timeout, stdin=subprocess.DEVNULL, stdout=2)
@@ -122,10 +132,10 @@ def run(
 
 
 def again(arguments: Sequence[str], environment: Mapping[str, str], *, errors: bool = False) -> tuple[int, str]:
-    """Run a Python command line (a script and its words) in a process of its own, on this one's streams.
+    """Run a Python command line (a script and its arguments) in a child process, on this process's streams.
 
-    Returns its exit code (negative: the signal) and, with errors, what it wrote on stderr instead of that being shown. Raises
-    KeyboardInterrupt where it was interrupted.
+    Returns its exit code (negative: the signal) and, with errors, its stderr, which is then not shown. Raises KeyboardInterrupt where it
+    was interrupted.
     """
     with command(partial(_script, list(arguments)), arguments[0], environment) as started:
         return started.wait(stderr=subprocess.PIPE if errors else None)
@@ -133,7 +143,7 @@ def again(arguments: Sequence[str], environment: Mapping[str, str], *, errors: b
 
 @contextmanager
 def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str] | None = None) -> Iterator[Command[T]]:
-    """The command line of a job, for a launcher of whatever kind. A child that still runs at the end of the block is ended.
+    """The command line of a job, for any launcher. A child that still runs at the end of the block is ended.
 
     Raises pickle.PicklingError or AttributeError for a job that is no function of a module.
     """
@@ -190,9 +200,9 @@ def _ended(label: str, code: int | None) -> Ended:
 # -- in the child -----------------------------------------------------------------------------------------------------
 
 
-def _main(job: Callable[[], Any], label: str, folder: Path) -> int:
+def _main(job: Callable[[], object], label: str, folder: Path) -> int:
     """Run the job and leave its result or its fault in the folder; returns the exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored here, as by whoever started us
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored here, as in the parent
         signal.signal(signal.SIGINT, _interrupt_once)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     code, left = 0, None
@@ -211,17 +221,17 @@ def _main(job: Callable[[], Any], label: str, folder: Path) -> int:
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # Ctrl-C comes from the terminal and from the parent: a second one would stop the cleaning up
+    signal.signal(number, signal.SIG_IGN)  # the terminal and the parent both send one: a second would interrupt the cleanup
     raise KeyboardInterrupt
 
 
 def _end_with_parent(folder: Path) -> None:
     import fcntl
 
-    with suppress(OSError):  # the folder is gone, and with it the parent
+    with suppress(OSError):  # the folder is gone: so is the parent
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
     shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGINT)  # a real one: a launch on the CPU backend hears nothing else
+    os.kill(os.getpid(), signal.SIGINT)  # a signal, not an exception: a launch on the CPU backend stops for nothing else
     time.sleep(GRACE_SECONDS)
     os._exit(130)
 

@@ -28,11 +28,11 @@ def choose(
     deterministic: bool = False,
     tiles: Mapping[str, int] | None = None,
 ) -> tuple[list[Contender], list[str]]:
-    """The contenders of some specs, those of a range once, and a sentence for what a reader should know of the choice.
+    """The contenders of some specs, those of a range once, and notes: what each range leaves out, what `auto` is.
 
-    A range means those that can: that have the passes and take one of the problems (if any are given) in the form asked for; the
-    rest is told. `auto` needs a problem and a device. Raises UsageFault for a name that is nobody's, a range without a kernel
-    that can, and NoSuchPass for a kernel that lacks a pass.
+    A range stands for its kernels that have the passes and take one of the problems (if any are given) in the form asked for; a note
+    names the others. `auto` needs a problem and a device. Raises UsageFault for an unknown name and for a range of which no kernel
+    is left, NoSuchPass for a kernel that lacks a pass.
     """
     found: list[Contender] = []
     notes: list[str] = []
@@ -41,7 +41,7 @@ def choose(
             names, some = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
         elif spec == AUTO:
             names, some = _auto(passes, problems, device, deterministic)
-        else:  # what is named twice is there twice: a kernel beside itself shows the noise
+        else:  # what is named twice is run twice: a kernel beside itself shows the noise
             found.append(contender(spec, passes, deterministic=deterministic, tiles=tiles))
             continue
         there = {kernel.path for each in found for kernel in each.kernels.values()}
@@ -64,8 +64,8 @@ def kernels(
 ) -> tuple[list[Kernel], list[str]]:
     """The kernels of some specs, peers not among them, in each of the passes that there is; and notes as :func:`choose`.
 
-    wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name, NoSuchPass where a kernel has none
-    of the passes.
+    wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name and for `auto`, NoSuchPass where a kernel
+    has none of the passes.
     """
     found: list[Kernel] = []
     notes: list[str] = []
@@ -73,6 +73,8 @@ def kernels(
         if ends := _RANGE.fullmatch(spec):
             some, left_out = _range(spec, int(ends[1]), int(ends[2]), wanted, (), deterministic)
             notes += left_out
+        elif spec == AUTO:
+            some, _ = _auto(passes, (), None, deterministic)  # raises: no problem is known here
         else:
             some = [spec]
         for name in some:
@@ -101,7 +103,7 @@ def kernels_for(specs: Iterable[str], mode: str, problem: Problem, *, determinis
 def _range(
     spec: str, first: int, last: int, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool
 ) -> tuple[list[str], list[str]]:
-    """The names of a range's kernels that can, and a sentence for each that cannot."""
+    """The names of a range's kernels that can, and a note for each that cannot."""
     within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
     why = {name: _cannot(name, passes, problems, deterministic) for name in within}
     able = [name for name, reason in why.items() if not reason]
@@ -114,7 +116,7 @@ def _range(
 def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
     """The highest step that takes a problem on the device, for each of the problems."""
     if device is None or not problems:
-        raise UsageFault("auto needs a problem", "which kernel is the highest step depends on it", "name a kernel: fa-cli list")
+        raise UsageFault("auto needs a problem and a device", "the highest step depends on both", "name a kernel: fa-cli list")
     numbers = {k.name: k.number for k in catalogue() if k.number is not None}
     ladder = sorted(numbers, key=lambda name: -numbers[name])
     found: dict[str, str] = {}

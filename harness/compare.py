@@ -1,4 +1,4 @@
-"""Two runs held against each other: for every row that both have, is B the same, faster, slower, or can it not be said?
+"""Two runs compared: for every row that both have, is B the same as A, faster, slower, or is it unsure?
 
 The ratio is time of B / time of A, of medians, with a 95% interval:
 - from samples.jsonl, 7 samples or more a side: order statistics bound each median with a confidence of sqrt(95%), whatever the
@@ -6,11 +6,11 @@ The ratio is time of B / time of A, of medians, with a 95% interval:
   samples do, the bounds are those of the turns' medians (their range, where there are fewer than 7 turns).
 - 3 to 6 samples: too few for that. The whole ranges are taken and their quotient's width, in logarithms, is tripled.
 - without samples, from p20, p80 and n_samples of results.csv: the median m is taken to lie between m - 6 (m - p20) / sqrt(n) and
-  m + 6 (p80 - m) / sqrt(n), twice as wide as normal noise would have it.
+  m + 6 (p80 - m) / sqrt(n), twice as wide as for normal noise.
 - fewer than 3 samples, or no p20 and p80: no interval.
 
-SAME: the interval lies within 1 +- 3% (clocks, placement and temperature move the median of an unchanged kernel so far between
-two runs, however many samples each has). FASTER, SLOWER: else, where it lies wholly beyond 1 +- 1%. UNSURE: everything else.
+SAME: the interval lies within 1 +- 3% (clocks, placement and temperature move the median of an unchanged kernel by so much
+between two runs, however many samples each has). FASTER, SLOWER: else, where it lies wholly beyond 1 +- 1%. UNSURE: everything else.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _table(path: Path) -> Path:
 
 
 def _match(rows_a: Iterable[Row], rows_b: Iterable[Row], ignore_device: bool) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
-    """Pairs of the same question, then the rows that only A and only B have. A row without a timing answers for all timings."""
+    """Pairs of rows of the same KEY, then the rows that only A and only B have. A row without a timing matches every timing."""
     tables: list[dict[Key, dict[str | None, Row]]] = []
     for rows in (rows_a, rows_b):
         table: dict[Key, dict[str | None, Row]] = {}

@@ -18,13 +18,13 @@ from .kernel import Device, Kernel, catalogue, is_path
 from .kernel.expression import ExpressionError, evaluate
 from .problem import PASSES, Problem
 
-#: Status of a row. Only the first two pass: a kernel too big for an architecture is not offered there, which is no fault.
+#: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
 
 
 @dataclass(frozen=True)
 class CompileRow:
-    """One kernel compiled for one architecture at one width and dtype. Numbers are the worst entry's; None where not compiled."""
+    """One kernel compiled for one architecture, width and dtype. Resources are the largest of its entries; None where not compiled."""
 
     kernel: str
     pass_: str
@@ -37,7 +37,7 @@ class CompileRow:
     spill_bytes: int | None = None  # a thread
     stack_bytes: int | None = None  # a thread: spills, and arrays that are not in registers
     shared_bytes: int | None = None  # a block: static and dynamic
-    seconds: float | None = None  # of the compile, also where it was remembered
+    seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
 
@@ -99,7 +99,7 @@ def compile_kernels(
     archs = nvrtc.architectures() if arch is None else (arch,)
     cases = [case for kernel in wanted for case in _cases(kernel, archs, everything)]
     rows = []
-    with ThreadPoolExecutor(2) as pool:  # NVRTC lets go of the interpreter lock; more than two threads gain little
+    with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
             rows.append(row)
             progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtype} {row.arch}")
@@ -160,7 +160,7 @@ def _row(case: _Case) -> CompileRow:
 
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
-    """Bytes of dynamic shared memory each entry's launches want, asked before Kernel.plan, which refuses what does not fit."""
+    """Bytes of dynamic shared memory each entry's launches need, evaluated before Kernel.plan, which refuses what does not fit."""
     names = kernel.names(problem, device)
     wanted = dict.fromkeys(kernel.entries, 0)
     for launch in kernel.launches:

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from .backends import cache_dir, nvidia_driver, nvrtc
 from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
-from .fault import Fault
+from .fault import Fault, install_extra
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -42,7 +41,7 @@ class Check:
 
 
 def doctor() -> list[Check]:
-    """Look at everything the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
+    """Check everything that the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
     gpu, gpu_checks = _gpu()
     return [
         _runs(gpu),
@@ -68,8 +67,8 @@ def doctor() -> list[Check]:
 # -- what kernels run on ----------------------------------------------------------------------------------------------
 
 
-def _gpu() -> tuple[Any, list[Check]]:
-    """The CUDA backend if it works, and what to say of it: nothing where there is no driver, which `_driver` says."""
+def _gpu() -> tuple[Cuda | None, list[Check]]:
+    """The CUDA backend if it works, and its check; no check where there is no driver, which `_driver` reports."""
     if not nvidia_driver():
         return None, []
     try:
@@ -86,7 +85,7 @@ def _gpu() -> tuple[Any, list[Check]]:
     return backend, [Check("gpu", OK, f"{count} x {device.name}, {device.arch}, {sizes}")]
 
 
-def _runs(gpu: Any) -> Check:
+def _runs(gpu: Cuda | None) -> Check:
     if gpu is not None:
         return Check("kernels", OK, "run on the GPU (--device cuda), and checked on the CPU (--device cpu) where there is a C++ compiler")
     try:
@@ -122,7 +121,7 @@ def _version(package: str) -> str | None:
 
 
 def _fa_cli() -> Check:
-    version = _version("fa-cli")
+    version = _version("fa-harness")
     return Check("fa-cli", OK, f"{version}, from {Path(__file__).parent.parent}" if version else "a checkout that is not installed")
 
 
@@ -170,7 +169,7 @@ def _cuda_major(name: str) -> str | None:
 def _torch() -> Check:
     version = _version("torch")
     if not version:
-        return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install 'fa-cli[torch]'")
+        return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install torch")
     spec = importlib.util.find_spec("torch")  # of a top-level package: finds it without importing it
     stated = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", stated, re.M)
@@ -192,7 +191,7 @@ def _nccl() -> Check:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
-        return Check("nccl", WARN, "not found: no ring over several GPUs", "pip install 'fa-cli[ring]'")
+        return Check("nccl", WARN, "not found: no ring over several GPUs", install_extra("ring"))
     return Check("nccl", OK, f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}, the system's")
 
 
@@ -203,7 +202,7 @@ def _mpi() -> Check:
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
     lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"
-    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", "pip install 'fa-cli[ring]'")
+    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", install_extra("ring"))
 
 
 # -- tools and the process --------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def _cupy_cache() -> Path:
 
 
 def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
-    """A folder of compiled code: it must be writable, and by nobody else, since what lies in it is run."""
+    """A folder of compiled code: writable by its owner only, since the code in it is run."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -246,7 +245,7 @@ def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
     about = there.stat()
     if there == folder and _others_may_write(about):
         hint = f"chmod go-w {folder}, or set {variable} to a folder of yours"
-        return Check(name, WARN, f"{folder} may be written by others, and what lies in it is run", hint)
+        return Check(name, WARN, f"{folder} is writable by others, and the code in it is run", hint)
     return Check(name, OK, str(folder))
 
 

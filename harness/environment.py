@@ -1,4 +1,4 @@
-"""env.json: what a measurement was made on, by which command, at which commit."""
+"""env.json: the machine, the versions, the command and the commit of a measurement."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from .files import json_bytes, read_json, write_files
+from .files import Json, json_bytes, read_json, write_files
 
-#: Packages whose versions a measurement depends on, asked for by name, never imported.
-PACKAGES = ("fa-cli", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
+#: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
+PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
 
 
-def environment(**facts: Any) -> dict[str, Any]:
-    """What a run of record was measured on: Python, platform, package versions, git commit, this command, and the facts given.
+def environment(**facts: object) -> Json:
+    """The environment of a measurement: Python, platform, package versions, git commit, this command, and the facts given.
 
-    facts come from the backend (device, driver, clocks, compiler ...). Nothing heavy is imported to find out.
+    facts: the backend's environment() (device, driver, clocks, compiler). Imports nothing heavy.
     """
     versions = {}
     for name in PACKAGES:
@@ -40,14 +39,14 @@ def environment(**facts: Any) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit the code is at, with + where the tree differs from it; None where there is no git or no repository.
+    """The commit of the code, with + where tracked files differ from it; None where there is no git or no repository.
 
-    FA_CLI_COMMIT says it for a copy of the tree without .git.
+    FA_CLI_COMMIT gives it for a copy of the tree without .git.
     """
     if given := os.environ.get("FA_CLI_COMMIT"):
         return given
     root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():  # installed: an enclosing repository is somebody else's
+    if not (root / ".git").exists():  # installed: an enclosing repository is another project's
         return None
     found = []
     for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
@@ -59,11 +58,11 @@ def _git_commit() -> str | None:
     return found[0] + ("+" if found[1] else "")
 
 
-def write_env(path: Path, record: Mapping[str, Any] | None = None) -> None:
+def write_env(path: Path, record: Mapping[str, object] | None = None) -> None:
     """Write an environment record (:func:`environment` of now by default) as JSON, atomically. Raises DiskFault."""
     write_files(path.parent, {path.name: json_bytes(environment() if record is None else record)})
 
 
-def read_env(path: Path) -> dict[str, Any]:
+def read_env(path: Path) -> Json:
     """The record that :func:`write_env` wrote. Raises DataFault."""
     return read_json(path, "fa-cli experiment writes it beside results.csv")

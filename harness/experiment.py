@@ -1,8 +1,8 @@
 """An experiment: a sweep's shapes x kernels and peers -> rows, samples, an environment record, figures and a summary.
 
-Every shape's contenders are checked first and then measured in turn, warm and (on a GPU) cold. Rows are appended and flushed
-as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that takes the GPU's context with
-it costs its own row: the rest is measured by a fresh process.
+Every shape's contenders are checked first, then measured in round-robin turns, warm and (on a GPU) cold. Rows are appended and flushed
+as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that loses the CUDA context costs
+its own row: a fresh process measures the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .row import CEILING, TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
 SEED = 42
-#: What a message says when the CUDA context is gone, by whichever library it is told.
+#: What messages of CUDA libraries say when the CUDA context is lost.
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
 
 
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep gave: its rows, the files written, and what a reader of the result should know."""
+    """What a sweep gave: its rows, the files written, and notes on the choice of shapes and contenders."""
 
     rows: list[Row]
     files: list[Path]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class _Lost(Exception):
-    """The CUDA context is gone; the row that says so is written."""
+    """The CUDA context is lost; the row that says so is written."""
 
 
 def experiment(name: str = "forward", **options: Any) -> list[Row]:
@@ -124,8 +124,8 @@ def _shape(
     problem: Problem,
     run_id: str,
     progress: Callable[[str], None],
-) -> Iterator[tuple[list[Row], list[dict[str, Any]]]]:
-    """The rows and samples of one shape: first of what cannot run or is wrong, then, measured in turn, of all the rest."""
+) -> Iterator[tuple[list[Row], list[files.Json]]]:
+    """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
     for contender in contenders:
@@ -134,7 +134,7 @@ def _shape(
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
             good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
         except DiskFault:
-            raise  # every other row would meet it too
+            raise  # it would stop every other row too
         except Exception as error:
             absent = isinstance(error, EnvironmentFault)
             status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
@@ -149,7 +149,7 @@ def _shape(
     yield results.with_torch([row for row, _ in found]), samples
 
 
-def _keep(folder: Path, rows: list[Row], samples: list[dict[str, Any]]) -> list[Row]:
+def _keep(folder: Path, rows: list[Row], samples: list[files.Json]) -> list[Row]:
     for row in rows:
         append_row(folder / "results.csv", row)
     files.append_lines(folder / "samples.jsonl", samples)
@@ -193,7 +193,7 @@ def _selected(shapes: Sequence[tuple[str, Problem]], options: Options) -> list[t
 def _contenders(
     options: Options, sweep: Sweep, mode: str, shapes: Sequence[tuple[str, Problem]], backend: Backend
 ) -> tuple[list[list[Contender]], list[str]]:
-    """The kernels, then the peers of each shape, and what to say of those that ranges leave out.
+    """The kernels, then the peers of each shape, and a note for each kernel that a range leaves out.
 
     Kernels asked for must exist and have the passes; by default all that have them and a shape's dtype. A range, and auto, is for
     each shape those that take it.
@@ -252,7 +252,7 @@ def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
 
 def _write_environment(path: Path, backend: Backend, run_id: str, resumed: bool) -> None:
     """The record of this run; those of earlier runs into the same table stay, under their run_id."""
-    earlier: dict[str, Any] = {}
+    earlier: files.Json = {}
     if path.exists():
         last = environment.read_env(path)
         if resumed and last.get("run_id") == run_id:

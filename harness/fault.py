@@ -1,8 +1,6 @@
-"""Why a command ends: what happened, why, and a hint; each kind has the exit code of README, "Exit codes". Imports nothing of ours."""
+"""Why a command ends: what happened, why, and a hint. Each kind has its exit code (README, "Exit codes"). Imports nothing of ours."""
 
 from __future__ import annotations
-
-from typing import Any
 
 
 class Fault(Exception):
@@ -22,8 +20,8 @@ class Fault(Exception):
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A fault comes back from another process as it was, also of a class that is made from other arguments."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the attributes, not the arguments of __init__: subclasses take other arguments."""
         return Fault.__new__, (type(self), self.what), self.__dict__
 
 
@@ -34,13 +32,13 @@ class UsageFault(Fault):
 
 
 class DataFault(Fault):
-    """The data is not what it says it is: missing, short, long, not a file, another dtype, another hash, NaN."""
+    """The data is not what its record says: missing, short, long, not a regular file, another dtype, another hash, NaN."""
 
     exit_code = 3
 
 
 class EnvironmentFault(Fault):
-    """Something this machine lacks: a GPU, an optional package, a compiler."""
+    """This machine lacks something: a GPU, an optional package, a compiler."""
 
     exit_code = 4
 
@@ -55,3 +53,8 @@ class DiskFault(Fault):
     """The disk is full, the folder is read-only, or another run holds it."""
 
     exit_code = 6
+
+
+def install_extra(name: str) -> str:
+    """The hint that installs an optional dependency group of this package. No index has the package: its source is a path."""
+    return f"pip install '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"

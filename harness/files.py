@@ -1,7 +1,7 @@
-"""Reading and writing files so that neither a bad file nor a full disk is ever taken for data.
+"""Reading and writing files such that neither a damaged file nor a full disk is taken for data.
 
-Every read: a regular file of exactly the size expected. Every write: a temporary name in the same folder, fsync, size
-check, rename; several files are staged whole before the first is renamed. numpy's tofile and fromfile do none of this.
+A read takes a regular file of exactly the size expected. A write goes to a temporary name in the same folder, then fsync, a check of
+the size, and rename; several files are all staged before the first is renamed. numpy's tofile and fromfile do none of this.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
+from .array import Bytes
 from .fault import DataFault, DiskFault
 
-#: No record of ours is larger; a larger file is not one.
+#: Bytes of the largest JSON record; a larger file is refused unread.
 JSON_LIMIT = 1 << 20
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+#: A JSON object as json reads it. Its values are checked where they are used.
+Json = dict[str, Any]
 
 
 def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
-    """The bytes of a regular file (links are followed). size: what it must have; None takes files up to JSON_LIMIT.
+    """The bytes of a regular file (links are followed). size: the bytes it must have; None takes files of up to JSON_LIMIT bytes.
 
     Raises DataFault where it is missing, cannot be read, is not a regular file (a FIFO does not block) or has another size.
     """
@@ -58,7 +60,7 @@ def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
     return data
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json(path: Path, hint: str = "") -> Json:
     """A JSON object from a file. Raises DataFault as :func:`read_exact` does, and where it is not a JSON object."""
     data = read_exact(path, hint=hint)
 
@@ -74,21 +76,21 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     return found
 
 
-def json_bytes(record: Mapping[str, Any]) -> bytes:
+def json_bytes(record: Mapping[str, object]) -> bytes:
     """A record as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have (write None)."""
     return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
 
 
-def sha256(data: Any) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
-def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write several files (name -> bytes-like) of a folder: all are staged on disk first, then renamed in the order given.
+def write_files(folder: Path, contents: Mapping[str, bytes | memoryview]) -> None:
+    """Write several files (name -> bytes) of a folder: all are staged on disk, then renamed in the order given.
 
-    So a full disk leaves every old file as it was, and the last name is the commit point. Raises DiskFault; temporary files
-    are removed, also on Ctrl-C.
+    A full disk leaves every old file unchanged, and the last name is the commit point. Temporary files are removed, also on Ctrl-C.
+    Raises DiskFault.
     """
     staged: list[tuple[Path, Path]] = []
     try:
@@ -112,8 +114,8 @@ def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add JSON records to a file, a line each, in one write, and fsync. Raises DiskFault."""
+def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Append JSON records to a file, one per line, in one write, and fsync. Raises DiskFault, ValueError for NaN and infinity."""
     if not records:
         return
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
@@ -140,7 +142,7 @@ def _stage(path: Path, data: memoryview) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it where they are not there. Raises DiskFault."""
+    """Make a folder and its parents where they are missing. Raises DiskFault."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,7 +150,7 @@ def make_folder(folder: Path) -> None:
 
 
 def disk_fault(place: Path, error: OSError) -> DiskFault:
-    """What an OSError while writing means to a user."""
+    """The fault for an OSError of a write in a folder, with what a user can do about it."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFault(f"no room to write in {place}", reason, f"free some space: df -h {place}")
@@ -159,10 +161,10 @@ def disk_fault(place: Path, error: OSError) -> DiskFault:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for one run, by flock on its own descriptor: no lock file, released when the process ends.
+    """Hold a folder for one run, by flock on its own descriptor: there is no lock file, and the lock ends with the process.
 
-    Temporary files that a killed run left are removed, for whoever holds the lock is the only writer. Raises DiskFault where
-    another run holds it; the folder's listing is then unchanged.
+    Temporary files left by a killed run are removed, since the lock's holder is the only writer. Raises DiskFault where another run
+    holds the lock (the folder's listing is then unchanged), DataFault where there is no such folder.
     """
     import fcntl
 

@@ -1,6 +1,6 @@
-"""The attention problem: shapes, dtype, mask and scale, and what follows from them.
+"""The attention problem: shapes, dtype, mask and scale, and what follows from them: shapes, bytes and operations of each tensor and pass.
 
-Everything may import it, and it imports nothing of ours but the faults it raises.
+Every room may import it. It imports nothing of ours but the faults that it raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PASSES = ("forward", "backward")
 #: Modes of a run and the passes each consists of.
 MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
 
-#: The tensors each pass reads and writes, in the order they are passed to plain kernels and shown in tables.
+#: The tensors that each pass reads and writes, in the order of tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
 
@@ -31,10 +31,10 @@ class Problem:
     """One attention problem: O = softmax(scale * Q K^T + mask) V, per batch and head.
 
     Q, O, dO, dQ: (batch, heads_q, seq_q, head_dim); K, V, dK, dV: (batch, heads_kv, seq_kv, head_dim);
-    logsumexp: (batch, heads_q, seq_q), natural logarithm of the scaled scores. Query head h reads key head
-    h * heads_kv // heads_q (grouped-query attention). Under the causal mask key k is visible to query q iff
-    k <= q + causal_shift; a query that sees no key gives O = 0, logsumexp = -inf and zero gradients. Build one with
-    :meth:`of`, which checks, and change one with :meth:`with_`: equal masks then give equal problems.
+    logsumexp: (batch, heads_q, seq_q), log(sum over visible keys of exp(scale * q.k)), the natural logarithm. Query head h reads key head
+    h * heads_kv // heads_q (grouped-query attention; Ainslie et al. 2023, arXiv 2305.13245). Under the causal mask key k is visible to
+    query q iff k <= q + causal_shift; a query without a visible key gives O = 0, logsumexp = -inf and zero gradients. :meth:`of` makes
+    one and checks it, :meth:`with_` changes one: equal masks then give equal problems.
     """
 
     batch: int
@@ -64,10 +64,10 @@ class Problem:
     ) -> Problem:
         """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
-        That default is the bottom-right alignment of FlashAttention; 0 is torch's top-left; a shard of a longer sequence has
-        the position of its first query less that of its first key. The shift is stored between -seq (no key is visible) and
-        seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel can overflow.
-        Without causal it means nothing and is the default.
+        That default is the bottom-right alignment of FlashAttention (since version 2.1). 0 is the top-left alignment of PyTorch's
+        is_causal. A shard of a longer sequence has the position of its first query minus that of its first key. The shift is clamped to
+        -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
+        can overflow. Without causal it has no effect and is the default.
 
         Raises UsageFault for empty or negative sizes, heads that do not group, an unknown dtype or a scale that is not finite.
         """
@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def folder(self) -> str:
-        """The data folder's name, B2_H8_S512_D64 with suffixes only where they differ from the defaults."""
+        """The data folder's name, B2_H8_S512_D64, with a suffix for each of heads_kv, seq_kv and dtype that is not the default."""
         name = f"B{self.batch}_H{self.heads_q}_S{self.seq_q}_D{self.head_dim}"
         if self.heads_kv != self.heads_q:
             name += f"_Hkv{self.heads_kv}"
@@ -110,7 +110,7 @@ class Problem:
 
     @classmethod
     def from_folder(cls, name: str) -> Problem | None:
-        """The problem a folder's name states, or None where the name is not of that form."""
+        """The problem of a folder's name, without mask and scale; None where the name is not of that form. Raises UsageFault as of."""
         match = _FOLDER.fullmatch(name)
         if not match:
             return None
@@ -118,13 +118,16 @@ class Problem:
         return cls.of(int(b), int(h), int(s), int(d), int(hkv) if hkv else None, int(skv) if skv else None, dtype or "float32")
 
     def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed. The default causal_shift follows the lengths, any other is kept; None is the default."""
-        made = replace(self, **changes)  # type: ignore[arg-type]
+        """A copy with some fields changed. A default causal_shift follows the lengths, any other is kept; None asks for the default.
+
+        The new values are not checked, but for causal_shift, which is clamped. Raises TypeError for a field that there is none of.
+        """
+        made = replace(self, **changes)  # type: ignore[arg-type]  # the values are the caller's
         given = "causal_shift" in changes or self.causal_shift != self.default_shift
         return replace(made, causal_shift=_shift(made.seq_q, made.seq_kv, made.causal, made.causal_shift if given else None))
 
     def describe(self) -> str:
-        """One line for people: the folder name, and causal, causal_shift and scale where they are not the default."""
+        """One line for messages: the folder's name, and causal, causal_shift and scale where they are not the default."""
         text = self.folder
         if self.causal:
             text += " causal"
@@ -137,7 +140,7 @@ class Problem:
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape of a tensor by name: Q K V O dO dQ dK dV logsumexp."""
+        """The shape of a tensor by its name: (batch, heads, rows, head_dim); logsumexp is (batch, heads_q, seq_q)."""
         if tensor == "logsumexp":
             return (self.batch, self.heads_q, self.seq_q)
         if tensor in ("K", "V", "dK", "dV"):
@@ -145,42 +148,43 @@ class Problem:
         return (self.batch, self.heads_q, self.seq_q, self.head_dim)
 
     def tensor_dtype(self, tensor: str) -> str:
-        """The storage dtype of a tensor: the problem's, but logsumexp is float32 (float64 for float64)."""
+        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem)."""
         if tensor == "logsumexp":
             return "float64" if self.dtype == "float64" else "float32"
         return self.dtype
 
     def tensor_bytes(self, tensor: str) -> int:
-        """Bytes of a tensor, exact in Python integers (numpy's product would overflow silently)."""
+        """Bytes of a tensor, as an exact Python integer (numpy's product would overflow silently)."""
         return math.prod(self.shape(tensor)) * DTYPE_BYTES[self.tensor_dtype(tensor)]
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     @property
     def default_shift(self) -> int:
-        """The causal_shift of bottom-right alignment: the last query sees every key, as FlashAttention has it."""
+        """The causal_shift of FlashAttention's bottom-right alignment: every key is visible to the last query."""
         return self.seq_kv - self.seq_q
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs a head computes: all of them, or under the causal mask the visible ones."""
+        """The (query, key) pairs of one head that the mask leaves: seq_q * seq_kv without one."""
         if not self.causal:
             return self.seq_q * self.seq_kv
-        first = max(0, -self.causal_shift)  # queries before it see no key
-        full = min(self.seq_q, self.seq_kv - self.causal_shift)  # queries from it on see every key
-        rising = (full - first) * (first + full + 2 * self.causal_shift + 1) // 2  # query q sees q + causal_shift + 1 keys
+        first = max(0, -self.causal_shift)  # no key is visible to the queries before it
+        full = min(self.seq_q, self.seq_kv - self.causal_shift)  # every key is visible to the queries from it on
+        rising = (full - first) * (first + full + 2 * self.causal_shift + 1) // 2  # q + causal_shift + 1 keys are visible to query q
         return rising + (self.seq_q - full) * self.seq_kv
 
     def flops(self, pass_: str) -> int:
-        """Floating-point operations of a pass: 4 B H D pairs forward, 2.5 times that backward, 3.5 times for both.
+        """Floating-point operations of a pass ("forward", "backward" or "both"), as FlashAttention counts them.
 
-        The community's rule (FlashAttention's benchmarks), with the true head dim and the pairs really visible.
+        Dao 2023, arXiv 2307.08691, section 4.1: two products, 4 * batch * heads_q * head_dim * pairs, forward; five products, 2.5 times
+        that, backward. pairs: visible_pairs, exact where the paper halves seq_q * seq_kv for a causal mask.
         """
         forward = 4 * self.batch * self.heads_q * self.head_dim * self.visible_pairs
         return {"forward": forward, "backward": forward * 5 // 2, "both": forward * 7 // 2}[pass_]
 
     def bytes(self, pass_: str) -> int:
-        """The least memory traffic of a pass: every input read once, every output written once."""
+        """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once."""
         if pass_ == "both":
             return self.bytes("forward") + self.bytes("backward")
         return sum(self.tensor_bytes(t) for t in READS[pass_] + WRITES[pass_])

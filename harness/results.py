@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from .backends import Backend
 from .check.contender import Contender, PassResult
+from .files import Json
+from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
 from .row import CEILING, SHAPE, TYPES, Row
@@ -17,7 +19,7 @@ from .run import Result
 
 
 def new_run_id() -> str:
-    """A name for a run that no other has: when it started (UTC), and four random letters."""
+    """A name for a run that no other has: when it started (UTC), and four random hex digits."""
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
@@ -30,7 +32,7 @@ def rows_of(result: Result, test: str, run_id: str) -> list[Row]:
     return [row for mode in modes for row in _rows(result, mode, test, run_id)]
 
 
-def samples_of(result: Result, row: Row) -> dict[str, Any]:
+def samples_of(result: Result, row: Row) -> Json:
     """The line of samples.jsonl that belongs to a row: which run, row and timing, and every sample in milliseconds."""
     timing = _timing(result, row.Type, row.timing)
     shape = {name: getattr(row, name) for name in SHAPE}
@@ -66,7 +68,7 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
-    """The rows with pct_of_peak: of the matrix products of their dtype measured in the same run, where they were."""
+    """The rows with pct_of_peak: the share of the GEMM ceiling of their dtype, where the same run measured it."""
     gemm = f"{CEILING}gemm-"
     most = {row.Kernel.removeprefix(gemm): row.TFLOPS for row in ceilings if row.Kernel.startswith(gemm)}
     return [replace(row, pct_of_peak=100 * row.TFLOPS / peak) if row.TFLOPS and (peak := most.get(row.dtype)) else row for row in rows]
@@ -85,19 +87,21 @@ def rows_without(
 ) -> list[Row]:
     """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
+    kernels = list(contender.kernels.values())
     message = " ".join(why.split())
-    facts: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
+    facts: Json = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
     return [
-        Row(**_of_problem(test, contender.name, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
+        Row(**_of_problem(test, contender.name, kernels, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)
         for m in modes
     ]
 
 
-def _of_problem(test: str, kernel: str, mode: str, problem: Problem, deterministic: bool) -> dict[str, Any]:
+def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool) -> Json:
     p = problem
+    spec = shlex.quote(kernels[0].spec) if kernels else name
     return {
         "Test": test,
-        "Kernel": kernel,
+        "Kernel": name,
         "Type": TYPES[mode],
         "Batch": p.batch,
         "Heads": p.heads_q,
@@ -108,7 +112,7 @@ def _of_problem(test: str, kernel: str, mode: str, problem: Problem, determinist
         "dtype": p.dtype,
         "causal": p.causal,
         "scale": p.scale,
-        "repro": _repro(kernel, mode, p, deterministic),
+        "repro": _repro(spec, mode, p, deterministic),
     }
 
 
@@ -132,9 +136,9 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
-    of_tensors: dict[str, Any] = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
+    of_tensors: Json = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
     row = Row(
-        **_of_problem(test, result.compute, mode, problem, result.deterministic),
+        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
         MaxError=worst.max_abs,
         MeanError=worst.mean_abs,
@@ -155,7 +159,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
         **of_tensors,
     )
     row = replace(row, dtype="tf32") if any(k.arithmetic_for(problem.dtype) == "tf32" for k in kernels) else row  # on float32 files
-    # A kernel that fails in one pass is given no speed in the other: they are one kernel to whoever reads the table.
+    # A kernel that fails in one pass has no speed in the other: a table names the kernel, not the pass, as right or wrong.
     timings = [t for t in TIMINGS if all(t in p.timings for p in passes)] if result.passed else []
     return [_timed(row, together([p.timings[t] for p in passes]), problem, mode) for t in timings] or [row]
 
@@ -176,12 +180,12 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(kernel: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
-    """The command that runs this row again. None of a causal_shift but the default, which no option sets."""
+def _repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+    """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
     p = problem
     if p.causal_shift != p.default_shift:
         return None
-    words = [f"fa-cli run --compute {kernel} --mode {'forward' if mode == 'forward' else 'both'}"]
+    words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic

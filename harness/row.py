@@ -16,10 +16,10 @@ from .files import disk_fault
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kernel x problem x pass x timing. Seed 002's columns come first, under its names; None is unknown (an empty cell).
+    """One kernel x problem x pass x timing. The columns in CamelCase keep the names of an earlier harness; None is an empty cell: unknown.
 
-    Type is FOR, BAC or BOT; Status PASS, FAIL, REFUSED, ERROR or ABSENT; MaxError is the worst tensor's; times are
-    milliseconds, TFLOPS 1e12 operations and Bandwidth_GBps 1e9 bytes a second.
+    Type is FOR, BAC or BOT. Status is PASS, FAIL, REFUSED, ERROR or ABSENT. MaxError is the largest over the tensors. Times are in
+    milliseconds, TFLOPS in 10^12 floating-point operations per second, Bandwidth_GBps in 10^9 bytes per second.
     """
 
     Test: str | None = None
@@ -70,13 +70,13 @@ class Row:
     MaxError_dV: float | None = None
 
 
-#: The columns that say which problem a row is of.
+#: The columns that identify a row's problem.
 SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
 
-#: How the names of measured ceilings begin: ceiling-gemm-bfloat16, ceiling-copy …
+#: The prefix of a measured ceiling's name: ceiling-gemm-bfloat16, ceiling-copy.
 CEILING = "ceiling-"
 
-#: What the column Type says of each mode.
+#: The column Type of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 
 _TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_type_hints(Row).items()}
@@ -88,7 +88,7 @@ def columns() -> list[str]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row to a CSV file, with the header where the file is new. One write, then fsync: a row is there whole or not at all.
+    """Append a row to a CSV file, with the header where the file is new. One write, then fsync: a row is complete or absent.
 
     Raises DataFault where the file has another header, DiskFault where it cannot be written.
     """
@@ -106,7 +106,7 @@ def append_row(path: Path, row: Row) -> None:
                         "write to another folder: --output-dir",
                     )
                 file.seek(-1, os.SEEK_END)
-                start = "" if file.read(1) == b"\n" else "\n"  # what an interrupted write left is closed, not continued
+                start = "" if file.read(1) == b"\n" else "\n"  # ends the partial line of an interrupted write
             else:
                 start = _line(columns())
             data = (start + _line([_text(getattr(row, name)) for name in columns()])).encode()
@@ -143,13 +143,13 @@ def _line(cells: list[str]) -> str:
     return out.getvalue()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return repr(float(value))  # numpy's own repr says np.float64(...)
     text = str(value)
-    # A spreadsheet would run such a cell as a formula. A leading apostrophe is doubled so that reading gives the text back.
+    # A spreadsheet would evaluate such a cell as a formula. A leading apostrophe is doubled, so that read_rows restores the text.
     return "'" + text if isinstance(value, str) and text[:1] in ("=", "+", "-", "@", "'", "\t", "\r") else text
 
 

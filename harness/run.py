@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from . import choose, dataset
+from .array import Array
 from .backends import Backend, pick
 from .check import budget
 from .check.contender import Contender, PassResult
@@ -30,7 +30,7 @@ class Result:
     device_name: str
     problem: Problem
     passes: Mapping[str, PassResult]
-    share: float  # of all rows, the part that was held against float64
+    share: float  # of all rows, the part that was compared with float64
     outputs: Path | None = None
     notes: tuple[str, ...] = ()
     seed: int | None = None
@@ -48,26 +48,26 @@ class Result:
 
     @property
     def time_ms(self) -> dict[str, float | None]:
-        """Median milliseconds of each pass; a kernel whose check failed is never given a speed."""
+        """Median milliseconds of each pass; None for a kernel that failed a check in any pass."""
         times = {name: p.timings["warm"].median_ms for name, p in self.passes.items() if self.passed and "warm" in p.timings}
         return {name: times.get(name) for name in PASSES}
 
-    def _rate(self, work: Any) -> dict[str, float | None]:
+    def _rate(self, work: Callable[[str], float]) -> dict[str, float | None]:
         return {name: work(name) / (ms * 1e-3) if ms else None for name, ms in self.time_ms.items()}
 
     @property
     def tflops(self) -> dict[str, float | None]:
-        """10^12 floating-point operations a second, by Problem.flops."""
+        """10^12 floating-point operations a second, of visible pairs only (Problem.flops)."""
         return self._rate(lambda name: self.problem.flops(name) / 1e12)
 
     @property
     def gbps(self) -> dict[str, float | None]:
-        """10^9 bytes a second of the least traffic, by Problem.bytes."""
+        """10^9 bytes a second of the least HBM traffic: every input read once, every output written once (Problem.bytes)."""
         return self._rate(lambda name: self.problem.bytes(name) / 1e9)
 
 
 def contend(
-    backend: Backend, contender: Contender, mode: str, oracle: Oracle, forward: Mapping[str, Any] | None = None, chained: bool = False
+    backend: Backend, contender: Contender, mode: str, oracle: Oracle, forward: Mapping[str, Array] | None = None, chained: bool = False
 ) -> dict[str, PassResult]:
     """The passes of a mode by a contender, checked, not yet timed.
 
@@ -82,7 +82,7 @@ def contend(
 
 
 def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
-    """The results with a timing more: all that passed, pass by pass, measured in turn. What failed a check is never timed."""
+    """The results with a timing more: all that passed, pass by pass, in round-robin turns. What failed a check is never timed."""
     done = list(results)
     for pass_ in PASSES:
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
@@ -128,7 +128,7 @@ def run(
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
     or reused there, and write the first one's outputs.
 
-    The folder is locked meanwhile. All that pass are then timed in turn, warm. Raises Fault: usage, data, environment, kernel
+    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
     or disk; a failed check is no exception, it is Result.passed.
     """
     backend = open_backend(device, check, schedule_seed)
@@ -141,7 +141,7 @@ def run(
     for each in contenders:  # before a byte is written
         each.refuse(problem, MODES[mode], backend)
     found = found or dataset.write(problem, seed, data_root)
-    if not os.access(found.folder, os.W_OK | os.X_OK):  # told before any work is done, not after it
+    if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
         raise disk_fault(found.folder, PermissionError(13, "permission denied"))
     with locked(found.folder):
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
@@ -187,7 +187,7 @@ def _result(
     )
 
 
-def _record(result: Result) -> dict[str, Any]:
+def _record(result: Result) -> dict[str, object]:
     problem = result.problem
     return {
         "kernel": result.compute,
@@ -210,7 +210,7 @@ def asan_child_needed(check: str | None) -> bool:
 
 
 def run_under_asan(arguments: Sequence[str]) -> int:
-    """Run a Python command line again with AddressSanitizer loaded; see backends/host.py."""
+    """Run a Python command line again with AddressSanitizer loaded; see backends/host/backend.py."""
     from .backends.host import backend as host
 
     return host.run_under_asan(arguments)

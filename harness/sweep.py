@@ -1,11 +1,11 @@
-"""A sweep: the question an experiment asks, a TOML file (experiments/<name>/sweep.toml, or anyone's).
+"""A sweep: the question an experiment asks, a TOML file (experiments/<name>/sweep.toml, or one of your own).
 
     title = "Time over the sequence length"
     mode = "forward"                  # unless --mode says otherwise
-    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range is those of it that take the shape
+    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range: its kernels that take the shape
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic
-    ceilings = true                   # optional: measure what this GPU can do at most, in the same run
+    ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
@@ -21,9 +21,9 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .fault import DataFault, Fault, UsageFault
+from .kernel.header import Table
 from .kernel.kernel import KERNELS
 from .problem import PASSES, Problem
 
@@ -76,7 +76,7 @@ def load(spec: str) -> Sweep:
         raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
 
 
-def _parse(path: Path, data: dict[str, Any]) -> Sweep:
+def _parse(path: Path, data: Table) -> Sweep:
     def wrong(why: str) -> DataFault:
         return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
 
@@ -88,7 +88,7 @@ def _parse(path: Path, data: dict[str, Any]) -> Sweep:
 
     own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
-    def names(where: dict[str, Any], key: str) -> tuple[str, ...]:
+    def names(where: Table, key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise wrong(f"{key} is a name, a range or a list of them; is {value!r}")
@@ -114,7 +114,7 @@ def _parse(path: Path, data: dict[str, Any]) -> Sweep:
     )
 
 
-def _expand(item: dict[str, Any], wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
+def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
     """One shape table as (test, problem) pairs, one for each combination of its lists."""
     if unknown := set(item) - SHAPE_KEYS:
         raise wrong(f"unknown key {sorted(unknown)[0]!r} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")

@@ -1,7 +1,7 @@
 """`fa-cli tune`: which tile values are the fastest? Each combination is pruned, or checked against float64, or also timed.
 
 Pruned is what cannot run or is not worth running: too much shared memory, too many threads or registers, a static_assert, spills.
-Only what is right is timed, all of it in turn. On the CPU backend everything but the answer is the same: its times choose nothing.
+What passes is timed in round-robin turns. The CPU backend prunes and checks in the same way, but its times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .problem import Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
-#: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more cannot be launched.
+#: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more does not launch.
 REGISTERS = 65536
 
 
@@ -105,7 +105,7 @@ def tune(
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
     The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
-    Raises UsageFault for an unknown or refused kernel or tile, ContextLost where a variant takes the GPU with it, DiskFault.
+    Raises UsageFault for an unknown or refused kernel or tile, KernelFault where a variant loses the CUDA context, DiskFault.
     """
     backend = pick(device)
     kernel = _chosen(spec, pass_, problem, backend, deterministic)
@@ -134,7 +134,7 @@ def tune(
 
 
 def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> list[Variant]:
-    """The rows as prune leaves them, several at a time: compilers let go of the interpreter lock."""
+    """The rows as prune leaves them, several at a time: compilers release the interpreter lock."""
     found = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for done, row in enumerate(pool.map(prune, rows), 1):
@@ -186,7 +186,7 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
         return replace(row, status=PRUNED, why=_first_error(error))
     except EnvironmentFault:
         row = replace(row, shared_bytes=max(launch.shared for launch in plan.launches))  # no NVRTC: registers are not known
-    with suppress(Fault):  # what does not load is told in its check
+    with suppress(Fault):  # a kernel that does not load is reported by its check
         backend.load(kernel, problem, row.tiles)
     return row
 
@@ -218,7 +218,7 @@ def _first_error(error: CompileError) -> str:
 
 
 def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tuple[Variant, PassResult | None]:
-    """The variant judged against float64, and what can be timed where it is right."""
+    """The variant checked against float64, and what can be timed where it passes."""
     try:
         result = run(row.tiles)
     except CompileError as error:  # where there was no NVRTC to ask before

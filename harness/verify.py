@@ -1,7 +1,7 @@
 """Errors only: a kernel over a matrix of shapes, types, masks, scales and schedules, each case against float64.
 
-The matrix is a covering array: every pair of levels of any two factors meets in some case, so a fault that needs two things
-at once (a tail tile and bfloat16, grouped heads and the causal mask) is met without running their product.
+The matrix is a covering array of strength 2: every pair of levels of any two factors occurs in some case. A fault that needs two
+levels at once (a tail tile and bfloat16, grouped heads and the causal mask) is found without running the full product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .run import open_backend
 
 #: Lengths around the tiles kernels use (32, 64, 128), and odd ones.
 EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 1023, 1025)
-#: (queries, keys): longer and shorter, so that under the causal mask whole rows see no key.
+#: (seq_q, seq_kv): longer and shorter, so that under the causal mask some queries see no key.
 CROSS = (
     (1, 239),
     (239, 1),
@@ -43,7 +43,7 @@ CROSS = (
     (1023, 1024),
     (1024, 1023),
 )
-#: The shapes of seed 002: batch, heads, length; head dim 64.
+#: Ten shapes, small to large, as the sweeps `forward` and `backward` have them: batch, heads, length; head dim 64.
 SEED_SHAPES = (
     (1, 1, 128),
     (2, 4, 256),
@@ -62,10 +62,12 @@ HEAD_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128, 160, 256)
 GROUPS = (1, 3, 8)
 #: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
 SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
-#: Factors on the softmax scale 1/sqrt(dim): a kernel that does not read its scale is wrong at the other.
+#: Factors on the softmax scale 1/sqrt(dim): a kernel that ignores args.scale is wrong at the second.
 SOFTMAX_SCALES = (1.0, 0.5)
 SCHEDULES = (0, 7)
 MATRICES = ("quick", "full")
+#: A level of a factor of the matrix: a pair of lengths, a width, a dtype, whether causal …
+Level = Any
 _MOST = {"cpu": 200, "cuda": 300}
 
 
@@ -110,7 +112,7 @@ def matrix(chosen: kernel.Kernel, which: str, device: str) -> list[Case]:
     if not chosen.cross:
         lengths = [pair for pair in lengths if pair[0] == pair[1]]
     scales = [s for s in SCALES[chosen.pass_] if s <= 10 or chosen.logits == float("inf")]
-    factors: dict[str, list[Any]] = {
+    factors: dict[str, list[Level]] = {
         "length": lengths,
         "dim": [d for d in HEAD_DIMS if d <= chosen.head_dims[-1] and (d <= 128 or which == "full")],
         "causal": [False, True] if chosen.causal else [False],
@@ -151,7 +153,7 @@ def _seed_shapes(chosen: kernel.Kernel, device: str) -> Iterator[Problem]:
 
 
 def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
-    """Long rows, many heads, and more heads and batches than 16 bits would count."""
+    """Long rows, many batches, and as many heads as a grid may have blocks in y."""
     dtypes = [d for d in chosen.dtypes if d in ("float32", "bfloat16")]
     for dtype, causal in itertools.product(dtypes, [False, True] if chosen.causal else [False]):
         yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal)
@@ -159,25 +161,25 @@ def _large(chosen: kernel.Kernel) -> Iterator[Problem]:
         yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal)
 
 
-def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Rows over the factors in which all allowed pairs of levels meet, greedily few, the same every time.
+def covering(factors: dict[str, list[Level]], widths: Sequence[int]) -> Iterator[dict[str, Level]]:
+    """Rows over the factors in which all allowed pairs of levels occur, greedily few, the same every time.
 
-    (length, dim) is too many pairs for a matrix that runs in minutes: each length meets each compiled width instead.
+    (length, dim) is too many pairs for a matrix that runs in minutes: each length occurs with each compiled width instead.
     """
     draw = random.Random(1)
     names = list(factors)
 
-    def keys(row: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    def keys(row: dict[str, Level]) -> Iterator[tuple[Level, ...]]:
         for a, b in itertools.combinations(names, 2):
             if (a, b) == ("length", "dim"):
                 yield a, b, row[a], next(w for w in widths if w >= row[b])
             else:
                 yield a, b, row[a], row[b]
 
-    def allowed(row: dict[str, Any]) -> bool:
+    def allowed(row: dict[str, Level]) -> bool:
         return not (row["dtype"] == "float16" and row["scale"] > 100)
 
-    wanted: set[tuple[Any, ...]] = set()
+    wanted: set[tuple[Level, ...]] = set()
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
             row = {a: x, b: y}
@@ -187,8 +189,8 @@ def covering(factors: dict[str, list[Any]], widths: Sequence[int]) -> Iterator[d
                 y = next(w for w in widths if w >= y)
             wanted.add((a, b, x, y))
     while wanted:
-        seed = min(wanted, key=repr)  # start from a pair nobody has met, so every row makes progress
-        best: dict[str, Any] = {}
+        seed = min(wanted, key=repr)  # start from a pair that no row has, so every row makes progress
+        best: dict[str, Level] = {}
         gain = -1
         for _ in range(40):
             row = {name: draw.choice(levels) for name, levels in factors.items()}
@@ -242,13 +244,13 @@ def verify(
             results.append(run_case(backends[schedule], chosen, each, which, deterministic))
             progress(results[-1])
     if case is not None and not results:
-        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify without --case shows the numbers")
+        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
     return results
 
 
 def compile_ahead(backend: Backend, chosen: kernel.Kernel, cases: Iterable[Case]) -> None:
-    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again, and is told, in its case."""
-    wanted: dict[Any, Case] = {}
+    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
+    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
     for each in cases:
         with suppress(Fault):
             wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)

@@ -83,9 +83,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) scores(const __grid_c
     // A tile beyond the causal mask is seen by none of its queries. All threads of the block leave, so none waits for another.
     if (k_first >= fa::visible_keys(args, min(q_first + TILE, args.seq_q) - 1)) return;
 
-    fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, TILE_THREADS>(q_smem[0], args.Q, batch, head, q_first, args.seq_q, args.head_dim);
-    fa::load_rows<TILE, HEAD_DIM, K_PITCH, TILE_THREADS>(k_smem[0], args.K, batch, fa::kv_head_of(args, head), k_first, args.seq_kv,
-                                                         args.head_dim);
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, q_first);                         // [TILE], Q.row apart
+    const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), k_first);  // [TILE], K.row apart
+    fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, TILE_THREADS>(q_smem[0], q, args.Q.row, q_first, args.seq_q, args.head_dim);
+    fa::load_rows<TILE, HEAD_DIM, K_PITCH, TILE_THREADS>(k_smem[0], k, args.K.row, k_first, args.seq_kv, args.head_dim);
     __syncthreads();  // both tiles are complete
 
     real score_reg[ROWS] = {};
@@ -135,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) output(const __grid_c
     // Main loop over the tiles of P and V
     real out_reg[ROWS][COLUMNS] = {};
     for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += TILE) {
+        const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), k_first);  // [TILE], V.row apart
         __syncthreads();  // every thread has finished with the previous tiles
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -142,8 +144,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) output(const __grid_c
             bool there = query < args.seq_q && key < fa::visible_keys(args, query);  // the rest was never written
             p_smem[row + ROW_STEP * r][lane] = there ? fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query)[key] : 0.0f;
         }
-        fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, TILE_THREADS>(v_smem[0], args.V, batch, fa::kv_head_of(args, head), k_first, args.seq_kv,
-                                                              args.head_dim);
+        fa::load_rows<TILE, HEAD_DIM, HEAD_DIM, TILE_THREADS>(v_smem[0], v, args.V.row, k_first, args.seq_kv, args.head_dim);
         __syncthreads();  // both tiles are complete
 
         // A tile is summed by itself first (fa::add_tile says why).

@@ -77,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     // Main loop over the K/V tiles. A tile of one row, loaded by one thread: this one.
     for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<float>(args.K, batch, kv_head, k_first + row);  // this thread's row
+        const float* v = fa::row_pointer<float>(args.V, batch, kv_head, k_first + row);
         __syncthreads();  // every thread has finished with the previous tile
-        fa::load_rows<1, HEAD_DIM, K_PITCH, 1>(k_smem + row * K_PITCH, args.K, batch, kv_head, k_first + row, args.seq_kv, args.head_dim,
-                                               0);
-        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(v_smem + row * HEAD_DIM, args.V, batch, kv_head, k_first + row, args.seq_kv, args.head_dim,
-                                                0);
+        fa::load_rows<1, HEAD_DIM, K_PITCH, 1>(k_smem + row * K_PITCH, k, args.K.row, k_first + row, args.seq_kv, args.head_dim, 0);
+        fa::load_rows<1, HEAD_DIM, HEAD_DIM, 1>(v_smem + row * HEAD_DIM, v, args.V.row, k_first + row, args.seq_kv, args.head_dim, 0);
         __syncthreads();  // the tile is complete
 
         // The Q tiles stream past.
@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             const bool first_tile = k_first == 0;
             if (!first_tile && visible <= 0) continue;
 
-            fa::load_rows<1, HEAD_DIM, Q_PITCH, 1>(q_rows, args.Q, batch, head, query, args.seq_q, args.head_dim, 0);
+            fa::load_rows<1, HEAD_DIM, Q_PITCH, 1>(q_rows, fa::row_pointer<float>(args.Q, batch, head, query), args.Q.row, query,
+                                                   args.seq_q, args.head_dim, 0);
 
             // S = Q K^T, one row.
             float old_max = first_tile ? -fa::infinity() : m[query], old_sum = first_tile ? 0.0f : l[query], row_max = old_max;

@@ -70,16 +70,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float* p_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_Q][P_PITCH]
 
     const int head = blockIdx.x, batch = blockIdx.y, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    const int row = fa::warp_id() * ROWS, lane = fa::lane_id();
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
-    float* m = fa::head_values<float>(args, WORKSPACE_M, batch, head);         // [seq_q]
-    float* l = fa::head_values<float>(args, WORKSPACE_L, batch, head);         // [seq_q]
+    const fa::int64_t first_row = (fa::int64_t(batch) * args.heads_q + head) * args.seq_q;  // of this head; one sum for both pointers
+    float* m = static_cast<float*>(args.workspace[WORKSPACE_M]) + first_row;                // [seq_q]
+    float* l = static_cast<float*>(args.workspace[WORKSPACE_L]) + first_row;                // [seq_q]
 
     // Main loop over the K/V tiles.
     for (int k_first = 0; k_first < args.seq_kv; k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // every warp has finished with the previous tile
-        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, k, args.K.row, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, v, args.V.row, k_first, args.seq_kv, args.head_dim);
         __syncthreads();  // the tile is complete
 
         // The Q tiles stream past; q_first is the first query of this warp. It has the same rows of every tile: no barrier of the block.
@@ -88,8 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             const bool first_tile = k_first == 0;
             if (!first_tile && fa::visible_keys(args, q_first + ROWS - 1) <= k_first) continue;
 
+            const float* q = fa::row_pointer<float>(args.Q, batch, head, q_first);  // [ROWS], Q.row apart
             __syncwarp();  // every lane has finished with the previous rows of Q and P
-            fa::load_rows<ROWS, HEAD_DIM, Q_PITCH, LANES>(q_rows, args.Q, batch, head, q_first, args.seq_q, args.head_dim, lane);
+            fa::load_rows<ROWS, HEAD_DIM, Q_PITCH, LANES>(q_rows, q, args.Q.row, q_first, args.seq_q, args.head_dim, lane);
             __syncwarp();
 
             // S = Q K^T: the warp's queries by the lane's keys. All lanes read the same q (a broadcast), each its own k.
@@ -99,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 for (int n = 0; n < KEYS; ++n) {
                     float k_reg = k_smem[lane * K_PITCH + n * LANES * K_PITCH + d];
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_smem[(row + r) * Q_PITCH + d] * k_reg;
+                    for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_rows[r * Q_PITCH + d] * k_reg;
                 }
             }
 
@@ -112,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 rescale_reg[r] =
                     fa::online_softmax<LANES>(row_max, row_sum, score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
                 inverse_reg[r] = row_sum > 0 ? 1 / row_sum : 0.0f;  // no visible key: O is 0
-                rescale_reg[r] *= old_sum * inverse_reg[r];
+                rescale_reg[r] = rescale_reg[r] * old_sum * inverse_reg[r];
                 if (lane == 0 && q_first + r < args.seq_q) m[query] = row_max, l[query] = row_sum;
             }
             __syncwarp();  // the lanes of a row read each other's P

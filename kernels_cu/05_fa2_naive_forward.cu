@@ -62,22 +62,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     float* q_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_Q][Q_PITCH]
     float* p_smem = q_smem + BLOCK_Q * Q_PITCH;   // [BLOCK_Q][P_PITCH]
 
-    const int q_first = blockIdx.x * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    const int row = fa::warp_id() * ROWS, lane = fa::lane_id();
+    const int q_first = blockIdx.x * BLOCK_Q + row;                            // the first query of this warp
+    const int q_last = min(q_first - row + BLOCK_Q, args.seq_q) - 1;  // of the block
     float *q_rows = q_smem + row * Q_PITCH, *p_rows = p_smem + row * P_PITCH;  // [ROWS][…], this warp's
 
     // Prologue: Q, which is resident, and the state of each row: maximum, sum, and O before the division by the sum.
-    fa::load_rows<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS>(q_smem, args.Q, batch, head, q_first, args.seq_q, args.head_dim);
+    const float* q = fa::row_pointer<float>(args.Q, batch, head, q_first);  // [ROWS], Q.row apart
+    fa::load_rows<ROWS, HEAD_DIM, Q_PITCH, LANES>(q_rows, q, args.Q.row, q_first, args.seq_q, args.head_dim, lane);
     float row_max[ROWS], row_sum[ROWS] = {}, out_reg[ROWS][COLUMNS] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row_max[r] = -fa::infinity();
 
     // Main loop over the K/V tiles that some row of the block sees. The bound is the block's, not the warp's, because of the barriers.
-    for (int k_first = 0; k_first < fa::visible_keys(args, q_end - 1); k_first += BLOCK_K) {
+    for (int k_first = 0; k_first < fa::visible_keys(args, q_last); k_first += BLOCK_K) {
+        const float* k = fa::row_pointer<float>(args.K, batch, kv_head, k_first);  // [BLOCK_K], K.row apart
+        const float* v = fa::row_pointer<float>(args.V, batch, kv_head, k_first);  // [BLOCK_K], V.row apart
         __syncthreads();  // every warp has finished with the previous tile
-        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, args.K, batch, kv_head, k_first, args.seq_kv, args.head_dim);
-        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, args.V, batch, kv_head, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, K_PITCH, THREADS>(k_smem, k, args.K.row, k_first, args.seq_kv, args.head_dim);
+        fa::load_rows<BLOCK_K, HEAD_DIM, HEAD_DIM, THREADS>(v_smem, v, args.V.row, k_first, args.seq_kv, args.head_dim);
         __syncthreads();  // the tile, and before the first one Q, is complete
 
         // S = Q K^T: the warp's queries by the lane's keys. All lanes read the same q (a broadcast), each its own k.
@@ -87,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             for (int n = 0; n < KEYS; ++n) {
                 float k_reg = k_smem[lane * K_PITCH + n * LANES * K_PITCH + d];
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_smem[(row + r) * Q_PITCH + d] * k_reg;
+                for (int r = 0; r < ROWS; ++r) score_reg[r][n] += q_rows[r * Q_PITCH + d] * k_reg;
             }
         }
 
@@ -95,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         float rescale_reg[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int visible = fa::visible_keys(args, q_first + row + r) - k_first;  // of this tile
+            const int visible = fa::visible_keys(args, q_first + r) - k_first;  // of this tile
             rescale_reg[r] =
                 fa::online_softmax<LANES>(row_max[r], row_sum[r], score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
         }
@@ -117,10 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     // Epilogue: O divided by the row sum, and logsumexp.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const int query = q_first + row + r;
-        if (query >= q_end) break;
+        if (q_first + r >= args.seq_q) break;
+        float* o = fa::row_pointer<float>(args.O, batch, head, q_first + r);  // [head_dim]
         const float inverse = row_sum[r] > 0 ? 1 / row_sum[r] : 0.0f;  // no visible key: O is 0, and logsumexp -inf
-        fa::store_output<float, LANES, 1>(fa::row_pointer<float>(args.O, batch, head, query), out_reg[r], inverse, lane, args.head_dim);
-        if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, query) = row_max[r] + fa::log(row_sum[r]);
+        fa::store_output<float, LANES, 1>(o, out_reg[r], inverse, lane, args.head_dim);
+        if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + r) = row_max[r] + fa::log(row_sum[r]);
     }
 }

@@ -1,7 +1,7 @@
-"""How long must a kernel have run alone before its speed is its speed? python experiments/longseq/settle.py > experiments/longseq/settle.txt
+"""How long must a kernel have run alone before its speed has settled? python experiments/longseq/settle.py > experiments/longseq/settle.txt
 
-Each contender rests a second, then runs for so many seconds that are not counted, then for 60 ms that are. What a GPU at its power
-limit gives in its first milliseconds it does not give for long: figures of attention kernels depend on it by up to a tenth.
+Each contender rests a second, runs unrecorded for the settling time, then is recorded for 60 ms. At its power limit a GPU is faster in
+its first milliseconds than it stays: speeds of attention kernels depend on it by up to a tenth.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Where kernels run: one file a backend, chosen by :func:`pick` and never silently exchanged."""
+"""Where kernels run: one file per backend, chosen by :func:`pick`. A backend never falls back to another silently."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from ..fault import UsageFault
 from .nvml import nvidia_driver as nvidia_driver
@@ -16,11 +14,10 @@ from .protocol import Step as Step
 from .protocol import cache_dir as cache_dir
 
 
-def pick(spec: str = "auto", **host_options: Any) -> Backend:
-    """The backend for --device auto|cuda|cuda:N|cpu. host_options go to the CPU backend (seed, check).
+def pick(spec: str = "auto", seed: int | None = None, check: str | None = None) -> Backend:
+    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host).
 
-    auto takes a GPU if there is one. An NVIDIA driver without a working CuPy is an EnvironmentFault, never a silent
-    fall-back to the CPU. Raises UsageFault for another spec.
+    auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
     kind, _, index = spec.partition(":")
     if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not index.isdigit())):
@@ -31,4 +28,4 @@ def pick(spec: str = "auto", **host_options: Any) -> Backend:
         return Cuda(int(index or 0))
     from .host.backend import Host
 
-    return Host(**host_options)
+    return Host(seed, check)

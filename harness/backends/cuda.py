@@ -1,8 +1,8 @@
 """The CUDA backend: kernels through cupy.RawModule, timed with events, on CuPy's current stream.
 
-The only module that imports cupy; the others get the array module from a backend's `xp`. Facts about CuPy that this file
-leans on: compiled cubins are kept by CuPy itself (CUPY_CACHE_DIR), and functions by device; over 48 KB of shared memory a
-block must be asked for, function by function; cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
+The only module that imports cupy; the others take the array module from a backend's `xp`. This file relies on CuPy for the following.
+It caches compiled cubins (CUPY_CACHE_DIR), and functions by device. More than 48 KB of shared memory per block is opted into function by
+function. cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from typing import Any
 
 import numpy as np
 
-from ..fault import EnvironmentFault, KernelFault, UsageFault
+from ..array import Bytes
+from ..fault import EnvironmentFault, KernelFault, UsageFault, install_extra
+from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 from . import nvml, nvrtc
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
-#: Shared memory (bytes) a block may use without asking.
+#: Bytes of shared memory that a block may use without opting in.
 SHARED_DEFAULT = 48 << 10
 
-#: How the driver's messages say that it refused the launch, and nothing ran: anything else kills the CUDA context.
+#: Errors with which the driver refuses a launch, so that nothing ran. Any other error destroys the CUDA context.
 _REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
 
 
 def pip_line() -> str:
-    """What to type to get the CuPy wheel that fits this machine's driver."""
+    """The command that installs the CuPy wheel for this machine's driver."""
     driver = nvml.driver_cuda()
-    return f"pip install 'fa-cli[{'cuda13' if driver and driver[0] >= 13 else 'cuda12'}]'"
+    return install_extra("cuda13" if driver and driver[0] >= 13 else "cuda12")
 
 
 class Cuda(Backend):
     """One GPU of this machine. Raises EnvironmentFault where there is none, or no CuPy that can use it.
 
-    FA_CLI_NO_POOL=1 is for compute-sanitizer: memory comes from the driver, tensor by tensor and without guard bands, so
-    that the tool knows the bounds of each. Inside CuPy's pool an access out of bounds mostly lands in a neighbour.
+    FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver, without guard bands, so the tool knows its
+    bounds. In CuPy's pool most accesses out of bounds hit another tensor.
     """
 
     name = "cuda"
 
     def __init__(self, index: int = 0) -> None:
-        self.xp = _cupy()
+        self.xp: Any = _cupy()  # CuPy has no types: what it returns is checked where it is given one
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
         except RuntimeError as error:  # CuPy's CUDARuntimeError
@@ -60,22 +62,22 @@ class Cuda(Backend):
         sanitized = os.environ.get("FA_CLI_NO_POOL") == "1"
         if sanitized:
             self.xp.cuda.set_allocator(None)
-        #: Bytes of poisoned memory run.py puts around each tensor.
+        #: Bytes of a guard band (harness/check/tensors.py).
         self.guard_bytes = 0 if sanitized else 4096
-        self._spin: Any = None
-        self._flush: Any = None
+        self._spin: Any = None  # a cupy.RawKernel
+        self._flush: Any = None  # a cupy.ndarray: filled through its memory
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
         arch, optin = f"sm_{facts['major']}{facts['minor']}", facts["sharedMemPerBlockOptin"]
         self._device = Device("cuda", facts["name"].decode(), arch, facts["multiProcessorCount"], facts["l2CacheSize"], optin)
 
     def device(self) -> Device:
-        """What this GPU is."""
+        """This GPU, as launch plans need it."""
         return self._device
 
-    def environment(self) -> dict[str, Any]:
-        """GPU, driver, CUDA, NVRTC and CuPy versions; clocks, power, temperature and throttle reasons as NVML gives them now."""
+    def environment(self) -> Json:
+        """GPU, versions of driver, CUDA, NVRTC and CuPy; clocks, power, temperature and throttle reasons now, from NVML."""
         runtime = self.xp.cuda.runtime
-        facts: dict[str, Any] = {
+        facts: Json = {
             "device": self.name,
             "device_name": self._device.name,
             "arch": self._device.arch,
@@ -92,10 +94,10 @@ class Cuda(Backend):
     # -- compiling ----------------------------------------------------------------------------------------------------
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
-        """Compile a kernel for a problem (or take CuPy's cached cubin) and ready its entries for launch.
+        """Compile a kernel for a problem, or take CuPy's cached cubin, and prepare its entries for launch.
 
-        Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, and KernelFault
-        where an entry is not in the file or asks for more shared memory than there is.
+        Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, KernelFault where an entry
+        is not in the file or needs more shared memory than there is.
         """
         if not kernel.runs_on(self._device.arch, problem.dtype):
             raise UsageFault(
@@ -128,7 +130,7 @@ class Cuda(Backend):
         return Loaded(kernel, plan, functions, registers, spills, shared)
 
     def _spills(self, kernel: Kernel, plan: Plan, exact: str | None, registers: int) -> int | None:
-        """Bytes spilled, which the driver cannot tell from other local memory: ptxas knows, if the same one can be asked."""
+        """Bytes spilled per thread, from ptxas: the driver gives all local memory. None where another ptxas compiled the kernel."""
         try:
             found = nvrtc.resources(kernel, plan, exact or self._device.arch)
         except (EnvironmentFault, CompileError):
@@ -137,33 +139,36 @@ class Cuda(Backend):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def memory(self, size: int) -> Any:
-        """Uninitialised device memory. Raises UsageFault where there is not so much."""
+    def memory(self, size: int) -> Bytes:
+        """Uninitialised device memory. Raises UsageFault where there is not enough."""
         try:
-            return self.xp.empty(size, np.uint8)
+            found: Bytes = self.xp.empty(size, np.uint8)
+            return found
         except self.xp.cuda.memory.OutOfMemoryError:
             free, total = self.xp.cuda.runtime.memGetInfo()
             what = f"{self._device.name} has no room for {size} more bytes"
             raise UsageFault(what, f"{free} of its {total} bytes are free", "use a smaller problem") from None
 
-    def get(self, buffer: Any) -> Any:
+    def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
-        return self.xp.asnumpy(buffer)
+        found: Bytes = self.xp.asnumpy(buffer)
+        return found
 
-    def address(self, buffer: Any) -> int:
-        """Where a device buffer starts."""
-        return int(buffer.data.ptr)
+    def address(self, buffer: Bytes) -> int:
+        """The address of a device buffer's first byte."""
+        memory: Any = buffer.data  # CuPy's own object, not numpy's memoryview
+        return int(memory.ptr)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
-        """Enqueue the steps on this GPU, whichever is current, and wait for nothing. Raises as launch does."""
+        """Enqueue the steps on this GPU, whichever GPU is current, without waiting. Raises as launch does."""
         runtime = self.xp.cuda.runtime
         current = runtime.getDevice()
         if current != self._index:
             runtime.setDevice(self._index)
         try:
-            if not hasattr(self._thread, "has_context"):  # a new thread gets one from its first call of the CUDA runtime, not the driver
+            if not hasattr(self._thread, "has_context"):  # a call of the runtime, not of the driver, gives a thread its context
                 runtime.memGetInfo()
                 self._thread.has_context = True
             self._submit(loaded, steps, self.xp.cuda.get_current_stream().ptr if stream is None else stream)
@@ -174,22 +179,22 @@ class Cuda(Backend):
                 runtime.setDevice(current)
 
     def _submit(self, loaded: Loaded, steps: Sequence[Step], stream: int) -> None:
-        launch = self.xp.cuda.driver.launchKernel  # CuPy's own call of a function first makes an object of every parameter
+        launch = self.xp.cuda.driver.launchKernel  # faster than calling a cupy function, which boxes every parameter
         for step in steps:
             if isinstance(step, Fill):
                 self.xp.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
                 continue
-            # Pointers to the bytes' own memory, which the driver reads before it returns.
+            # Pointers into the bytes objects; the driver reads them before it returns.
             pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)
             function = loaded.functions[step.entry].kernel.ptr
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
-        """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel dies."""
+        """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel fails."""
         self.call(loaded, steps)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
-        """Enqueue the steps between two events; what is returned waits and gives device seconds. Both raise as launch does."""
+        """Enqueue the steps between two events. The function returned waits and gives device seconds. Both raise as launch does."""
         with self._faults(loaded, steps):
             return self._between_events(lambda: self.submit(loaded, steps), lambda: self._faults(loaded, steps))
 
@@ -203,7 +208,7 @@ class Cuda(Backend):
         return enqueued
 
     def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], Callable[[], float]] | None:
-        """Capture the steps as a CUDA graph; a call of what is returned enqueues a replay, as enqueue does."""
+        """Capture the steps as a CUDA graph. The function returned enqueues a replay, as enqueue does."""
         stream = self.xp.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
@@ -213,7 +218,7 @@ class Cuda(Backend):
         return lambda: self._between_events(lambda: captured.launch(null), lambda: self._faults(loaded, steps))
 
     def before(self, seconds: float, cold: bool) -> None:
-        """Write twice the L2 cache's size where cold, then let one thread spin for so long."""
+        """Where cold, flush the L2 cache by writing twice its size; then one thread spins for `seconds`."""
         if self._spin is None:
             self._spin = self.xp.RawKernel(_SPIN, "spin", backend="nvrtc")
             self._flush = self.xp.empty(2 * self._device.l2_bytes, np.uint8)
@@ -222,14 +227,14 @@ class Cuda(Backend):
         if seconds:
             self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """An NVTX range, where this CuPy has NVTX."""
         from cupyx.profiler import time_range
 
         return time_range(name) if self.xp.cuda.nvtx.available else super().range(name)
 
-    def state(self) -> dict[str, Any]:
-        """What NVML says of clocks, power, temperature and throttling now; empty without NVML."""
+    def state(self) -> Json:
+        """Clocks, power, temperature and throttle reasons now, from NVML; empty without it."""
         return nvml.state(self.xp.cuda.Device().pci_bus_id)
 
     def _between_events(
@@ -270,10 +275,10 @@ def _cupy() -> Any:
 
 
 def _ready(function: Any, entry: str, plan: Plan) -> int:
-    """Let an entry have the dynamic shared memory its launches want; returns its bytes a block, static and dynamic."""
+    """Opt an entry into the dynamic shared memory of its launches; returns its bytes per block, static and dynamic."""
     static = int(function.shared_size_bytes)
     dynamic = max((launch.shared for launch in plan.launches if launch.entry == entry), default=0)
-    # Only ever raised: CuPy gives one module to all who load the same code, and another plan may want more.
+    # The limit is raised, never lowered: CuPy has one module for the same code, and another plan may need more.
     if static + dynamic > SHARED_DEFAULT and int(function.max_dynamic_shared_size_bytes) < dynamic:
         function.max_dynamic_shared_size_bytes = dynamic
     return static + dynamic
@@ -284,7 +289,7 @@ def _load_fault(kernel: Kernel, plan: Plan, entry: str, error: RuntimeError) -> 
         what = f'{kernel.path}: no entry {entry!r}: it must be `extern "C" __global__ void {entry}(…)`'
         return KernelFault(what, str(error), f"name it in [[launch]] as the file does: fa-cli compile {kernel.path}")
     wanted = max((launch.shared for launch in plan.launches if launch.entry == entry), default=0)
-    why = f"{error}; its launches want {wanted} bytes of dynamic shared memory"
+    why = f"{error}; its launches need {wanted} bytes of dynamic shared memory"
     return KernelFault(f"{kernel.label}: entry {entry} cannot be made ready", why, "use smaller tiles (--tile)")
 
 

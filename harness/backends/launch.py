@@ -1,8 +1,8 @@
 """Addresses, strides, sizes and a stream become fa::Args and kernel launches: nothing is allocated, copied, checked, timed or waited for.
 
-The lowest door to a kernel. Checked buffers (harness/check/tensors.py) stand above it; whoever owns tensors already passes their
-addresses here. Parameters are immutable bytes that belong to one call, so launches in flight and other threads share nothing that
-changes: cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the host backend has run by then.
+This is the lowest interface to a kernel. Checked buffers (harness/check/tensors.py) are built on it; a caller that owns tensors passes
+their addresses here. Parameters are immutable bytes of one call, so launches in flight and other threads share no mutable state:
+cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the host backend has run by then.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ARGS = np.dtype(
         "itemsize": 448,
     }
 )
-#: What differs from call to call stands first in fa::Args: nine tensors of four words each, then the workspaces' addresses.
+#: The part of fa::Args that differs from call to call comes first: nine tensors of four words each, then the workspaces' addresses.
 _WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + ARGS_WORKSPACES}q")
 _POINTER = struct.Struct("<q")
 
 
 class View(NamedTuple):
-    """Where a (batch, heads, rows, head_dim) tensor is: the address of its first element, and its strides in elements.
+    """A (batch, heads, rows, head_dim) tensor in device memory: the address of its first element, and its strides in elements.
 
-    head_dim is contiguous, and what <fa/args.cuh> says of rows holds: 16-byte aligned, readable up to the next multiple of 16 bytes.
+    head_dim is contiguous. Rows are as <fa/args.cuh> needs them: 16-byte aligned, readable up to the next multiple of 16 bytes.
     logsumexp is (batch, heads, rows) with row stride 1.
     """
 
@@ -58,13 +58,13 @@ _ABSENT = View(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Launcher:
-    """A loaded kernel and a problem's values, packed once: call it with addresses to enqueue the pass."""
+    """A loaded kernel with a problem's sizes, packed once. A call with addresses enqueues the pass."""
 
     backend: Backend
     loaded: Loaded
     #: The last bytes of fa::Args, the same in every call: sizes and scale.
     sizes: bytes
-    #: For each launch of the plan its plain parameters, packed, or the name of the tensor whose address they take; empty for fa::Args.
+    #: For each launch its plain parameters: packed bytes, or the name of the tensor whose address it is; empty for fa::Args.
     plain: tuple[tuple[bytes | str, ...], ...]
     #: Index and bytes of each workspace that is zeroed before every pass.
     zeroed: tuple[tuple[int, int], ...]
@@ -72,14 +72,14 @@ class Launcher:
     def __call__(self, tensors: Mapping[str, View], workspaces: Sequence[int] = (), stream: int | None = None) -> None:
         """Enqueue the pass and return. Raises KernelFault where a launch is refused, ContextLost where the GPU's context is dead.
 
-        tensors: READS and WRITES of the kernel's pass, on the backend's device. workspaces: their addresses, in the order and of
-        the bytes of loaded.plan.workspaces; whoever allocated one of init zero_once has zeroed it. stream: a CUDA stream's
-        handle, None for the backend's current one. A kernel with plain parameters takes contiguous tensors only.
+        tensors: READS and WRITES of the kernel's pass, on the backend's device. workspaces: their addresses, in the order and with
+        the bytes of loaded.plan.workspaces; the caller has zeroed those of init zero_once. stream: a CUDA stream's handle, None for the
+        backend's current one. A kernel with plain parameters takes contiguous tensors only.
         """
         self.backend.submit(self.loaded, self.steps(tensors, workspaces), stream)
 
     def steps(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> list[Step]:
-        """What a call enqueues, to be enqueued any number of times; parameters as a call has them."""
+        """What a call enqueues; the same steps may be enqueued repeatedly. Parameters as of a call."""
         words: list[int] = []
         for name in ARGS_TENSORS:
             words += tensors.get(name, _ABSENT)
@@ -94,7 +94,7 @@ class Launcher:
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
-    """A launcher of what a backend loaded for a problem. Raises KernelFault where args names what the kernel's pass is not given."""
+    """The launcher of a kernel that a backend loaded for a problem. Raises KernelFault where its args name what its pass is not given."""
     args = np.zeros(1, ARGS)
     for name in (*SIZES, "scale"):
         args[name] = getattr(problem, name)
@@ -105,19 +105,19 @@ def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
 
 
 def launcher(backend: Backend, kernel: Kernel, problem: Problem, tiles: Mapping[str, int] | None = None) -> Launcher:
-    """A launcher, kept: the same values again compile, plan and parse nothing. Raises as Backend.load and prepare do."""
+    """A cached launcher: a call with the same values compiles, plans and parses nothing. Raises as Backend.load and prepare do."""
     key = tuple(sorted((tiles or {}).items()))
     return _kept(backend, kernel, kernel.source_hash, problem, key)  # type: ignore[arg-type]  # a backend hashes by identity
 
 
 @lru_cache(maxsize=256)  # sequence lengths that alternate; launchers of one compile key share its code
 def _kept(backend: Backend, kernel: Kernel, source_hash: str, problem: Problem, tiles: tuple[tuple[str, int], ...]) -> Launcher:
-    """source_hash is part of the key only: an edited file, or an edited header of it, is loaded again."""
+    """source_hash is only a part of the key: an edited file, or an edited header that it includes, is loaded again."""
     return prepare(backend, backend.load(kernel, problem, dict(tiles)), problem)
 
 
 def _plain(kernel: Kernel, problem: Problem, name: str) -> bytes | str:
-    """A plain parameter: its bytes, or its own name where it is a tensor's address."""
+    """A plain parameter: its bytes, or its name where it is a tensor's address."""
     if name in READS[kernel.pass_] or name in WRITES[kernel.pass_]:
         return name
     if name == "scale":

@@ -1,20 +1,21 @@
-"""What the NVIDIA driver says without a CUDA context: whether it is there, its CUDA version, and the state of a GPU by NVML."""
+"""The NVIDIA driver without a CUDA context: whether there is one, its CUDA version, and the state of a GPU by NVML."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 from pathlib import Path
-from typing import Any
+
+from ..files import Json
 
 
 def nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is on this machine (whatever CuPy thinks)."""
+    """Whether this machine has an NVIDIA driver (CuPy is not asked)."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version the NVIDIA driver serves, (13, 0); None without a driver. Starts no process and no context."""
+    """The newest CUDA version that the NVIDIA driver supports, as (13, 0); None without a driver. Starts no process and no context."""
     version = ctypes.c_int(0)
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -24,8 +25,11 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def state(bus: str) -> dict[str, Any]:
-    """The state of the GPU at a PCI bus id; empty without NVML, and what it does not tell (in a container, say) is None."""
+def state(bus: str) -> Json:
+    """The state of the GPU at a PCI bus id: driver, clocks in MHz, power in W, temperature in degrees C, clock event reasons.
+
+    Empty without NVML; a value that it does not give, in a container say, is None.
+    """
     try:
         import pynvml
     except ImportError:
@@ -36,9 +40,10 @@ def state(bus: str) -> dict[str, Any]:
     except pynvml.NVMLError:
         return {}
 
-    def ask(question: str, *more: Any) -> Any:
+    def ask(question: str, *more: int) -> int | None:
         try:
-            return getattr(pynvml, question)(gpu, *more)
+            found: int | None = getattr(pynvml, question)(gpu, *more)
+            return found
         except pynvml.NVMLError:
             return None
 

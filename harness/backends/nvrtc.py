@@ -1,7 +1,7 @@
-"""NVRTC without a GPU or a driver: the options every CUDA compile of ours uses, and what the compiler says of a kernel.
+"""NVRTC without a GPU or a driver: the options of every CUDA compile, and the resources of a compiled kernel.
 
-`options` is the one home of compile options: cuda.py hands them to cupy.RawModule, `compile_` to NVRTC itself, so what
-`fa-cli compile` proves on a machine without a GPU is what a GPU will run.
+`options` is the only place of compile options: cuda.py passes them to cupy.RawModule, `compile_` to NVRTC itself. So `fa-cli compile`
+on a machine without a GPU compiles the code that a GPU runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, install_extra
 from ..kernel.kernel import INCLUDE, Kernel, Plan
 from .protocol import CompileError, cache_dir
 
@@ -35,17 +35,17 @@ SHARED_LIMIT = {
     "sm_120": 99 << 10,
 }
 
-#: What CuPy adds to every compile (with -arch, where the caller gives none). compile_ adds the same, so that both make
-#: the same code. They are not in `options`: some NVRTC versions refuse an option given twice.
+#: CuPy adds these to every compile (and -arch, where the caller gives none). compile_ adds the same, for the same code. They are not in
+#: `options`: some NVRTC versions refuse an option given twice.
 CUPY_ADDS = ("-ftz=true", "--device-as-default-execution-space")
 
-#: ptxas says it has serialised wgmma, in whatever severity it likes: a kernel several times slower than it looks.
+#: How ptxas reports, as a note or a warning by version, that it serialised wgmma: the kernel is then several times slower.
 SLOW = "Potential Performance Loss"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says one function uses: registers a thread, bytes of stack and spills a thread, static shared bytes a block."""
+    """The resources of one function, from ptxas: registers, stack and spill bytes per thread; static shared memory bytes per block."""
 
     registers: int = 0
     stack_bytes: int = 0
@@ -56,7 +56,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled for one architecture. cubin is empty where the answer came from the cache of `resources`."""
+    """One kernel compiled for one architecture. cubin is empty where it comes from the cache of `resources`."""
 
     arch: str
     nvrtc: str  # version
@@ -67,26 +67,26 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Registers a thread of the hungriest entry."""
+        """Registers per thread: the maximum over the functions."""
         return max(u.registers for u in self.usage.values())
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes a thread spills in the worst function: stores or loads, whichever are more."""
+        """Bytes spilled per thread: the maximum over the functions, of stores or loads, whichever are more."""
         return max(max(u.spill_stores, u.spill_loads) for u in self.usage.values())
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of stack frame of the worst function: spills and arrays that are not in registers."""
+        """Bytes of stack frame per thread: the maximum over the functions. It holds spills, and arrays that are not in registers."""
         return max(u.stack_bytes for u in self.usage.values())
 
 
 def options(kernel: Kernel, plan: Plan, arch: str | None) -> tuple[str, ...]:
     """The compile options of a kernel's plan, for cupy.RawModule and for `compile_` alike.
 
-    arch is "sm_90a" and the like, or None to leave the choice to CuPy (the device's own). The hash of the include closure
-    is an option because CuPy's cache key leaves out included headers: without it an edited header runs a stale kernel.
-    No fast-math: it would change what a kernel's plain expressions mean; words that approximate say so in their names.
+    arch: "sm_90a" and the like; None leaves the choice to CuPy (the device's own). The hash of the include closure is an option because
+    CuPy's cache key leaves out included headers: without it an edited header would run a stale kernel. There is no fast-math, which
+    would change a kernel's plain expressions; words that approximate have it in their names.
     """
     given = ["-std=c++17", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-lineinfo", f"-DFA_SOURCE_HASH=0x{kernel.source_hash}"]
     given += [f"-D{name}={value}" for name, value in plan.macros]
@@ -96,13 +96,13 @@ def options(kernel: Kernel, plan: Plan, arch: str | None) -> tuple[str, ...]:
 
 
 def pinned_arch(kernel: Kernel, dtype: str) -> str | None:
-    """The architecture a header names exactly ("sm_90a": its instructions exist there only), None for a rule like ">=sm_80"."""
+    """The one architecture of a header's exact rule ("sm_90a", whose instructions exist only there); None for a rule like ">=sm_80"."""
     rule = kernel.arch_for(dtype)
     return None if rule.startswith(">=") else rule
 
 
 def admits(kernel: Kernel, dtype: str, arch: str) -> bool:
-    """Whether a kernel's header admits a compile for an architecture: an exact rule admits that one alone."""
+    """Whether a kernel's header admits a compile for an architecture. An exact rule admits only that one."""
     exact = pinned_arch(kernel, dtype)
     return arch == exact if exact else kernel.runs_on(arch, dtype)
 
@@ -137,9 +137,9 @@ def compile_(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
 
 
 def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
-    """What `compile_` says of a kernel, without its cubin, remembered on disk by source hash, options and NVRTC version.
+    """The result of `compile_` without its cubin, cached on disk by source hash, options and NVRTC version.
 
-    A cache that cannot be read is compiled past, one that cannot be written is done without. Raises as `compile_` does.
+    A cache that cannot be read or written is ignored. Raises as `compile_` does.
     """
     key = "\0".join((kernel.source_hash, version(), *options(kernel, plan, arch)))
     file = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -148,7 +148,7 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
         saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
         return Compiled(**saved)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass  # not there, or not what we wrote
+        pass  # missing, or not in this format
     found = replace(compile_(kernel, plan, arch), cubin=b"")
     record = asdict(found)
     del record["cubin"]
@@ -161,12 +161,12 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as out:
             out.write(text)
-        os.replace(out.name, file)  # whole or not at all, with any number of writers
+        os.replace(out.name, file)  # atomic, also with several writers
     except OSError:
         pass
 
 
-# -- ptxas's words ----------------------------------------------------------------------------------------------------
+# -- ptxas's log ------------------------------------------------------------------------------------------------------
 
 _FUNCTION = re.compile(r"(?:Compiling entry function '|Function properties for )([\w$.]+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -175,7 +175,7 @@ _SMEM = re.compile(r"(\d+) bytes smem")
 
 
 def _usage(log: str) -> dict[str, Usage]:
-    """What each function of a `ptxas -v` log uses. Empty where the log names none."""
+    """The resources of each function in a `ptxas -v` log. Empty where the log names none."""
     usage: dict[str, Usage] = {}
     name = ""
     for line in log.splitlines():
@@ -206,7 +206,7 @@ class _Bindings:
     def __init__(self) -> None:
         from cuda.bindings import nvrtc
 
-        self._api: Any = nvrtc
+        self._api: Any = nvrtc  # no types, here and in _Cupy
         major, minor = self._call("nvrtcVersion")
         self.version = f"{major}.{minor}"
         self.supported = frozenset(self._call("nvrtcGetSupportedArchs")[0])
@@ -218,7 +218,7 @@ class _Bindings:
         return tuple(values)
 
     def _bytes(self, what: str, program: Any) -> bytes:
-        buffer = bytes(self._call(f"nvrtcGet{what}Size", program)[0])  # filled in place: how these bindings return text
+        buffer = bytes(self._call(f"nvrtcGet{what}Size", program)[0])  # the bindings fill it in place
         self._call(f"nvrtcGet{what}", program, buffer)
         return buffer
 
@@ -262,12 +262,12 @@ def _nvrtc() -> _Nvrtc:
     for binding in (_Bindings, _Cupy):
         try:
             return binding()
-        except Exception as error:  # a missing module, a missing library, or whatever the loader makes of a broken one
+        except Exception as error:  # a missing module or library, or any error of loading a broken one
             reasons.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
     raise EnvironmentFault(
         "NVRTC, NVIDIA's run-time compiler, is not here",
         "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
-        "pip install 'fa-cli[cuda12]' (no GPU or driver is needed to compile)",
+        f"{install_extra('cuda12')} (no GPU or driver is needed to compile)",
     )
 
 
@@ -278,6 +278,6 @@ def _cuda_headers() -> tuple[str, ...]:
         from cuda.pathfinder import find_nvidia_header_directory
 
         folder = find_nvidia_header_directory("cudart")
-    except Exception:  # not installed, or an older one without this function: our own kernels need no such header
+    except Exception:  # not installed, or too old: our own kernels need no such header
         return ()
     return (f"-I{folder}",) if folder else ()

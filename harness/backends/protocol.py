@@ -1,7 +1,7 @@
-"""The protocol of the backends, the same names in each.
+"""The protocol of the backends.
 
-A backend compiles a kernel's launch plan (:class:`Loaded`), holds raw byte buffers, launches and times. What goes into the
-buffers (layout, guard bands, poison) and what comes out is harness/check's, the same for every backend.
+A backend compiles a kernel's launch plan (:class:`Loaded`), allocates byte buffers, launches and times. The buffers' layout, guard bands
+and poison are harness/check's, the same for every backend.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ..array import ArrayModule, Bytes
 from ..fault import KernelFault
+from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
 
 
 class CompileError(KernelFault):
-    """A kernel did not compile. command, log and file are kept for messages and editors."""
+    """A kernel did not compile. Its attributes are the compiler's command, its log and the kernel's file."""
 
     def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
         hint = f"the command was: {shlex.join(command)}" if command else ""
@@ -29,16 +31,20 @@ class CompileError(KernelFault):
 
 
 class ContextLost(KernelFault):
-    """A kernel died on the GPU: this process can run nothing more there, a fresh one can."""
+    """A kernel destroyed the CUDA context: this process can run nothing more on the GPU, a new process can."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A compiled kernel. registers and the like are per entry's maximum; None where the backend has no such thing."""
+    """A compiled kernel.
+
+    registers: per thread; spill_bytes: per thread; shared_bytes: per block, static and dynamic. Each is the maximum over the entries,
+    None where the backend does not know it.
+    """
 
     kernel: Kernel
     plan: Plan
-    functions: Mapping[str, Any]
+    functions: Mapping[str, Any]  # the backend's own: CuPy's functions by entry, or the host's library
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
@@ -46,7 +52,7 @@ class Loaded:
 
 
 class Call(NamedTuple):
-    """One launch ready to go, with its packed kernel parameters: fa::Args alone, or plain ones (launch.py makes both)."""
+    """One launch: grid in blocks, block in threads, dynamic shared memory in bytes, and its packed parameters (launch.py packs them)."""
 
     entry: str
     grid: tuple[int, int, int]
@@ -56,7 +62,7 @@ class Call(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Zero so many bytes of device memory: part of a pass, and of its time, where a kernel's workspace must start as zero."""
+    """Zero `size` bytes of device memory: part of a pass, and of its time, for a workspace of init "zero"."""
 
     address: int
     size: int
@@ -66,44 +72,53 @@ Step = Call | Fill
 
 
 class Backend(Protocol):
-    """What a backend offers. Buffers are uint8 arrays of `xp`; everything runs in order on one stream."""
+    """What a backend offers. Buffers are uint8 arrays of `xp`; all work runs in order on one stream."""
 
     name: str  # "cpu" or "cuda", as --device, JSON and CSV say it
-    xp: Any  # numpy or cupy
-    guard_bytes: int  # poisoned memory wanted before and after each tensor
+    xp: ArrayModule  # numpy or cupy
+    guard_bytes: int  # of a guard band, before and after each tensor
 
-    def device(self) -> Device: ...
-
-    def environment(self) -> dict[str, Any]:
-        """What a record says of this backend now: device, driver, versions, and for a GPU clocks, power and throttling."""
+    def device(self) -> Device:
+        """The device as launch plans need it."""
         ...
 
-    def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded: ...
-
-    def memory(self, size: int) -> Any:
-        """A new uint8 buffer of so many bytes, their values unspecified."""
+    def environment(self) -> Json:
+        """For records: device, driver, versions, and for a GPU its clocks, power and throttling now."""
         ...
 
-    def get(self, buffer: Any) -> Any:
+    def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
+        """Compile a kernel for a problem, or take it from the cache. overrides: tile values.
+
+        Raises UsageFault where the header refuses the problem or the device, CompileError with the compiler's log.
+        """
+        ...
+
+    def memory(self, size: int) -> Bytes:
+        """A new buffer of `size` bytes of unspecified values. Raises UsageFault or MemoryError where there is no room."""
+        ...
+
+    def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...
 
-    def address(self, buffer: Any) -> int: ...
+    def address(self, buffer: Bytes) -> int:
+        """The address of a device buffer's first byte."""
+        ...
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
-        """Enqueue the steps on a stream, given by its handle (None: the current one), and wait for nothing. What all others use."""
+        """Enqueue the steps on a stream, given by its handle (None: the current one), without waiting. All others use it."""
         ...
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
-        """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race."""
+        """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race; ContextLost on a GPU."""
         ...
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
-        """Enqueue the steps between two events. What is returned waits for them and gives device seconds from first to last."""
+        """Enqueue the steps between two events. The function returned waits for them and gives the device seconds between the events."""
         ...
 
     def time(self, loaded: Loaded, steps: Sequence[Step]) -> float:
-        """Run the steps once and return device seconds from the first to the end of the last."""
+        """Run the steps once and return their device seconds."""
         return self.enqueue(loaded, steps)()
 
     def call(self, loaded: Loaded, steps: Sequence[Step]) -> float:
@@ -111,26 +126,26 @@ class Backend(Protocol):
         ...
 
     def graph(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], Callable[[], float]] | None:
-        """Capture the steps; each call of what is returned enqueues a replay, as enqueue does. None where there is no such thing."""
+        """Capture the steps as a graph. The function returned enqueues a replay, as enqueue does. None where there are no graphs."""
         ...
 
     def before(self, seconds: float, cold: bool) -> None:
-        """Get ready for a sample: flush the L2 cache where cold, and keep the device busy for so long without waiting for it."""
+        """Before a sample: flush the L2 cache where cold, and keep the device busy for `seconds` without waiting for it."""
         ...
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
-        """A named stretch of time that a profiler's time line shows; nothing where there is no profiler."""
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A named range on a profiler's time line; nothing where there is no profiler."""
         return nullcontext()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
 
 
 def cache_dir() -> Path:
-    """Where compiled things are kept between runs: $FA_CLI_CACHE_DIR, else fa-cli under $XDG_CACHE_HOME, else ~/.cache/fa-cli.
+    """The folder of compiled kernels: $FA_CLI_CACHE_DIR, else fa-cli under $XDG_CACHE_HOME, else ~/.cache/fa-cli.
 
-    Not created here. What lies in it is executed, so nobody else should be able to write there (`fa-cli doctor` looks).
+    It is not created here. Its files are executed, so other users must not be able to write there (`fa-cli doctor` checks).
     """
     own = os.environ.get("FA_CLI_CACHE_DIR")
     if own:

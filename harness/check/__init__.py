@@ -1,1 +1,1 @@
-"""Right before fast: the float64 reference, the error budget, poisoned and guarded tensors, the oracle, and a contender on one pass."""
+"""Correctness before speed: the float64 reference, the error budget, poisoned and guarded tensors, the oracle, a contender on one pass."""

@@ -1,6 +1,7 @@
-"""The verdict: a kernel's outputs against float64, within a budget set by what a right kernel of its class would lose.
+"""The verdict: a kernel's outputs against the float64 reference, within the rounding error of a correct kernel of its class.
 
-Nothing is judged by a fixed tolerance: see :func:`budget`. What is not finite where the reference is finite fails, always.
+No tolerance is fixed: :func:`budget` computes it from the baselines of the same problem and inputs. An element that is not finite where
+the reference is finite always fails.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, ArrayModule, to_host
 from ..dataset.storage import widen
 from ..problem import Problem
 from .reference import Reference
@@ -23,16 +24,16 @@ _TYPES = {
     "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
     "float64": (52, -1022, float(np.finfo(np.float64).max)),
 }
-#: Half an ulp of 1 in float32, and what float64 kernels are judged by.
+#: The unit roundoff of float32, and the relative error that a float64 kernel may have.
 UNIT, UNIT64 = 2.0**-24, 1e-11
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor's errors and whether they are within budget. worst is the index of the worst element, got and expected its values.
+    """One tensor's errors, |got - reference|, and whether the largest is within the budget.
 
-    max_rel counts only elements whose reference exceeds 1e-8. place is worst in words (batch, head, row, tile); reason is
-    empty where it passed.
+    max_rel counts only elements whose reference exceeds 1e-8 in size. worst is the index of the element with the largest error, in the
+    whole tensor; got and expected are its values; place is worst in words (batch, head, row, tile). reason is empty where it passed.
     """
 
     tensor: str
@@ -50,21 +51,36 @@ class Verdict:
 
 
 def ulp(value: float, dtype: str) -> float:
-    """The distance between neighbouring numbers of a storage type at a magnitude (its least subnormal near zero)."""
+    """The unit in the last place of a storage type at a value; its least subnormal near zero. Raises KeyError for another type."""
     mantissa, least, _ = _TYPES[dtype]
     exponent = math.frexp(value)[1] - 1 if value else least
     return math.ldexp(1.0, max(exponent, least) - mantissa)
 
 
 def budget(
-    xp: Any, problem: Problem, tensor: str, reference: Reference, baselines: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+    xp: ArrayModule,
+    problem: Problem,
+    tensor: str,
+    reference: Reference,
+    baselines: Sequence[Mapping[str, Array]],
+    inputs: Mapping[str, Array],
 ) -> float:
-    """The largest error a tensor may have, from the worst error e of the baselines and the largest finite reference value m.
+    """The largest absolute error that an element of a tensor may have.
 
-    O: 2e + 2 ulp(m) + 2^-24 sqrt(n) m; gradients: 3e and the same, n the terms a value sums. logsumexp: 2e + 4 ulp(m) +
-    2^-24 sqrt(seq_kv), in float32. All: + 4 2^-24 times Reference.noise, the effect of rounding the scores, where e is luck if
-    few rows have two competing keys. dQ and dK also get the noise of dP - delta (row norms), which is all there is where
-    seq_kv = 1. A float64 problem: 1e-11 m, and 1e-11 in place of 2^-24 in the noise of dP - delta.
+    With u = 2^-24, e the largest error of the baselines, m the largest finite |reference| and n the terms that an element sums (seq_kv
+    for O, dQ and logsumexp, seq_q * group for dK and dV):
+
+        O            2 e + 2 ulp(m) + u sqrt(n) m + 4 u noise
+        dQ, dK, dV   3 e + 2 ulp(m) + u sqrt(n) m + 4 u noise
+        logsumexp    2 e + 4 ulp(m) + u sqrt(n)   + 4 u noise
+        float64      1e-11 m
+
+    u sqrt(n) is the probabilistic bound on a sum of n terms (Higham & Mary 2019, doi 10.1137/18M1226312). noise is Reference.noise: where
+    few rows have two competing keys, e alone depends on chance. dQ and dK have one more term for the cancellation in dP - delta (row
+    norms; 4 u |scale|, in float64 4e-11 |scale|), all that is left of them where seq_kv = 1.
+
+    inputs: the storage tensors Q, K and dO, read for dQ and dK. baselines: what reference.baselines gives. Raises KeyError for a tensor
+    or an input that is not there.
     """
     expected = _expected(xp, problem, tensor, reference)
     largest = float(xp.where(xp.isfinite(expected), xp.abs(expected), 0.0).max())
@@ -92,17 +108,18 @@ def budget(
 
 def compare(
     problem: Problem,
-    got: Mapping[str, Any],
+    got: Mapping[str, Array],
     reference: Reference,
-    baselines: Sequence[Mapping[str, Any]],
+    baselines: Sequence[Mapping[str, Array]],
     tolerance: float | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    xp: Any = np,
+    inputs: Mapping[str, Array] | None = None,
+    xp: ArrayModule = np,
     tile: int = 64,
 ) -> dict[str, Verdict]:
-    """A verdict for each tensor of `got` (storage arrays of xp). inputs: the storage tensors Q, K and dO, needed for dQ and dK.
+    """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
 
-    tolerance adds an absolute limit to the budget (the smaller of the two decides). tile is the rows of a tile, for messages.
+    inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
+    tile: rows of a tile, for messages. Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
     """
     found = {}
     for tensor, array in got.items():
@@ -113,7 +130,7 @@ def compare(
     return found
 
 
-def _judge(xp: Any, problem: Problem, tensor: str, array: Any, reference: Reference, limit: float, tile: int) -> Verdict:
+def _judge(xp: ArrayModule, problem: Problem, tensor: str, array: Array, reference: Reference, limit: float, tile: int) -> Verdict:
     expected = _expected(xp, problem, tensor, reference)
     values = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor))
     error = _error(xp, values, expected)
@@ -161,10 +178,11 @@ def message(verdict: Verdict) -> str:
     return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {verdict.expected:.7g}; {verdict.reason}"
 
 
-def error_map(problem: Problem, tensor: str, got: Any, reference: Reference, tile: int = 8, xp: Any = np) -> np.ndarray[Any, Any]:
-    """|error| of the worst (batch, head) as (rows, blocks of `tile` columns), the greatest of each block; logsumexp has one column.
+def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, tile: int = 8, xp: ArrayModule = np) -> Array:
+    """|error| of the worst (batch, head) as a host array (rows, blocks of `tile` columns): the largest of each block.
 
-    inf marks what is not finite where it should be. Rows are the rows the reference holds.
+    logsumexp has one column. inf marks an element that is not finite where the reference is, or the reverse. rows are those that the
+    reference holds.
     """
     values = widen(xp, reference.select(tensor, got), problem.tensor_dtype(tensor))
     error = _error(xp, values, _expected(xp, problem, tensor, reference))
@@ -172,40 +190,39 @@ def error_map(problem: Problem, tensor: str, got: Any, reference: Reference, til
     batch, head = np.unravel_index(int(error.argmax()), error.shape)[:2]
     picture = error[batch, head]
     blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
-    stacked = xp.stack(blocks, axis=1)
-    return stacked if xp is np else stacked.get()  # type: ignore[no-any-return]
+    return to_host(xp.stack(blocks, axis=1))
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _expected(xp: Any, problem: Problem, tensor: str, reference: Reference) -> Any:
-    """The reference, infinite where the storage type has no such value: a float16 gradient of 1e5 can only be stored as inf."""
+def _expected(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference) -> Array:
+    """The reference, infinite where it overflows the storage type: a float16 gradient of 1e5 is stored as inf."""
     dtype, expected = problem.tensor_dtype(tensor), reference[tensor]
     limit = _TYPES[dtype][2] + (ulp(_TYPES[dtype][2], dtype) / 2 if dtype != "float64" else 0.0)
     return xp.where(xp.abs(expected) > limit, xp.copysign(xp.asarray(np.inf), expected), expected)
 
 
-def _error(xp: Any, values: Any, expected: Any) -> Any:
-    """|values - expected|; 0 where both are the same infinity or both NaN; inf where only one of them is not finite."""
+def _error(xp: ArrayModule, values: Array, expected: Array) -> Array:
+    """|values - expected|: 0 where both are the same infinity or both NaN, inf where only one of them is finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (values == expected) | (xp.isnan(values) & xp.isnan(expected))
         error = xp.where(same, 0.0, xp.abs(values - expected))
     return xp.where(xp.isnan(error), np.inf, error)
 
 
-def _finite_error(xp: Any, values: Any, expected: Any) -> float:
-    """The greatest error of a baseline, where it did not overflow and the reference is finite."""
-    good = xp.isfinite(values) & xp.isfinite(expected)
-    return float(xp.where(good, xp.abs(xp.where(good, values, 0.0) - xp.where(good, expected, 0.0)), 0.0).max())
+def _finite_error(xp: ArrayModule, values: Array, expected: Array) -> float:
+    """The largest error of a baseline, over the elements where both it and the reference are finite."""
+    finite = xp.isfinite(values) & xp.isfinite(expected)
+    return float(xp.where(finite, xp.abs(xp.where(finite, values, 0.0) - xp.where(finite, expected, 0.0)), 0.0).max())
 
 
-def _wide(xp: Any, problem: Problem, inputs: Mapping[str, Any], name: str) -> Any:
+def _wide(xp: ArrayModule, problem: Problem, inputs: Mapping[str, Array], name: str) -> Array:
     return widen(xp, inputs[name], problem.tensor_dtype(name))
 
 
-def _norm(xp: Any, array: Any) -> Any:
-    """Euclidean length of each row, nothing counted that is not finite."""
+def _norm(xp: ArrayModule, array: Array) -> Array:
+    """The Euclidean norm of each row; elements that are not finite count as 0."""
     finite = xp.where(xp.isfinite(array), array, 0.0)
     return xp.sqrt((finite * finite).sum(axis=-1))
 

@@ -1,13 +1,13 @@
-"""One kernel or peer on one pass of one problem: loaded, run once on poisoned outputs, judged, and ready to be timed."""
+"""A kernel or peer on one pass of a problem: loaded, run once on poisoned outputs, judged, and ready to be timed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from ..array import Array
 from ..backends import Backend, Loaded
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
@@ -20,7 +20,7 @@ from . import budget
 from .oracle import Oracle
 from .tensors import Bound
 
-#: A peer is not ours to fail: one within so many budgets keeps its speed, and the row says what it exceeds.
+#: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
 PEER_BUDGETS = 8.0
 
 
@@ -28,20 +28,20 @@ PEER_BUDGETS = 8.0
 class PassResult:
     """One pass: outputs (host storage arrays), a verdict for each, what can be timed, and the timings taken so far (warm, cold).
 
-    kernel and loaded are None for a peer; ran says which backend of its library really ran. maps holds for each tensor that
-    failed its |error| as budget.error_map gives it.
+    device_bytes: device memory of tensors and workspaces; None where it is not known. kernel and loaded are None for a peer; ran says
+    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it.
     """
 
     name: str
-    outputs: Mapping[str, Any]
+    outputs: Mapping[str, Array]
     verdicts: Mapping[str, budget.Verdict]
     timed: Timed
-    device_bytes: int | None  # None: not known
+    device_bytes: int | None
     kernel: Kernel | None = None
     loaded: Loaded | None = None
     ran: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
-    maps: Mapping[str, Any] = field(default_factory=dict)
+    maps: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -55,15 +55,15 @@ class PassResult:
         return self.timings["warm"].seconds if "warm" in self.timings else ()
 
     def with_timing(self, timing: Timing) -> PassResult:
-        """A copy with a timing more."""
+        """A copy with one more timing."""
         return replace(self, timings={**self.timings, timing.timing: timing})
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What can be checked and timed under one name: kernels of ours, a file a pass in one form with tile values, or a peer.
+    """What is checked and timed under one name: kernels of ours (one file per pass, in one form, with tile values), or a peer.
 
-    choose.py makes it of the text of --compute; tiles override those of the headers; deterministic is the form asked for.
+    choose.py makes it from the text of --compute. tiles override those of the headers. deterministic: the form asked for.
     """
 
     name: str
@@ -81,23 +81,26 @@ class Contender:
                 self.peer.refuse(problem, pass_)
         for kernel in self.kernels.values():
             spaces = kernel.plan(problem, backend.device(), self.tiles).workspaces
-            if backend.name == "cpu":  # a GPU says itself what does not fit
+            if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
                 check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
 
-    def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Any] | None = None) -> PassResult:
-        """Run a pass once on poisoned outputs, checked, not yet timed. A kernel's backward pass reads O and logsumexp of `forward`,
-        by default the reference's; a peer makes its own. Raises as :func:`run_kernel` and Peer.prepare do."""
+    def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:
+        """Run a pass once on poisoned outputs and judge it; nothing is timed yet.
+
+        A kernel's backward pass reads O and logsumexp of `forward`, by default the reference's; a peer computes its own. Raises as
+        :func:`run_kernel` and Peer.prepare do.
+        """
         if self.peer:
             return run_peer(self.peer, oracle, pass_)
         return run_kernel(backend, self.kernels[pass_], oracle, oracle.inputs_of(pass_, forward), self.tiles)
 
 
 def run_kernel(
-    backend: Backend, chosen: Kernel, oracle: Oracle, inputs: Mapping[str, Any], tiles: Mapping[str, int] | None = None
+    backend: Backend, chosen: Kernel, oracle: Oracle, inputs: Mapping[str, Array], tiles: Mapping[str, int] | None = None
 ) -> PassResult:
-    """Load a kernel, run it once on poisoned outputs and judge what it wrote. inputs: READS of its pass, host storage arrays.
+    """Load a kernel, run it once on poisoned outputs and judge its outputs. inputs: READS of its pass, host storage arrays.
 
-    Raises UsageFault where its header refuses the problem or the data, KernelFault where it does not compile, launch or end.
+    Raises UsageFault where its header refuses the problem or the data, KernelFault where it does not compile, launch or terminate.
     """
     check_logits(chosen, oracle.problem, inputs)
     loaded = backend.load(chosen, oracle.problem, tiles)
@@ -111,7 +114,10 @@ def run_kernel(
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
-    """Prepare a peer on a pass, run it once and judge what it gives, by the rules for kernels of its dtype."""
+    """Prepare a peer on a pass, run it once and judge its outputs as those of a kernel: arithmetic f32 or, in 16 bits, p16.
+
+    Raises as Peer.prepare does.
+    """
     problem = oracle.problem
     peer.refuse(problem, pass_)
     prepared = peer.prepare(problem, oracle.inputs, pass_)
@@ -120,13 +126,13 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran)
 
 
-def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Any]) -> None:
+def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:
     """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises."""
     if chosen.logits == float("inf"):
         return
     q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
     norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
-    if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy and Schwarz: no need to look at every score
+    if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return
     group = problem.heads_q // problem.heads_kv
     largest = max(

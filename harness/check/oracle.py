@@ -1,14 +1,14 @@
-"""What is right: the float64 reference of a problem on given inputs, and the baselines of each arithmetic class, computed once."""
+"""The test oracle: the float64 reference of a problem on given inputs and the baselines of each arithmetic class, computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, ArrayModule, to_host
 from ..backends import Backend
 from ..dataset import generate
 from ..dataset.folder import check_size
@@ -19,25 +19,29 @@ from . import budget, reference
 
 @dataclass
 class Oracle:
-    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once."""
+    """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once.
+
+    inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit beside the budget (budget.compare).
+    xp: where to compute; on cupy the inputs are copied to the GPU.
+    """
 
     problem: Problem
-    inputs: Mapping[str, Any]  # Q, K, V and, for a backward pass, dO: host storage arrays
+    inputs: Mapping[str, Array]
     tolerance: float | None = None
-    xp: Any = np
-    _baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    xp: ArrayModule = np
+    _baselines: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = {name: self._put(array) for name, array in self.inputs.items()}
         self.reference = reference.reference(self.xp, self.problem, self._device)
 
-    def _put(self, array: Any) -> Any:
+    def _put(self, array: Array) -> Array:
         if self.xp is np:
             return array
         return self.xp.asarray(array.view(np.uint16) if self.problem.dtype == "bfloat16" and array.itemsize == 2 else array)
 
-    def judge(self, outputs: Mapping[str, Any], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
-        """A verdict for each output of a kernel of an arithmetic class; tile is its rows per tile, for messages."""
+    def judge(self, outputs: Mapping[str, Array], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
+        """A verdict for each output, host storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
         if arithmetic not in self._baselines:
             found = reference.baselines(self.xp, self.problem, self._device, arithmetic) if self.problem.dtype != "float64" else []
             self._baselines[arithmetic] = found
@@ -46,33 +50,34 @@ class Oracle:
             self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, inputs=self._device, xp=self.xp, tile=tile
         )
 
-    def error_maps(self, outputs: Mapping[str, Any], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Any]:
-        """The |error| map of each output that failed."""
+    def error_maps(self, outputs: Mapping[str, Array], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Array]:
+        """The |error| map (budget.error_map) of each output that failed."""
         failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
         return {name: budget.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
 
-    def inputs_of(self, pass_: str, forward: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The host storage arrays a pass reads, by name. O and logsumexp of a backward pass are those of `forward`, by default
-        the reference's, rounded to storage."""
+    def inputs_of(self, pass_: str, forward: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The host storage arrays that a pass reads, by name.
+
+        O and logsumexp of a backward pass are those of `forward`, by default the reference's, rounded to storage.
+        """
         given = dict(self.inputs)
         if pass_ == "backward":
             given |= self.forward_outputs if forward is None else forward
         return {name: given[name] for name in READS[pass_]}
 
     @cached_property
-    def forward_outputs(self) -> dict[str, Any]:
+    def forward_outputs(self) -> dict[str, Array]:
         """The reference's O and logsumexp rounded to storage, host arrays."""
         found = {}
         for name in ("O", "logsumexp"):
             dtype = self.problem.tensor_dtype(name)
             rounded = round_to(self.xp, self.reference[name], dtype)
-            host = rounded if self.xp is np else rounded.get()
-            found[name] = host.view(STORAGE[dtype])
+            found[name] = to_host(rounded).view(STORAGE[dtype])
         return found
 
 
 def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42, input_scale: float = 1.0) -> Oracle:
-    """Inputs generated in memory with their reference."""
+    """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
     check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
     return Oracle(problem, generate.inputs(problem, seed, names, input_scale), None, backend.xp)

@@ -1,23 +1,35 @@
-"""Attention and its gradients in float64, and the same computed as a kernel of each class may round: the error budget's oracle.
+"""Attention and its gradients in float64, and in the roundings that a kernel of each arithmetic class may have.
 
-Every function takes `xp`, numpy or cupy, and arrays of it, and holds one tile of scores at a time (never S x S beyond a
-tile). Heads are grouped by the key head they read: arrays are (batch * heads_kv, group, rows, head_dim) inside.
+Forward, per head, with S = scale Q K^T + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
+
+    P = diag(l)^-1 exp(S - m)      O = P V      logsumexp = m + log(l)
+
+This is the safe softmax (Milakov & Gimelshein 2018, arXiv 1805.02867, Algorithm 2). A tile holds whole rows of scores, so nothing is
+rescaled as in the online softmax (their Algorithm 3). Backward (Dao 2023, arXiv 2307.08691, section 2.2 and Algorithm 2), with the
+softmax scale, which the paper leaves out:
+
+    dV = P^T dO      dP = dO V^T      delta = rowsum(dO * O)      dS = P * (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
+
+With grouped-query attention dK and dV sum over the query heads of a group (Ainslie et al. 2023, arXiv 2305.13245).
+
+Every function takes `xp`, numpy or cupy, and arrays of it. One tile of scores is in memory at a time. Inside, heads are grouped by the
+key head that they read: arrays are (batch * heads_kv, group, rows, head_dim), with group = heads_q / heads_kv.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, tf32, through, widen
 from ..problem import Problem
 
 __all__ = ["Reference", "baselines", "reference", "round_to", "sample", "widen"]
 
-#: Above this many scores a head only some rows are checked: the edges of 128-row tiles and SAMPLE seeded others.
+#: Above this many scores a head only a sample of rows is checked: the first and last row of each tile of EDGE, and SAMPLE random ones.
 DENSE_SCORES = 1 << 28
 EDGE, SAMPLE = 128, 256
 
@@ -27,22 +39,23 @@ _TILE_CPU, _TILE_GPU = 1 << 18, 1 << 25
 
 @dataclass(frozen=True)
 class Reference:
-    """Float64 values by tensor name; rows says which rows (axis 2) of each tensor they are, None for all of them.
+    """Float64 values by tensor name, (batch, heads, rows, head_dim) or (batch, heads, rows).
 
-    share is the part of all rows that was computed: what a report must say was checked. noise is, for each tensor, the
-    greatest effect on an element of rounding the scores, were every score wrong by |q| |k| scale times a random number of
-    size 1 (row norms): what a peaked softmax does to the last bits of a long dot product, whatever their order.
+    rows: the indices on axis 2 of each tensor that the values stand for; None where they are all rows. share: the part of all rows that
+    was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
+    error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
+    amplifies the last bits of a long dot product by so much, in whatever order the product is summed.
     """
 
-    values: Mapping[str, Any]
-    rows: Mapping[str, Any] | None
+    values: Mapping[str, Array]
+    rows: Mapping[str, Array] | None
     share: float
     noise: Mapping[str, float]
 
-    def __getitem__(self, tensor: str) -> Any:
+    def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
 
-    def select(self, tensor: str, array: Any) -> Any:
+    def select(self, tensor: str, array: Array) -> Array:
         """The rows of a whole tensor that the reference holds."""
         return array if self.rows is None else array[:, :, self.rows[tensor]]
 
@@ -50,48 +63,49 @@ class Reference:
 # -- one attention, at any precision ----------------------------------------------------------------------------------
 
 
-def _same(array: Any) -> Any:
+def _same(array: Array) -> Array:
     return array
 
 
-def _square(array: Any) -> Any:
+def _square(array: Array) -> Array:
     """The squared length of each row, as a last axis of one."""
-    return (array * array).sum(axis=-1, keepdims=True)
+    lengths: Array = (array * array).sum(axis=-1, keepdims=True)
+    return lengths
 
 
 @dataclass(frozen=True)
 class _Math:
-    """How one computation rounds: the type it works in, what happens to operands of a product, to P and dS, to outputs."""
+    """One computation of attention and how it rounds: its working type, the operands of its products, P and dS."""
 
-    xp: Any
+    xp: ArrayModule
     problem: Problem
     work: str = "float64"
-    operand: Callable[[Any], Any] = _same
-    narrow: Callable[[Any], Any] = _same
-    reverse: bool = False  # visit the keys from the last to the first: another legal order of summation
-    noise: dict[str, float] | None = None  # where to note Reference.noise; None: do not
+    operand: Callable[[Array], Array] = _same
+    narrow: Callable[[Array], Array] = _same
+    reverse: bool = False  # sum over the keys from the last to the first: another valid order
+    noise: dict[str, float] | None = None  # receives Reference.noise; None: it is not computed
 
-    def load(self, tensors: Mapping[str, Any], name: str) -> Any:
+    def load(self, tensors: Mapping[str, Array], name: str) -> Array:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
         p = self.problem
         array = widen(self.xp, tensors[name], p.tensor_dtype(name), self.work)
         return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
 
-    def product(self, a: Any, b: Any) -> Any:
+    def product(self, a: Array, b: Array) -> Array:
         return self.xp.matmul(self.operand(a), self.operand(b))
 
-    def key_order(self, keys: Any | None) -> Any:
+    def key_order(self, keys: Array | None) -> Array:
         every = self.xp.arange(self.problem.seq_kv) if keys is None else keys
         return every[::-1] if self.reverse else every
 
-    def note(self, name: str, squares: Any, factor: Any) -> None:
-        """Keep the greatest sqrt(squares) * |scale| * factor as the noise of a tensor. squares may be a little below zero."""
+    def note(self, name: str, squares: Array, factor: Array) -> None:
+        """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
         assert self.noise is not None
         size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
         self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
-    def tiles(self, rows: Any, keys: int) -> Iterator[tuple[slice, Any]]:
-        """(group slice, row indices) such that a tile of scores stays within the limit."""
+    def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
+        """(slice of key heads, row indices) of each tile; a tile has at most _TILE_CPU or _TILE_GPU scores, or one row."""
         p, limit = self.problem, _TILE_CPU if self.xp is np else _TILE_GPU
         group = p.heads_q // p.heads_kv
         step = max(1, min(len(rows), limit // (group * keys)))
@@ -100,7 +114,7 @@ class _Math:
             for row in range(0, len(rows), step):
                 yield slice(first, first + some), rows[row : row + step]
 
-    def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> Any:
+    def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
         n, group, count, dim = q.shape
         s = self.product(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
@@ -111,12 +125,12 @@ class _Math:
             s = self.xp.where(visible, s, s.dtype.type(-np.inf))
         return s
 
-    def forward(self, q: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any, Any]:
-        """O (n, group, rows, D), and per row the greatest score (0 where fully masked) and the sum of exp(score - greatest)."""
+    def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
+        """O (n, group, rows, D); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
         xp, keys = self.xp, self.key_order(None)
         n, group, _, dim = q.shape
         out = xp.empty((n, group, len(rows), dim), q.dtype)
-        top, total = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
+        row_max, row_sum = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
         done = 0
         for heads, some in self.tiles(rows, len(keys)):
             at = slice(done, done + len(some))
@@ -126,8 +140,8 @@ class _Math:
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
             s -= m[..., None]
             p = xp.exp(s, out=s)
-            top[heads, :, at], total[heads, :, at] = m, p.sum(axis=-1)
-            divisor = xp.where(total[heads, :, at] == 0, m.dtype.type(1), total[heads, :, at])[..., None]
+            row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
+            divisor = xp.where(row_sum[heads, :, at] == 0, m.dtype.type(1), row_sum[heads, :, at])[..., None]
             p, vs = self.narrow(p).reshape(p.shape[0], -1, len(keys)), v[heads, 0][:, keys]
             out[heads, :, at] = o = self.product(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
             if self.noise is not None:  # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
@@ -138,15 +152,20 @@ class _Math:
                 shape = (p.shape[0], group, len(some), -1)
                 self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
                 self.note("logsumexp", whole.reshape(shape), norm / divisor)
-        return out, top, total
+        return out, row_max, row_sum
 
-    def logsumexp(self, top: Any, total: Any) -> Any:
+    def logsumexp(self, row_max: Array, row_sum: Array) -> Array:
         xp = self.xp
-        safe = xp.where(total == 0, total.dtype.type(1), total)
-        return xp.where(total == 0, total.dtype.type(-np.inf), top + xp.log(safe))
+        safe = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum)
+        return xp.where(row_sum == 0, row_sum.dtype.type(-np.inf), row_max + xp.log(safe))
 
-    def gradients(self, x: Mapping[str, Any], top: Any, total: Any, delta: Any, rows: Any, keys: Any | None) -> tuple[Any, Any, Any]:
-        """dQ of these rows, dK and dV of these keys (None: all), P = exp(score - top) / total; rows index top, total, delta too."""
+    def gradients(
+        self, x: Mapping[str, Array], row_max: Array, row_sum: Array, delta: Array, rows: Array, keys: Array | None
+    ) -> tuple[Array, Array, Array]:
+        """dQ of these rows, dK and dV of these keys (None: all keys), with P = exp(S - row_max) / row_sum.
+
+        rows also index row_max, row_sum and delta, which are of all rows, (n, group, seq_q).
+        """
         xp, scale = self.xp, self.problem.scale
         q, dout = x["Q"], x["dO"]
         order = self.key_order(keys)
@@ -155,7 +174,7 @@ class _Math:
         dq = xp.empty((n, group, len(rows), dim), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
         dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)
-        total = xp.where(total == 0, total.dtype.type(1), total)
+        row_sum = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum)
         done = 0
         for heads, some in self.tiles(rows, len(order)):
             at = slice(done, done + len(some))
@@ -163,9 +182,9 @@ class _Math:
             qs, ds = q[heads][:, :, some], dout[heads][:, :, some]
             flat_q, flat_d = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds))
             p = self.scores(qs, k[heads], some, order)
-            p -= top[heads][:, :, some, None]
+            p -= row_max[heads][:, :, some, None]
             p = xp.exp(p, out=p)
-            p /= total[heads][:, :, some, None]
+            p /= row_sum[heads][:, :, some, None]
             dp = self.product(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
             dp -= delta[heads][:, :, some, None]
             dp *= p
@@ -191,20 +210,20 @@ class _Math:
             dk, dv = dk[:, ::-1], dv[:, ::-1]
         return dq, dk, dv
 
-    def backward(self, x: Mapping[str, Any], out: Any, top: Any, total: Any) -> dict[str, Any]:
-        """dQ, dK, dV (sampled as :func:`sample` says) from whole-row O, top and total."""
+    def backward(self, x: Mapping[str, Array], out: Array, row_max: Array, row_sum: Array) -> dict[str, Array]:
+        """dQ, dK, dV, sampled as :func:`sample` says, from O, row_max and row_sum of all query rows."""
         delta = (x["dO"] * out).sum(axis=-1)
         picked, every = sample(self.problem), self.xp.arange(self.problem.seq_q)
         if picked is None:
-            dq, dk, dv = self.gradients(x, top, total, delta, every, None)
+            dq, dk, dv = self.gradients(x, row_max, row_sum, delta, every, None)
         else:
             queries, keys = (self.xp.asarray(i) for i in picked)
-            dq = self.gradients(x, top, total, delta, queries, None)[0]
-            _, dk, dv = self.gradients(x, top, total, delta, every, keys)
+            dq = self.gradients(x, row_max, row_sum, delta, queries, None)[0]
+            _, dk, dv = self.gradients(x, row_max, row_sum, delta, every, keys)
         return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
 
-    def shaped(self, name: str, array: Any) -> Any:
-        """A grouped array as the tensor it is, (batch, heads, rows, ...)."""
+    def shaped(self, name: str, array: Array) -> Array:
+        """A grouped array in the tensor's shape, (batch, heads, rows, ...)."""
         shape = self.problem.shape(name)
         return array.reshape(*shape[:2], -1, *shape[3:])
 
@@ -212,13 +231,16 @@ class _Math:
 # -- what others call -------------------------------------------------------------------------------------------------
 
 
-def sample(problem: Problem) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """(query rows, key rows) to check where a head has more than DENSE_SCORES scores, else None: all. The same on every call."""
+def sample(problem: Problem) -> tuple[Array, Array] | None:
+    """The (query rows, key rows) to check, sorted indices, where a head has more than DENSE_SCORES scores; None: all rows.
+
+    The same on every call.
+    """
     if problem.seq_q * problem.seq_kv <= DENSE_SCORES:
         return None
     random = np.random.RandomState(0)
 
-    def rows(count: int) -> np.ndarray[Any, Any]:
+    def rows(count: int) -> Array:
         every = np.arange(count)
         edges = every[(every % EDGE == 0) | (every % EDGE == EDGE - 1) | (every == count - 1)]
         return np.union1d(edges, random.choice(count, min(count, SAMPLE), replace=False))
@@ -226,8 +248,8 @@ def sample(problem: Problem) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
     return rows(problem.seq_q), rows(problem.seq_kv)
 
 
-def _rows(xp: Any, problem: Problem, backward: bool) -> tuple[Any, dict[str, Any] | None]:
-    """The rows a forward must compute, and the rows each tensor is returned in (None: all)."""
+def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dict[str, Array] | None]:
+    """The query rows that a forward pass must compute, and the rows of each tensor that are returned (None: all)."""
     picked, every = sample(problem), xp.arange(problem.seq_q)
     if picked is None:
         return every, None
@@ -236,50 +258,54 @@ def _rows(xp: Any, problem: Problem, backward: bool) -> tuple[Any, dict[str, Any
     return every if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 
-def reference(xp: Any, problem: Problem, tensors: Mapping[str, Any]) -> Reference:
-    """Float64 O and logsumexp (and dQ, dK, dV where tensors holds dO) of storage tensors Q, K, V[, dO].
+def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -> Reference:
+    """Float64 O and logsumexp, and dQ, dK, dV where tensors holds dO, by the equations at the head of this file.
 
-    A fully masked row gives O = 0, logsumexp = -inf, gradients 0.
+    tensors: Q, K, V[, dO] as arrays of xp, in the shapes and storage types of the problem. A fully masked row gives O = 0,
+    logsumexp = -inf and gradients 0. Raises KeyError where one of Q, K, V is missing.
     """
     noise: dict[str, float] = {}
     math, backward = _Math(xp, problem, noise=noise), "dO" in tensors
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
-        out, top, total = math.forward(x["Q"], x["K"], x["V"], rows)
-        values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", math.logsumexp(top, total))}
+        out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
+        values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", math.logsumexp(row_max, row_sum))}
         if backward:
             if picked:
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
-            values |= math.backward(x, out, top, total)
+            values |= math.backward(x, out, row_max, row_sum)
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     return Reference(values, picked, share, noise)
 
 
-def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic: str) -> list[dict[str, Any]]:
-    """What a right kernel of a class computes, in several legal ways; their worst error against the reference sets the budget.
+def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str) -> list[dict[str, Array]]:
+    """The outputs of a correct kernel of an arithmetic class, computed in several valid ways: their worst error sets the budget.
 
-    arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type
-    before their products; "tf32" every operand of a product rounded to tf32. Each dict holds O and logsumexp (plain; keys
-    reversed) or, where tensors holds dO, dQ, dK, dV (P normalised; P from the float32 logsumexp; the same, keys reversed).
-    delta comes from O as stored (rounded to the problem's type), which is what a backward pass reads; in 16 bits the three O
-    differ by 2^-21 before that rounding, because a value half-way may go either way in a right kernel; p16 has a fourth, made
-    without rounding P: a pass may be given its own class's O or a more exact one. Values are float32.
-    A float64 problem has no baselines: its rule is absolute.
+    arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type before
+    their products; "tf32" every operand of a product rounded to tf32. tensors: as :func:`reference` takes them. Values are float32.
+
+    Two of the dicts hold O and logsumexp: the keys in order, and reversed. Where tensors holds dO there are also dicts of dQ, dK, dV:
+    with P = exp(S - m) / l; with P = exp(S - logsumexp) of the float32 logsumexp; the latter with the keys reversed. delta is computed
+    from O as stored, in the problem's type, which is what a backward pass reads. In 16 bits the O of these three differ by a factor of
+    1 +- 2^-21 before that rounding, since a correct kernel may round a value near a tie either way. p16 has a fourth, from an O without
+    rounded P: a backward pass may be given the O of its own class or a more exact one.
+
+    Empty for a float64 problem: its budget is absolute.
     """
     if problem.dtype == "float64":
         return []
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Array]] = []
     dtype, backward = problem.dtype, "dO" in tensors
-    narrow: Callable[[Any], Any] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
-    operand: Callable[[Any], Any] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
+    narrow: Callable[[Array], Array] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
+    operand: Callable[[Array], Array] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore"):
         for reverse in (False, True):
             math = _Math(xp, problem, "float32", operand, narrow, reverse)
             x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
-            out, top, total = math.forward(x["Q"], x["K"], x["V"], rows)
-            lse = math.logsumexp(top, total)
+            out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
+            lse = math.logsumexp(row_max, row_sum)
             values = {"O": math.shaped("O", through(xp, out, dtype)), "logsumexp": math.shaped("logsumexp", lse)}
             if backward and picked:
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
@@ -289,10 +315,10 @@ def baselines(xp: Any, problem: Problem, tensors: Mapping[str, Any], arithmetic:
             from_lse = (xp.where(lse == -np.inf, lse.dtype.type(0), lse), xp.ones_like(lse))
             nudge = 2.0**-21 if dtype in ("float16", "bfloat16") else 0.0
             low, same, high = (through(xp, out * factor, dtype) for factor in (1 - nudge, 1.0, 1 + nudge))
-            ways = [(*from_lse, high)] if reverse else [(top, total, same), (*from_lse, low)]
+            ways = [(*from_lse, high)] if reverse else [(row_max, row_sum, same), (*from_lse, low)]
             if arithmetic == "p16" and not reverse:
                 exact = _Math(xp, problem, "float32").forward(x["Q"], x["K"], x["V"], rows)[0]
-                ways.append((top, total, through(xp, exact, dtype)))
+                ways.append((row_max, row_sum, through(xp, exact, dtype)))
             for shift, divisor, stored in ways:
                 grads = math.backward(x, stored, shift, divisor)
                 found.append({name: through(xp, value, dtype) for name, value in grads.items()})

@@ -1,17 +1,18 @@
-"""Tensors in device memory, poisoned and guarded, and a kernel bound to them: what a run is checked with, above backends/launch.py.
+"""Tensors in device memory, poisoned and guarded, and a kernel bound to them: the checked buffers above backends/launch.py.
 
-Device layout (design, section 2): rows start 16-byte aligned, so a row has a pitch; the pitch's extra columns of inputs, guard
-bands around every tensor, outputs before a run and workspaces are poisoned with 0xFF bytes, NaN in every type.
+Rows start 16-byte aligned, so a row has a pitch. 0xFF bytes, NaN in every floating-point type, poison the columns between head_dim and
+the pitch, the guard bands around every tensor, the outputs before a run, and the workspaces. A read of memory that was never written
+then gives NaN, and a write out of bounds changes a guard band.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
+from ..array import Array, Bytes
 from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
@@ -24,7 +25,7 @@ _ALIGN = 256
 
 
 def row_pitch(problem: Problem, tensor: str) -> int:
-    """Elements from one row of a device tensor to the next: rows start 16-byte aligned, so D = 59 keeps 128-bit loads."""
+    """The row pitch of a device tensor in elements: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
     if tensor == "logsumexp":
         return 1
     size = DTYPE_BYTES[problem.dtype]
@@ -32,7 +33,10 @@ def row_pitch(problem: Problem, tensor: str) -> int:
 
 
 class Tensor:
-    """One tensor in device memory: (batch, heads, rows, pitch) elements between two guard bands, all of it first poisoned."""
+    """One tensor in device memory: (batch, heads, rows, pitch) elements between two guard bands, poisoned when it is made.
+
+    Raises as Backend.memory does where there is no room.
+    """
 
     def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str, pitch: int) -> None:
         self.backend, self.shape, self.pitch = backend, shape, pitch
@@ -46,41 +50,42 @@ class Tensor:
         self.address = backend.address(self._raw) + self._start
 
     @property
-    def buffer(self) -> Any:
+    def buffer(self) -> Bytes:
         """The tensor's own bytes."""
-        return self._raw[self._start : self._start + self.bytes]
+        own: Bytes = self._raw[self._start : self._start + self.bytes]
+        return own
 
-    def rows(self) -> Any:
-        """A (..., pitch) view in the storage type; bfloat16 as uint16 where the array module has no such type."""
+    def rows(self) -> Array:
+        """A view (batch, heads, rows, pitch) in the storage type; bfloat16 as uint16 on cupy, which has no such type."""
         item = (
             self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
         )
         shape = (*self.shape[:3], self.pitch) if len(self.shape) == 4 else self.shape
         return self.buffer.view(item).reshape(shape)
 
-    def upload(self, array: Any) -> None:
-        """Fill with a host array of the storage type; pitch columns stay poisoned."""
+    def upload(self, array: Array) -> None:
+        """Copy a host array of the tensor's shape and storage type; the columns beyond head_dim stay poisoned."""
         xp = self.backend.xp
         view = self.rows()
         source = array if xp is np else xp.asarray(np.ascontiguousarray(array).view(view.dtype))
         view[..., : array.shape[-1]] = source
 
-    def values(self) -> Any:
-        """The tensor without its pitch columns, in the backend's array module."""
+    def values(self) -> Array:
+        """The tensor in its shape, without the columns beyond head_dim, as an array of the backend's module."""
         view = self.rows()
         return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
 
     def poison(self) -> None:
-        """NaN everywhere, as if never written."""
+        """NaN everywhere, the guard bands included."""
         self._raw[:] = POISON
 
     def intact(self) -> bool:
-        """Whether the guard bands are as they were."""
+        """Whether the guard bands are unchanged."""
         before, after = self._raw[: self._start], self._raw[self._start + self.bytes :]
         return bool((before == POISON).all()) and bool((after == POISON).all())
 
     def view(self) -> View:
-        """Where it is, and the elements from one batch, head and row to the next (a tensor of three dimensions or more)."""
+        """Its address and strides in elements; for a tensor of three or four dimensions."""
         rows, heads = self.shape[2], self.shape[1]
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
 
@@ -88,11 +93,10 @@ class Tensor:
 class Bound:
     """A loaded kernel with its tensors in device memory, ready to launch any number of times.
 
-    inputs: storage arrays of host memory by name (READS of the kernel's pass). Raises KernelFault after a run that wrote
-    outside its outputs or changed an input.
+    inputs: host storage arrays by name (READS of the kernel's pass). Raises as Backend.memory and launch.prepare do.
     """
 
-    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Array]) -> None:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
         self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
@@ -114,11 +118,14 @@ class Bound:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory the tensors and workspaces take."""
+        """Bytes of device memory that the tensors and workspaces take, without guard bands."""
         return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
 
-    def run(self) -> dict[str, Any]:
-        """Poison the outputs, launch, check guard bands and inputs; the outputs as host storage arrays."""
+    def run(self) -> dict[str, Array]:
+        """Poison the outputs, launch, check guard bands and inputs; returns the outputs as host storage arrays.
+
+        Raises KernelFault where the kernel wrote outside its outputs or changed an input, and as Backend.launch does.
+        """
         for name in WRITES[self.pass_]:
             self.tensors[name].poison()
         for space, tensor in self.workspaces:
@@ -140,10 +147,10 @@ class Bound:
         return {name: self._host(name) for name in WRITES[self.pass_]}
 
     def free_copies(self) -> None:
-        """Free the copies of the inputs that run() compares with, half the memory of a forward pass: only times are wanted now."""
+        """Free the copies of the inputs that run() compares with (half the memory of a forward pass), before runs that are only timed."""
         self._originals.clear()
 
-    def _host(self, name: str) -> Any:
+    def _host(self, name: str) -> Array:
         tensor = self.tensors[name]
         flat = np.asarray(self.backend.get(tensor.buffer)).view(tensor.storage)
         if len(tensor.shape) == 3:
@@ -151,7 +158,7 @@ class Bound:
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
 
     def enqueue(self) -> Callable[[], float]:
-        """Enqueue one run, outputs not checked; what is returned waits for it and gives its device seconds."""
+        """Enqueue one run, unchecked. The function returned waits for it and gives its device seconds."""
         with self.backend.range(self.label):
             return self.backend.enqueue(self.loaded, self.steps)
 
@@ -161,5 +168,5 @@ class Bound:
             return self.backend.call(self.loaded, self.steps)
 
     def graph(self) -> Callable[[], Callable[[], float]] | None:
-        """The same by replaying the run as a CUDA graph."""
+        """As enqueue, replaying the run as a CUDA graph; None where there are no graphs."""
         return self.backend.graph(self.loaded, self.steps)

@@ -1,4 +1,4 @@
-"""Problem <-> data/<folder>/*.bin + meta.json: generate, read and write; storage types and rounding."""
+"""Problem <-> data/<folder>/*.bin + meta.json: generating, reading and writing; storage types and rounding."""
 
 from .folder import Dataset as Dataset
 from .folder import check_size as check_size

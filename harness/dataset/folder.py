@@ -1,7 +1,7 @@
-"""Problem <-> data/<folder>/*.bin + meta.json: generate, read and write, trusting nothing that was not checked.
+"""Problem <-> data/<folder>/*.bin + meta.json: generating, reading and writing. Every file is checked before it is used.
 
-Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json says what they are and is renamed into place
-first, so that an interrupted write is seen by its hashes; outputs.json is written last and is the outputs' commit point.
+Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json describes them. It is renamed into place first, so the
+hashes in it reveal an interrupted write. outputs.json is written last: it is the commit point of the outputs.
 """
 
 from __future__ import annotations
@@ -12,39 +12,40 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from ..array import Array
 from ..fault import DataFault, UsageFault
-from ..files import json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
+from ..files import Json, json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
-from .storage import STORAGE, Array
+from .storage import STORAGE
 
 META, OUTPUTS = "meta.json", "outputs.json"
-#: What stands for the hash of a dO.bin that is not there: seed 002's rule, all ones.
+#: The hash of a dO.bin that is not there. Data folders of an earlier harness have none: their dO is all ones.
 ONES = "ones"
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data folder that was opened. problem holds shape and dtype (not the mask, not scale); meta is None where there is no meta.json.
+    """A data folder that was opened. problem holds shape and dtype, not the mask and scale, which belong to a run.
 
-    tensors are the input files present. warnings are sentences for the user. hashes fills as tensors are read.
+    meta: meta.json, None where there is none. tensors: the names of the input files present. warnings: sentences for the user. hashes:
+    SHA-256 by tensor name, of the tensors read so far.
     """
 
     folder: Path
     problem: Problem
     seed: int | None
-    meta: Mapping[str, Any] | None
+    meta: Json | None
     tensors: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
 
     def read(self, name: str) -> Array:
-        """An input tensor, checked: a regular file of exact size, and of meta.json's hash where there is one.
+        """An input tensor in the problem's shape and storage type, checked: a regular file of exact size and of meta.json's hash.
 
         dO is all ones where there is no dO.bin and meta.json does not list one. Raises DataFault.
         """
@@ -53,7 +54,7 @@ class Dataset:
             self.hashes[name] = ONES
             return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
         data = read_exact(path, self.problem.tensor_bytes(name), _remake(self.problem))
-        self.hashes[name] = sha256(data)
+        self.hashes[name] = sha256(data.data)
         if self.meta is not None and listed.get(path.name) != self.hashes[name]:
             raise DataFault(
                 f"{path} is not the file {META} describes",
@@ -63,7 +64,7 @@ class Dataset:
         return data.view(STORAGE[self.problem.dtype]).reshape(self.problem.shape(name))
 
     def read_inputs(self, names: Iterable[str], allow_nonfinite: bool = False) -> dict[str, Array]:
-        """Several tensors. Raises DataFault naming the first NaN or infinity unless they are allowed."""
+        """Several tensors by name. Raises DataFault, which names the first NaN or infinity unless these are allowed."""
         found = {name: self.read(name) for name in names}
         for name, array in found.items():
             finite = np.isfinite(array)
@@ -75,7 +76,7 @@ class Dataset:
         return found
 
     def digest(self, name: str) -> str:
-        """The hash of an input tensor (its file is read if it was not yet)."""
+        """The SHA-256 of an input tensor; its file is read where it has not been. Raises DataFault."""
         if name not in self.hashes:
             self.read(name)
         return self.hashes[name]
@@ -85,7 +86,7 @@ class Dataset:
 
 
 def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Dataset:
-    """Generate a problem's inputs into root/<problem.folder>, or leave them where they already are exactly these.
+    """Generate a problem's inputs into root/<problem.folder>; where exactly these are there already, write nothing.
 
     Takes the folder's lock. Raises DataFault where the folder holds other data and force is not given, DiskFault where it
     cannot be written, UsageFault where the problem is too large for this machine.
@@ -99,7 +100,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
     try:
         with locked(folder):
             data = generate(problem, seed)
-            hashes = {f"{name}.bin": sha256(array.view(np.uint8)) for name, array in data.items()}
+            hashes = {f"{name}.bin": sha256(array.view(np.uint8).data) for name, array in data.items()}
             meta = {
                 "format": 1,
                 "shape": _shape(problem),
@@ -110,8 +111,8 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
                 "sha256": hashes,
                 "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
             }
-            files: dict[str, Any] = {META: json_bytes(meta)}
-            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1) for name, array in data.items()})
+            files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
+            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
     finally:
         if created:
             with suppress(OSError):  # not empty: it was written
@@ -120,7 +121,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
 
 
 def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
-    """The dataset in a folder where it is exactly this problem and seed, every file checked. Raises DataFault."""
+    """The dataset in a folder that holds exactly this problem and seed, every file checked. Raises DataFault."""
     hint = "add --force to replace what is there"
     found = open_(folder)
     if found.meta is None:
@@ -134,11 +135,11 @@ def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
 
 
 def open_(folder: Path) -> Dataset:
-    """The dataset in a folder: what meta.json says, or without one what the folder's name says (with a warning).
+    """The dataset in a folder, described by meta.json or, with a warning, by the folder's name.
 
-    Raises DataFault where there is no such folder, its name and meta.json disagree, or neither says what it holds.
+    Raises DataFault where there is no such folder, its name and meta.json disagree, or neither describes it.
     """
-    folder = Path(os.path.abspath(folder))  # not resolved: a link's own name may be the one that says the shape
+    folder = Path(os.path.abspath(folder))  # not resolved: the shape may be in the name of a link
     if not folder.is_dir():
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise DataFault(f"{folder} is not a data folder", why, "fa-cli gen-data makes one")
@@ -158,29 +159,29 @@ def open_(folder: Path) -> Dataset:
     return Dataset(folder, problem, seed, meta, tensors)
 
 
-def _parse(path: Path, meta: Mapping[str, Any], hint: str) -> tuple[Problem, int | None]:
+def _parse(path: Path, meta: Json, hint: str) -> tuple[Problem, int | None]:
     shape, hashes, seed = meta.get("shape"), meta.get("sha256"), meta.get("seed")
     names = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
-    good = isinstance(shape, dict) and isinstance(hashes, dict) and (seed is None or type(seed) is int)
-    if not good or set(shape or ()) != set(names) or any(type(v) is not int for v in (shape or {}).values()):
+    good = isinstance(hashes, dict) and (seed is None or type(seed) is int)
+    if not good or not isinstance(shape, dict) or set(shape) != set(names) or any(type(v) is not int for v in shape.values()):
         raise DataFault(f"{path} is not a data folder's record", f"it needs shape ({', '.join(names)}), dtype, seed and sha256", hint)
     try:
-        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed  # type: ignore[arg-type]
+        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed
     except UsageFault as fault:
         raise DataFault(f"{path}: {fault.what}", fault.why, hint) from None
 
 
 def _shape(problem: Problem) -> dict[str, int]:
-    """What meta.json says of a problem besides its dtype: the inputs' sizes. Mask and scale belong to a run (outputs.json)."""
+    """The inputs' sizes for meta.json. Mask and scale belong to a run (outputs.json)."""
     p = problem
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
 
 def _remake(problem: Problem | None) -> str:
     if problem is None:
-        return "make it anew: fa-cli gen-data --force"
+        return "generate it again: fa-cli gen-data --force"
     p = problem
-    text = f"make it anew: fa-cli gen-data --batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"
+    text = f"generate it again: fa-cli gen-data --batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
     return text + (f" --dtype {p.dtype}" if p.dtype != "float32" else "") + " --force"
@@ -189,13 +190,15 @@ def _remake(problem: Problem | None) -> str:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, Any]) -> None:
-    """Write a run's outputs beside its inputs and outputs.json last. The caller holds the folder's lock.
+def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
+    """Write a run's outputs (host storage arrays) beside its inputs, and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash. Added here: the hashes of the inputs and outputs. A
-    backward run keeps the forward's O and logsumexp listed, and under "forward" what the earlier record said of them.
+    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash; the hashes of inputs and outputs are added here. A
+    backward run keeps the forward's O and logsumexp in the list, and their record under "forward". Raises DiskFault, DataFault.
     """
-    files: dict[str, Any] = {f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1) for name, array in outputs.items()}
+    files: dict[str, bytes | memoryview] = {
+        f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for name, array in outputs.items()
+    }
     listed = {name: sha256(data) for name, data in files.items()}
     whole = dict(record)
     if record["mode"] == "backward":
@@ -208,10 +211,10 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
 
 
 def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
-    """The folder's O and logsumexp, for a backward pass of this problem on the dataset's inputs.
+    """The folder's O and logsumexp, in the problem's shapes and storage types, for a backward pass on the dataset's inputs.
 
-    Raises DataFault where they are missing, not listed in outputs.json, of another hash, or were made from other inputs,
-    causal, causal_shift, scale or dtype. A record without causal_shift, as earlier versions wrote it, is of the default.
+    Raises DataFault where they are missing, not listed in outputs.json, of another hash, or of other inputs, causal, causal_shift, scale
+    or dtype. A record without causal_shift, from an earlier version, has the default.
     """
     hint, folder = "run both passes: --mode both", dataset.folder
     record = read_json(folder / OUTPUTS, hint)
@@ -231,7 +234,7 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
         if path.name not in listed:
             raise DataFault(f"{folder / OUTPUTS} does not list {path.name}", "no forward pass finished here", hint)
         data = read_exact(path, problem.tensor_bytes(name), hint)
-        if sha256(data) != listed[path.name]:
+        if sha256(data.data) != listed[path.name]:
             raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
         found.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
     return found[0], found[1]
@@ -241,7 +244,7 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
 
 
 def available_memory() -> int:
-    """Bytes of memory this process may still take: the system's, or a container's limit where that is less."""
+    """Bytes of memory that this process may still take: the system's available memory, or the container's limit where that is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -253,7 +256,7 @@ def available_memory() -> int:
 
 
 def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
-    """Raise UsageFault where inputs, outputs and a kernel's workspace exceed 90 % of the free memory, or of the free disk at folder."""
+    """Raise UsageFault where inputs, outputs and workspace (bytes) exceed 90 % of the free memory, or of the free disk at folder."""
     need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
     room = [("memory", available_memory())]
     if folder is not None:

@@ -1,6 +1,6 @@
-"""The inputs of a problem made in memory: RandomState's, as in data folders, or above ABOVE elements Philox's, which many threads draw.
+"""The inputs of a problem, generated in memory: by RandomState, as in data folders, or above ABOVE elements by Philox in parallel.
 
-RandomState draws one number after the other: two and a half billion of them take a minute, and the kernels a second.
+RandomState is sequential: 2.5 billion elements take it a minute, where the kernels take a second.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..array import Array
 from ..fault import UsageFault
 from ..problem import Problem
-from .storage import STORAGE, Array
+from .storage import STORAGE
 
 INPUTS = ("Q", "K", "V", "dO")
 RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"
-#: Elements of Q, K, V and dO together beyond which Philox is used, whichever of them are asked for.
+#: Elements of Q, K, V and dO together above which Philox is used, whichever of the tensors are asked for.
 ABOVE = 1 << 26
-#: Elements drawn by one generator: part of the recipe, so the values do not depend on the number of threads.
+#: Elements that one generator draws: part of the recipe, so the values do not depend on the number of threads.
 CHUNK = 1 << 22
 
 
 def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
-    """The tensors asked for, by :data:`RECIPE`. input_scale multiplies Q and K before the cast (the scores by its square).
+    """The tensors asked for, host storage arrays, by :data:`RECIPE`: standard normal elements.
 
-    Q, K and V are byte for byte what numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order, give.
+    input_scale multiplies Q and K before the cast, and so the scores by its square. In float32, Q, K and V are byte for byte those of
+    numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order. Raises UsageFault for a seed outside 0 to 2^32 - 1.
     """
     if not 0 <= seed < 2**32:
         raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
@@ -35,7 +37,7 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
     for name in INPUTS:
         if not wanted - set(found):
             break
-        drawn = random.randn(*problem.shape(name))  # drawn even when not wanted: the next tensor depends on it
+        drawn = random.randn(*problem.shape(name))  # also where it is not asked for: the next tensor depends on it
         if name in wanted:
             if name in ("Q", "K") and input_scale != 1.0:
                 drawn *= input_scale
@@ -45,7 +47,10 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
 
 
 def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: float = 1.0) -> dict[str, Array]:
-    """The tensors asked for, standard normal numbers of the problem's dtype; input_scale multiplies Q and K before the cast."""
+    """The tensors asked for, host storage arrays of standard normal elements; input_scale multiplies Q and K before the cast.
+
+    Up to ABOVE elements as :func:`generate`, above it by Philox, a generator per CHUNK keyed by seed, tensor and position.
+    """
     if sum(int(np.prod(problem.shape(name))) for name in INPUTS) <= ABOVE:
         return generate(problem, seed, tensors, input_scale)
     found = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}

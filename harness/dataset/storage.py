@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from ..array import Array, ArrayModule
 
 #: The numpy dtype of each storage type.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -21,17 +21,17 @@ STORAGE: dict[str, np.dtype[Any]] = {
 }
 
 
-def widen(xp: Any, array: Any, dtype: str, to: str = "float64") -> Any:
-    """Storage values as float64 (or `to`), exactly. bfloat16 may come as ml_dtypes.bfloat16 or as its bits in uint16."""
+def widen(xp: ArrayModule, array: Array, dtype: str, to: str = "float64") -> Array:
+    """A storage array as float64 (or `to`), exactly. bfloat16 may be ml_dtypes.bfloat16 or its bits in uint16."""
     if dtype == "bfloat16":
         bits = array if array.dtype == np.uint16 else array.view(np.uint16)
         array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is only a NaN here
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
         return array.astype(to, copy=False)
 
 
-def round_to(xp: Any, array: Any, dtype: str) -> Any:
-    """Values rounded to nearest even in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
+def round_to(xp: ArrayModule, array: Array, dtype: str) -> Array:
+    """An array rounded to nearest, ties to even, in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype(dtype, copy=False)
@@ -44,14 +44,14 @@ def round_to(xp: Any, array: Any, dtype: str) -> Any:
     return half.view(ml_dtypes.bfloat16)
 
 
-def through(xp: Any, array: Any, dtype: str) -> Any:
-    """The array with its values rounded to a storage type, still in its own type."""
+def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
+    """An array rounded to a storage type, in its own type again."""
     if np.dtype(array.dtype).name == dtype:
         return array
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
 
 
-def tf32(xp: Any, array: Any) -> Any:
-    """float32 values rounded to tf32's 10 bits of mantissa, ties away from zero, as cvt.rna does."""
+def tf32(xp: ArrayModule, array: Array) -> Array:
+    """A float32 array rounded to the 10 mantissa bits of tf32, ties away from zero, as PTX's cvt.rna.tf32.f32 does."""
     rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return xp.where(xp.isfinite(array), rounded, array)

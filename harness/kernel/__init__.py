@@ -1,4 +1,4 @@
-"""A .cu file -> Kernel (its header, read without compiling) -> Plan (launches with numbers)."""
+"""A .cu file -> Kernel (its header, read without compiling) -> Plan (launches with their sizes)."""
 
 from . import new as new
 from .kernel import INCLUDE as INCLUDE

@@ -1,4 +1,4 @@
-"""The small language of kernel headers: integer arithmetic over named values, checked against a whitelist, never `eval`.
+"""The expression language of kernel headers: integer arithmetic over named values, interpreted from a whitelist of syntax, never `eval`.
 
 ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal else 128
 """
@@ -12,21 +12,21 @@ from functools import lru_cache
 
 
 class ExpressionError(ValueError):
-    """An expression that is not in the language, names what does not exist, or has no integer value."""
+    """An expression with other syntax, an unknown name, or no integer value."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The least integer not below a / b."""
+    """a / b rounded up."""
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
-    """The least multiple of b not below a."""
+    """a rounded up to a multiple of b."""
     return ceil_div(a, b) * b
 
 
 def floor_pow2(a: int) -> int:
-    """The greatest power of two not above a. Raises ValueError below 1, where there is none."""
+    """a rounded down to a power of two. Raises ValueError for a < 1."""
     if a < 1:
         raise ValueError(f"no power of two is at most {a}")
     return 1 << (a.bit_length() - 1)
@@ -57,7 +57,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
-    """The integer value of a header expression, of 64 bits at most. Raises ExpressionError with the offending part quoted."""
+    """The value of a header expression, a signed 64-bit integer. Raises ExpressionError, which quotes the offending part."""
     try:
         value = expression if isinstance(expression, int) else int(_value(_parsed(expression), names))
     except ExpressionError:
@@ -75,7 +75,7 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _parsed(expression: str) -> ast.expr:
-    """An expression's syntax tree, parsed once: headers hold a few dozen, evaluated again for each problem and tile."""
+    """An expression's syntax tree, cached: headers hold a few dozen expressions, evaluated for each problem and tile."""
     return ast.parse(expression, mode="eval").body
 
 
@@ -103,9 +103,9 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
             sides = [_value(v, names) for v in (left, *right)]
             return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            numbers = [_value(a, names) for a in args]
+            given = [_value(a, names) for a in args]
             try:
-                return FUNCTIONS[name](*numbers)
+                return FUNCTIONS[name](*given)
             except (TypeError, ValueError) as error:
                 raise ExpressionError(f"{ast.unparse(node)!r}: {name} does not take these values ({error})") from None
     raise ExpressionError(f"{ast.unparse(node)!r} is not allowed in a header expression")

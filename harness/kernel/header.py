@@ -1,6 +1,6 @@
-"""The header of a kernel file: a TOML block in comments (PEP 723's form), read without compiling, every key checked.
+"""The header of a kernel file: a TOML block in comments (the format of PEP 723), read without compiling, every key checked.
 
-An unknown key, a missing one or a value of another kind is a UsageFault that names file and line.
+An unknown key, a missing key and a value of another type are a UsageFault that names file and line.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, READS, WRITES
 
-#: How a kernel rounds, which decides the baseline of its error budget (harness/check/budget.py).
+#: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
+Table = dict[str, Any]
+
+#: The arithmetic classes: how a kernel rounds, and so its baselines (harness/check/reference.py).
 ARITHMETIC = ("f32", "p16", "tf32")
 
-#: The sizes a kernel is told, 32-bit integers: in fa::Args in this order, and what a plain launch may name besides tensors and scale.
+#: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
@@ -26,32 +29,32 @@ _BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", 
 _ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
-def _expression(value: Any) -> bool:
+def _expression(value: object) -> bool:
     return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
-def _named(value: Any) -> bool:
+def _named(value: object) -> TypeGuard[Table]:
     """A table whose keys can be macro names."""
     return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
 
 
-def _rising(value: Any) -> bool:
+def _rising(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(v) is int and v > 0 for v in value) and value == sorted(set(value))
 
 
-def _arch(value: Any) -> bool:
+def _arch(value: object) -> bool:
     rules = list(value.values()) if isinstance(value, dict) else [value]
     return all(isinstance(rule, str) and _ARCH.fullmatch(rule) for rule in rules)
 
 
-Kind = tuple[Callable[[Any], bool], str]
+Kind = tuple[Callable[[object], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
-_NUMBER: Kind = (_expression, "a whole number or an expression")
+_NUMBER: Kind = (_expression, "an integer or an expression")
 
 #: What each key of a header must be. Required keys first.
 REQUIRED: dict[str, Kind] = {
@@ -60,7 +63,7 @@ REQUIRED: dict[str, Kind] = {
         lambda v: _texts(v) and bool(v) and all(d in DTYPE_BYTES or d == "tf32" for d in v),
         f"a list of {', '.join(DTYPE_BYTES)}, tf32",
     ),
-    "head_dims": (_rising, "a list of rising whole numbers"),
+    "head_dims": (_rising, "a list of increasing positive integers"),
     "arch": (_arch, '">=sm_80", "sm_90a", or one of these by dtype'),
     "causal": _FLAG,
     "gqa": _FLAG,
@@ -72,7 +75,7 @@ REQUIRED: dict[str, Kind] = {
 OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
-    "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "a whole number"),
+    "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
 }
@@ -95,7 +98,7 @@ _WORKSPACE: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One `[[launch]]` of a header: expressions, not yet evaluated."""
+    """One `[[launch]]` of a header; its sizes are expressions, not yet evaluated."""
 
     entry: str
     grid: tuple[int | str, ...]
@@ -105,13 +108,13 @@ class Launch:
     args: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, item: dict[str, Any]) -> Launch:
-        """From a checked table."""
+    def of(cls, item: Table) -> Launch:
+        """From a table that was checked."""
         grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
         return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Table:
     """The checked header of a kernel file. Raises UsageFault naming file and line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -149,14 +152,14 @@ def bad(path: Path, line: int, message: str) -> UsageFault:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A header's lines in its file, to say where a key stands."""
+    """A header's lines in its file, to find the line of a key."""
 
     path: Path
     first: int
     body: str
 
-    def check(self, table: str, found: dict[str, Any], required: dict[str, Kind], optional: dict[str, Kind]) -> None:
-        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong kind."""
+    def check(self, table: str, found: Table, required: dict[str, Kind], optional: dict[str, Kind]) -> None:
+        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong type."""
         kinds = required | optional
         where = f" in {table}" if table else ""
         for key, value in found.items():
@@ -169,7 +172,7 @@ class _Lines:
                 raise self.bad(table, f"the header lacks the required key {key!r}{where}")
 
     def bad(self, key: str, message: str) -> UsageFault:
-        """A fault at the line where a key or a table of that name stands."""
+        """A fault at the line of a key or a table of that name."""
         name = re.escape(key)
         found = re.search(rf"^\s*(?:{name}\s*=|\[+{name}\]+)", self.body, re.M) if key else None
         return bad(self.path, self.first + (self.body.count("\n", 0, found.end()) if found else 0), message)

@@ -1,6 +1,6 @@
-"""A kernel is one file: its header (TOML in comments) read without compiling, its name resolved, its launch planned.
+"""A kernel is one file: its header (TOML in comments) is read without compiling, its name resolved, its launches planned.
 
-There is no registry: the catalogue is the listing of kernels_cu/, and a path is as good as a name.
+There is no registry: the catalogue is the listing of kernels_cu/, and a path may stand for a name.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
-from .header import Launch, bad, read_header
+from .header import Launch, Table, bad, read_header
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
@@ -35,7 +34,7 @@ class NoSuchPass(UsageFault):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel file's header, and what its name says."""
+    """A kernel file's header, and the number, name and pass of its file name."""
 
     path: Path
     number: int | None
@@ -48,25 +47,25 @@ class Kernel:
     causal: bool
     gqa: bool
     cross: bool
-    logits: float  # largest |q.k.scale| promised; inf for "any"
-    deterministic: bool  # of this form of the kernel
+    logits: float  # the largest |scale * q.k| that it takes; inf for "any"
+    deterministic: bool  # whether this form of the kernel is
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     spill_bytes_allowed: int = 0
     tile: Mapping[str, int | str] = field(default_factory=dict)
-    workspace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    workspace: Mapping[str, Table] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
-    forms: tuple[bool, ...] = (True,)  # what deterministic may be: both where the header says "optional"; the fast form is the default
+    forms: tuple[bool, ...] = (True,)  # the values of deterministic; both where the header says "optional", False the default
 
     def __hash__(self) -> int:
-        """Of the file and the form, for caches; kernels are equal where their whole headers are, so an edited header is another kernel."""
+        """The hash of path and form, for caches. Equality compares whole headers, so an edited header makes another kernel."""
         return hash((self.path, self.deterministic))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @classmethod
     def read(cls, path: Path) -> Kernel:
-        """The kernel in a file. Raises UsageFault naming file and line where the header is missing, unknown or malformed."""
+        """The kernel in a file. Raises UsageFault, with file and line, where its header is missing or wrong."""
         head = read_header(path)
         match = _FILE.match(path.stem)
         if not match:
@@ -96,22 +95,22 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """name_pass: what messages call the kernel."""
+        """name_pass: the kernel's name in messages."""
         return f"{self.name}_{self.pass_}"
 
     @property
     def spec(self) -> str:
-        """What --compute takes for it: the name of a kernel of the tree, the path of any other."""
+        """Its text for --compute: the name of a kernel of the tree, the path of any other."""
         return str(self.path) if self.number is None else self.name
 
     @property
     def entries(self) -> dict[str, tuple[str, ...]]:
-        """Entry name -> plain argument names (empty for the fa::Args struct), each entry once."""
+        """Entry name -> its plain parameters' names; empty where the entry takes fa::Args."""
         return {launch.entry: launch.args for launch in self.launches}
 
     @property
     def takes_scale(self) -> bool:
-        """Whether the kernel is told the scale: fa::Args holds it, plain parameters only where args names it."""
+        """Whether the scale is a parameter: it is in fa::Args, and among plain parameters only where args names it."""
         return self._is_told("scale")
 
     def _is_told(self, name: str) -> bool:
@@ -119,7 +118,7 @@ class Kernel:
 
     @functools.cached_property
     def source_hash(self) -> str:
-        """SHA-256 of the file and every header it includes (their closure): what was compiled, in 16 hex digits."""
+        """The first 16 hex digits of the SHA-256 of the file and its include closure: it identifies the compiled source."""
         digest = hashlib.sha256()
         for file in include_closure(self.path):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -127,17 +126,17 @@ class Kernel:
 
     @functools.cached_property
     def tensor_cores(self) -> bool:
-        """Whether its products run on tensor cores: it includes the words of mma.sync, WMMA or wgmma, or has them in inline PTX."""
+        """Whether its products run on tensor cores: it includes fa/mma.cuh, wmma.cuh or wgmma.cuh, or has inline PTX of these."""
         closure = include_closure(self.path)
         words = {INCLUDE / "fa" / f"{name}.cuh" for name in ("mma", "wmma", "wgmma")}
         return not words.isdisjoint(closure) or bool(_TENSOR_PTX.search(self.path.read_text(encoding="utf-8")))
 
     def arch_for(self, dtype: str) -> str:
-        """The architecture rule for a dtype: ">=sm_80" or exactly "sm_90a"."""
+        """The header's architecture rule for a dtype: ">=sm_80", or "sm_90a" for exactly that one."""
         return self.arch if isinstance(self.arch, str) else self.arch[dtype if dtype in self.arch else "tf32"]
 
     def arithmetic_for(self, dtype: str) -> str:
-        """How the kernel rounds on files of a dtype: tf32 on float32 ones where its header promises tf32 and not float32."""
+        """The arithmetic class on tensors of a dtype: tf32 on float32 tensors where its header has tf32 and not float32."""
         return "tf32" if dtype == "float32" and dtype not in self.dtypes else self.arithmetic
 
     def runs_on(self, arch: str, dtype: str) -> bool:
@@ -160,7 +159,7 @@ class Kernel:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def refuse(self, problem: Problem) -> None:
-        """Raise UsageFault where the header does not promise this problem: it is refused before launch, never computed wrongly."""
+        """Raise UsageFault where the header does not cover a problem: it is refused before launch, never computed wrongly."""
         if problem.dtype not in self.dtypes and not (problem.dtype == "float32" and "tf32" in self.dtypes):
             raise UsageFault(
                 f"{self.label} does not take {problem.dtype}",
@@ -177,7 +176,7 @@ class Kernel:
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
-            # a kernel of equal lengths may know that key <= query is the mask, one that is not told the shift may work it out
+            # a kernel of equal lengths may have key <= query as its mask; one without the parameter may compute it from the lengths
             (
                 problem.causal_shift != problem.default_shift,
                 self.cross and self._is_told("causal_shift"),
@@ -189,7 +188,7 @@ class Kernel:
                 raise UsageFault(f"{self.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
 
     def names(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Every name an expression of this kernel may use, with its value for a problem."""
+        """Every name of this kernel's expressions, with its value for a problem. Raises UsageFault for an unknown or taken tile name."""
         width = next(w for w in self.head_dims if w >= problem.head_dim)
         names = {
             "batch": problem.batch,
@@ -225,7 +224,7 @@ class Kernel:
     def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
         """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched.
 
-        A plan is kept: asked for again with the same values, it is the same object.
+        Plans are cached: the same values give the same object.
         """
         return _kept_plan(self, problem, device, tuple(sorted((overrides or {}).items())))
 
@@ -256,11 +255,11 @@ class Kernel:
             if shared > device.shared_optin:
                 raise UsageFault(
                     f"{self.label} does not fit {device.name}",
-                    f"it wants {shared} bytes of shared memory a block, the device has {device.shared_optin}",
+                    f"it needs {shared} bytes of shared memory per block, the device has {device.shared_optin}",
                     "use smaller tiles (--tile) or another kernel",
                 )
             if not 1 <= block <= 1024:
-                raise UsageFault(f"{self.label} wants {block} threads a block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+                raise UsageFault(f"{self.label} needs {block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
             launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
         if not launches:
             raise UsageFault(
@@ -280,7 +279,7 @@ class Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tuple[str, int], ...]) -> Plan:
-    """A plan follows from these values alone: the header is part of the kernel's, the rest of the file does not matter."""
+    """A plan depends on these values only: the kernel's header is compared, the rest of its file has no effect."""
     return kernel._plan(problem, device, dict(tiles))
 
 
@@ -295,16 +294,16 @@ def catalogue() -> tuple[Kernel, ...]:
 
 
 def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
-    """The kernel a user means by a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
+    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
 
-    Raises UsageFault with what there is, NoSuchPass where the kernel has no such pass.
+    Raises UsageFault, which lists the kernels, where there is none; NoSuchPass where the kernel has no such pass.
     """
     found = _find(spec, pass_)
     return found.made_deterministic() if deterministic else found
 
 
 def is_path(spec: str) -> bool:
-    """Whether a spec is the path of a kernel file, and no name."""
+    """Whether a spec is the path of a kernel file, not a name."""
     return spec.endswith(".cu") or "/" in spec
 
 
@@ -344,7 +343,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<(fa/[\w./]+)>|"([^"\n]+)"
 
 
 def include_closure(path: Path) -> list[Path]:
-    """The file and every header of ours it reaches, in a fixed order: <fa/...> (GPU and host meaning), and "..." beside a user's file."""
+    """The file and the headers of ours that it includes, directly or not, in a fixed order: <fa/...> (of the GPU and the host), "..."."""
     seen: dict[Path, None] = {path: None}
     queue = [path]
     while queue:

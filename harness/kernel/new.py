@@ -1,4 +1,4 @@
-"""A kernel of one's own: a working copy of a kernel that is right, under a new name, in the user's folder."""
+"""A kernel of the user's own: a copy of a correct kernel, under a new name, in the user's folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .kernel import Kernel, catalogue, find
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _HEADER_END = "// ///\n"
-#: A header key with its value, whatever number of lines an array takes.
+#: A header key with its value; an array may span lines.
 _KEY = r"^//[ ]*{key}[ ]*=[ ]*(?:\[[^\]]*\]|[^\n]*?)[^\n\]]*\n"
 
 
 def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = Path(".")) -> Path:
     """Write folder/NAME_pass.cu, a copy of the kernel `source` (a name, number, alias or path), and return its path.
 
-    The copy has no number and no aliases, a title of its own, and an opening paragraph that says what to change first and
-    which commands to try. The folder is made where it is missing.
+    The copy has no number and no aliases, its own title, and an opening paragraph: what to change first, which commands to try. The
+    folder is made where it is missing.
     Raises UsageFault for a bad or taken name, an unknown source or pass, and a file that exists; DiskFault where it cannot be written.
     """
     _check_name(name)
@@ -49,12 +49,12 @@ def _check_name(name: str) -> None:
     for kernel in catalogue():
         if name.lower() in (taken.lower().replace("-", "_") for taken in (kernel.name, *kernel.aliases)):
             raise UsageFault(
-                f"{name} is a kernel of the tree", "tables could not tell the two apart", f"fa-cli new my_{name} --from {kernel.name}"
+                f"{name} is a kernel of the tree", "both would have the same name in tables", f"fa-cli new my_{name} --from {kernel.name}"
             )
 
 
 def _rename(text: str, kernel: Kernel, name: str, path: Path) -> str:
-    """The source under its new name: header without aliases, own title, an opening paragraph before what it says itself."""
+    """The source under its new name: a header without aliases, its own title, an opening paragraph before the source's own."""
     head, rest = text.split(_HEADER_END, 1)
     head = re.sub(_KEY.format(key="aliases"), "", head, flags=re.M)
     head = re.sub(_KEY.format(key="title"), f'// title = "my kernel, from {kernel.name}"\n', head, count=1, flags=re.M)

@@ -1,4 +1,4 @@
-"""What planning a kernel gives: launches with numbers, workspaces, macros, and the device that they are planned for."""
+"""A kernel's plan for a problem: launches with their sizes, workspaces and macros; and the device that it is for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ..problem import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Device:
-    """What a launch plan may depend on. arch is sm_90 and the like; on the CPU backend, the architecture it stands in for."""
+    """A device, as far as plans depend on it: multiprocessors (sms), bytes of L2 cache, most bytes of shared memory per block.
+
+    arch: "sm_90" and the like; on the CPU backend that of the GPU whose plans it follows.
+    """
 
     kind: str  # "cuda" or "cpu"
     name: str
@@ -21,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch with numbers: grid in blocks, block in threads, dynamic shared memory in bytes."""
+    """One launch: grid in blocks, block in threads, dynamic shared memory in bytes."""
 
     entry: str
     grid: tuple[int, int, int]
@@ -32,7 +35,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Device memory a kernel asks for: elements of dtype; init is none (poisoned), zero (every run) or zero_once."""
+    """A kernel's scratch memory: elements of dtype. init: none (poisoned), zero (before every run) or zero_once."""
 
     name: str
     dtype: str
@@ -41,7 +44,7 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """Bytes of it."""
+        """Its size in bytes."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
 

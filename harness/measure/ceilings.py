@@ -1,6 +1,6 @@
-"""What this GPU can do at most, measured in the same run as the kernels: matrix products, a copy, exponentials.
+"""The ceilings of a roofline, measured in the same run as the kernels: matrix products, a copy, exponentials, mma.sync alone.
 
-A roofline drawn from a data sheet flatters nobody but the data sheet: clocks, power and the data itself lower it.
+A data sheet's peak is not reached: clocks, the power cap and the data itself (toggling bits draw power) lower it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ extern "C" __global__ void exponentials(float* out) {
 """
 _EXP_GRID, _EXP_BLOCK = 132 * 16, 1024
 
-#: mma.sync with nothing around it: what is left for a kernel that does not use a newer instruction (wgmma, which the GEMM uses).
+#: mma.sync from registers only: the ceiling of a kernel that does not use wgmma, which the GEMM does.
 _MMA = """
 extern "C" __global__ void __launch_bounds__(256) products(const unsigned* in, float* out) {
     unsigned a[4], b[2];
@@ -55,20 +55,20 @@ _MMA_FLOPS = 2.0 * 16 * 8 * 16 * 16 * 1024 * _MMA_GRID * _MMA_BLOCK / 32
 
 
 class _Work:
-    """A function that enqueues work on the default stream, as measure wants it."""
+    """A function that enqueues work on CuPy's current stream, as what sampling.measure takes (its Timed)."""
 
-    def __init__(self, xp: Any, work: Callable[[], object]) -> None:
-        self._xp, self._work = xp, work
+    def __init__(self, cupy: Any, work: Callable[[], object]) -> None:
+        self._cupy, self._work = cupy, work
 
     def enqueue(self) -> Callable[[], float]:
-        start, stop = self._xp.cuda.Event(), self._xp.cuda.Event()
+        start, stop = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         start.record()
         self._work()
         stop.record()
 
         def seconds() -> float:
             stop.synchronize()
-            return float(self._xp.cuda.get_elapsed_time(start, stop)) * 1e-3
+            return float(self._cupy.cuda.get_elapsed_time(start, stop)) * 1e-3
 
         return seconds
 
@@ -80,12 +80,12 @@ class _Work:
         return seconds
 
     def graph(self) -> None:
-        """Long enough to be launched as it is."""
+        """None: the runs are long beside a launch."""
 
 
 @dataclass(frozen=True)
 class _Ceiling:
-    """Work that is timed, and the operations and bytes of a run of it."""
+    """Work that is timed, and the operations and bytes of one run."""
 
     work: Callable[[], object]
     operations: float = 0.0
@@ -93,18 +93,26 @@ class _Ceiling:
 
 
 def rows(backend: Backend, run_id: str) -> list[Row]:
-    """One row a ceiling: ceiling-gemm-<dtype> and ceiling-mma-bfloat16 (TFLOPS), ceiling-copy (GB/s, read and written), ceiling-exp
-    (10^12 a second, as TFLOPS)."""
-    found = {CEILING + name: each for name, each in (_products(backend.xp) | _others(backend.xp)).items()}
-    timings = measure({name: _Work(backend.xp, each.work) for name, each in found.items()}, backend, "warm", POLICY["cuda"])
-    shape: dict[str, Any] = {"Batch": 1, "Heads": 1, "SeqLen": SIZE, "HeadDim": SIZE, "heads_kv": 1, "seq_kv": SIZE}
-    where: dict[str, Any] = {"device": backend.name, "device_name": backend.device().name, "run_id": run_id}
+    """One row per ceiling of a CUDA backend.
+
+    ceiling-gemm-<dtype> and ceiling-mma-bfloat16 in TFLOPS, ceiling-copy in GB/s (bytes read plus bytes written), ceiling-exp in 10^12
+    exponentials per second, in the column TFLOPS.
+    """
+    cupy: Any = backend.xp  # a GPU's array module is CuPy, which has no types
+    found = {CEILING + name: each for name, each in (_products(cupy) | _others(cupy)).items()}
+    timings = measure({name: _Work(cupy, each.work) for name, each in found.items()}, backend, "warm", POLICY["cuda"])
     return [
         Row(
             Test="ceiling",
             Kernel=name,
             Type="FOR",
             Status="PASS",
+            Batch=1,
+            Heads=1,
+            SeqLen=SIZE,
+            HeadDim=SIZE,
+            heads_kv=1,
+            seq_kv=SIZE,
             dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32",
             causal=False,
             scale=1.0,
@@ -115,15 +123,16 @@ def rows(backend: Backend, run_id: str) -> list[Row]:
             n_samples=len(t.seconds),
             TFLOPS=found[name].operations / (t.median_ms * 1e9) or None,
             Bandwidth_GBps=found[name].bytes / (t.median_ms * 1e6) or None,
-            **shape,
-            **where,
+            device=backend.name,
+            device_name=backend.device().name,
+            run_id=run_id,
         )
         for name, t in timings.items()
     ]
 
 
-def _products(xp: Any) -> dict[str, _Ceiling]:
-    """Square matrix products: torch's where it is installed, which has bfloat16, else CuPy's."""
+def _products(cupy: Any) -> dict[str, _Ceiling]:
+    """Square matrix products: by torch where it is installed, which has bfloat16, else by CuPy."""
     flops = 2.0 * SIZE**3
     if importlib.util.find_spec("torch"):
         import torch
@@ -133,25 +142,25 @@ def _products(xp: Any) -> dict[str, _Ceiling]:
             a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
             found[f"gemm-{dtype}"] = _Ceiling(functools.partial(torch.matmul, a, b), flops)
         return found
-    a32, b32 = (xp.random.standard_normal((SIZE, SIZE), dtype="float32") for _ in range(2))
+    a32, b32 = (cupy.random.standard_normal((SIZE, SIZE), dtype="float32") for _ in range(2))
     a16, b16 = a32.astype("float16"), b32.astype("float16")
     return {
-        "gemm-float32": _Ceiling(lambda: xp.matmul(a32, b32), flops),
-        "gemm-float16": _Ceiling(lambda: xp.matmul(a16, b16), flops),
+        "gemm-float32": _Ceiling(lambda: cupy.matmul(a32, b32), flops),
+        "gemm-float16": _Ceiling(lambda: cupy.matmul(a16, b16), flops),
     }
 
 
-def _others(xp: Any) -> dict[str, _Ceiling]:
+def _others(cupy: Any) -> dict[str, _Ceiling]:
     """A copy, exponentials, and mma.sync alone where the GPU has it."""
-    source, target = xp.ones(COPY_BYTES // 4, "float32"), xp.empty(COPY_BYTES // 4, "float32")
-    kernel, out = xp.RawKernel(_EXP, "exponentials"), xp.zeros(1, "float32")
+    source, target = cupy.ones(COPY_BYTES // 4, "float32"), cupy.empty(COPY_BYTES // 4, "float32")
+    kernel, out = cupy.RawKernel(_EXP, "exponentials"), cupy.zeros(1, "float32")
     found = {
-        "copy": _Ceiling(lambda: xp.copyto(target, source), bytes=2.0 * COPY_BYTES),
+        "copy": _Ceiling(lambda: cupy.copyto(target, source), bytes=2.0 * COPY_BYTES),
         "exp": _Ceiling(lambda: kernel((_EXP_GRID,), (_EXP_BLOCK,), (out,)), 512.0 * 8 * _EXP_GRID * _EXP_BLOCK),
     }
-    if int(xp.cuda.Device().compute_capability) >= 80:
-        values = xp.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
+    if int(cupy.cuda.Device().compute_capability) >= 80:
+        values = cupy.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
         pairs = (values.view("uint32") >> 16).astype("uint16").view("uint32")  # as bfloat16, rounded towards zero
-        mma = xp.RawKernel(_MMA, "products")
+        mma = cupy.RawKernel(_MMA, "products")
         found["mma-bfloat16"] = _Ceiling(lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS)
     return found

@@ -1,8 +1,9 @@
-"""Honest times: samples of kernels and peers taken in turn, A B A B, each warm or cold, until they are steady enough.
+"""Timing: samples of kernels and peers in interleaved turns, A B A B, warm or cold, until the median is steady.
 
-A sample is one run on the device, between two events in the stream that runs it. Samples of a turn are enqueued one behind the
-other, and where the host is slower than the device it is kept busy meanwhile (`Backend.before`), so a sample holds no launch
-gap: it is what the device did. What the host needs is measured apart (`call`). Every sample is kept; rates are Problem's.
+A sample is one run on the device, between two events in the stream that runs it. The samples of a turn are enqueued back to back. Where
+the host enqueues more slowly than the device runs, a spinning kernel keeps the device busy meanwhile (`Backend.before`), so a sample has
+no launch gap in it. nvbench blocks the stream for the same reason (github.com/NVIDIA/nvbench, cold measurements), and its stopping
+criterion, throttling check and L2 flush are the model of those here. The host's time is measured apart (`call`). No sample is dropped.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-#: Below this part of the device's greatest clock a run was throttled, whatever the driver says (as nvbench has it).
+from ..files import Json
+
+#: A run at less than this part of the device's maximum SM clock was throttled, whatever the driver reports (nvbench's default).
 SLOW_CLOCK = 0.75
-#: NVML's throttle reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
+#: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 TIMINGS = ("warm", "cold")
 
@@ -26,7 +29,7 @@ class Timed(Protocol):
     """What can be measured: a kernel or a peer, its tensors in place."""
 
     def enqueue(self) -> Callable[[], float]:
-        """Enqueue a run between two events in its own stream; what is returned waits for it and gives device seconds."""
+        """Enqueue a run between two events in its own stream. The function returned waits for it and gives device seconds."""
         ...
 
     def call(self) -> float:
@@ -34,21 +37,25 @@ class Timed(Protocol):
         ...
 
     def graph(self) -> Callable[[], Callable[[], float]] | None:
-        """Capture the run as a CUDA graph: the same as enqueue by replaying it. None where it cannot be captured."""
+        """Capture the run as a CUDA graph; the function returned is enqueue by replaying it. None where it cannot be captured."""
         ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When enough samples were taken of a contender: at least min_samples and min_seconds, and then noise; or max_seconds.
+    """When a contender has enough samples. Times are in seconds.
 
-    noise is the standard error of the median (1.25 MAD-sigma / sqrt(n)) relative to it. max_seconds ends the turns of a slow or
-    noisy contender: a run of a second, whose noise is tiny beside it, is measured three times. warm_up seconds run before the
-    first sample; a run of `slow` seconds or more warms up by its first call, which says how long it takes besides.
-    Samples of one turn are alike (few blocks, say, stay on the multiprocessors where the first run put them), so where the medians
-    of the turns disagree by more than `uneven` (standard error of their median, relative to it), turns go on for `patience` seconds.
-    A turn takes `turn` seconds of samples one after the other without a pause, after `settle` seconds of the same that are not
-    kept, so that a contender is measured at the clocks its own power draw leaves it, not at its neighbour's or an idle GPU's.
+    Sampling stops at noise <= `noise` once there are min_samples samples, min_turns turns and min_seconds of device time; at max_samples;
+    or after max_seconds with three samples or more. Noise is the relative standard error of the median, 1.25 * 1.4826 * MAD / sqrt(n) /
+    median (for normal samples the standard error of the median is sqrt(pi / 2) = 1.25 times that of the mean, and 1.4826 MAD estimates
+    their standard deviation).
+
+    A turn takes `turn` seconds of samples back to back. `settle` seconds of the same run before it and are not kept: a contender is
+    measured at the clocks that its own power draw allows, not at those of the contender before it or of an idle GPU. The samples of one
+    turn are correlated: few blocks, say, stay on the multiprocessors where the first run put them. Where the noise of the turns' medians
+    exceeds `uneven`, turns go on for `patience` seconds.
+
+    `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call.
     """
 
     warm_up: float = 0.05
@@ -65,7 +72,7 @@ class Policy:
     slow: float = 0.1
 
 
-#: A GPU is steady and its runs are short; a CPU shares its cores with everyone and shows only that a kernel works.
+#: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
 POLICY = {
     "cuda": Policy(),
     "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0),
@@ -74,41 +81,44 @@ POLICY = {
 
 @dataclass(frozen=True)
 class Timing:
-    """The samples of one contender, `turns` of them at a time (empty: not taken in turns). launch is "direct" or "graph"; throttled
-    says why, or is empty; states are NVML's."""
+    """The samples of one contender: device seconds, and the host seconds of calls.
+
+    timing: "warm" or "cold" (L2 flushed before each sample). launch: "direct" or "graph". throttled: why the device was throttled, or
+    empty. before, after: the backend's state around the measurement. turns: the samples of each turn; empty where there were no turns.
+    """
 
     timing: str
     seconds: tuple[float, ...]
     call_seconds: tuple[float, ...]
     launch: str = "direct"
     throttled: str = ""
-    before: Mapping[str, Any] = field(default_factory=dict)
-    after: Mapping[str, Any] = field(default_factory=dict)
+    before: Json = field(default_factory=dict)
+    after: Json = field(default_factory=dict)
     turns: tuple[int, ...] = ()
 
     @property
     def median_ms(self) -> float:
-        """The middle of the samples."""
+        """The median of the samples, in milliseconds."""
         return statistics.median(self.seconds) * 1e3
 
     @property
     def p20_ms(self) -> float:
-        """A fifth of the samples are faster."""
+        """The 20th percentile of the samples, in milliseconds."""
         return float(np.percentile(self.seconds, 20)) * 1e3
 
     @property
     def p80_ms(self) -> float:
-        """A fifth of the samples are slower."""
+        """The 80th percentile of the samples, in milliseconds."""
         return float(np.percentile(self.seconds, 80)) * 1e3
 
     @property
     def call_ms(self) -> float:
-        """Median milliseconds the host needs to enqueue a run."""
+        """The median host time to enqueue a run, in milliseconds."""
         return statistics.median(self.call_seconds) * 1e3
 
 
 def together(timings: Sequence[Timing]) -> Timing:
-    """The timing of passes run one after the other: sample by sample, the sums (as many as all of them have)."""
+    """The timing of several passes as one: sums of their samples, as many as the pass with the fewest has."""
     first = timings[0]
     if len(timings) == 1:
         return first
@@ -127,19 +137,19 @@ class Stage(Protocol):
     """What measure needs of a backend (harness.backends.Backend has it)."""
 
     def before(self, seconds: float, cold: bool) -> None:
-        """Flush the L2 cache where cold, then keep the device busy for at least so long, without waiting for it."""
+        """Flush the L2 cache where cold, then keep the device busy for at least `seconds`, without waiting for it."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now; empty on a CPU."""
         ...
 
 
 def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
-    """Take samples of all contenders in turns until each is steady.
+    """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
-    A run that the host takes more than a quarter of its device time to enqueue is replayed from a CUDA graph where it can be
-    captured, since that is how anyone who cares would launch it; the Timing says so.
+    A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
+    as a latency-critical application would launch it; Timing.launch records it. Raises what the contenders' runs raise.
     """
     before = stage.state()
     runs = {name: _Run.ready(contender, stage, policy) for name, contender in contenders.items()}
@@ -173,7 +183,7 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
 
 @dataclass(frozen=True)
 class _Run:
-    """A contender warmed up: how it is launched, what a call costs the host and, about, the device."""
+    """A contender warmed up: how it is launched, the host seconds of its calls and its approximate device seconds."""
 
     enqueue: Callable[[], Callable[[], float]]
     launch: str
@@ -183,9 +193,9 @@ class _Run:
     @classmethod
     def ready(cls, contender: Timed, stage: Stage, policy: Policy) -> _Run:
         start = time.perf_counter()
-        first = contender.call()  # what the first run does besides, compiling say, is nobody's time
+        first = contender.call()  # its time is not kept: the first run may also compile
         took = time.perf_counter() - start
-        if took > policy.slow and first < 0.1 * took:  # it did not compile: the device took that long
+        if took > policy.slow and first < 0.1 * took:  # the device took that long, not a compiler
             return cls(contender.enqueue, "direct", (first,), took)
         start, made = time.perf_counter(), list[float]()
         while len(made) < min(10, policy.min_samples) and (not made or time.perf_counter() - start < policy.slow):
@@ -196,25 +206,25 @@ class _Run:
             stage.before(_lead(calls), False)
             seconds.append(contender.enqueue()())
         found = cls(contender.enqueue, "direct", calls, statistics.median(seconds))
-        # Far from the limit on purpose: a contender near it would be launched one way in one run and the other way in the next.
+        # A quarter, far below the point where the host is the slower one: near that point the launch would change from run to run.
         if statistics.median(calls) > 0.25 * found.device and (replay := contender.graph()):
             replay()()
             return cls(replay, "graph", calls, found.device)
         return found
 
     def turn(self, stage: Stage, cold: bool, wanted: float, least: int) -> list[float]:
-        """Samples enqueued one behind the other for about `wanted` device seconds, at least `least` and at most 200."""
+        """Samples enqueued back to back for about `wanted` device seconds: at least `least`, at most 200."""
         waiting = []
         host = 2e-5 if self.launch == "graph" else statistics.median(self.calls)
         for i in range(max(least, min(200, round(wanted / self.device)))):
-            # The queue empties where the host is slower than the device: then, and at first, the device is kept busy meanwhile.
+            # The queue runs empty where the host is slower than the device: there, and before the first sample, the device spins.
             stage.before(_lead(self.calls) if i == 0 or host > 0.5 * self.device else 0.0, cold)
             waiting.append(self.enqueue())
         return [finish() for finish in waiting]
 
 
 def _lead(calls: Sequence[float]) -> float:
-    """Seconds to keep the device busy so that the host is done enqueueing before the first event."""
+    """Seconds to keep the device busy so that the host has enqueued the run before the first event is reached."""
     return 2 * statistics.median(calls) + 2e-5
 
 
@@ -229,14 +239,14 @@ def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> b
 
 
 def _noise(values: Sequence[float]) -> float:
-    """The standard error of the median, from the median distance to it, relative to it."""
+    """The relative standard error of the median, from the median absolute deviation (see Policy)."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - middle) for value in values])
     return float(1.25 * spread / len(values) ** 0.5 / middle)
 
 
-def throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Why the device was held back during a measurement, or an empty text. Running into its power limit at full clocks is not."""
+def throttling(before: Json, after: Json) -> str:
+    """Why the device was throttled between two states, or an empty text. The power cap alone, at full clocks, does not count."""
     found = []
     for state in (before, after):
         reasons = state.get("throttle_reasons") or 0

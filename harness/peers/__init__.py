@@ -1,7 +1,7 @@
-"""Other people's attention, to measure against: one file a family, each optional, named by what really ran.
+"""Libraries' attention to compare with: one file per family, each optional, recorded by the implementation that ran.
 
-Everyone gets the same data and the same scope: contiguous (batch, heads, rows, head dim) tensors, laid out otherwise before any
-timing where a library wants it; a forward timed without autograd, a backward timed alone; TF32 off.
+All get the same data and the same scope: contiguous (batch, heads, rows, head_dim) tensors, converted to a library's own layout before
+any timing; a forward pass without autograd, a backward pass alone; TF32 off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Peer", "Prepared", "find", "names", "usual"]
 
 @functools.cache
 def _all() -> dict[str, Peer]:
-    """Every peer by name, imported when first asked for: `--help` has no use for numpy."""
+    """Every peer by name, imported on first use: `--help` must not load numpy."""
     from . import flash, on_numpy, sdpa, triton, xformers
 
     families: tuple[tuple[Peer, ...], ...] = (sdpa.PEERS, flash.PEERS, triton.PEERS, xformers.PEERS, on_numpy.PEERS)
@@ -28,10 +28,10 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Peer | None:
-    """The peer of a name; None for what is no peer's."""
+    """The peer of a name, or None."""
     return _all().get(name)
 
 
 def usual(device: str) -> tuple[str, ...]:
-    """The peers a sweep takes unless told otherwise: all of the kind of device ("cpu" or "cuda"), here or not."""
+    """The default peers of a sweep: all of a kind of device ("cpu" or "cuda"), installed or not."""
     return tuple(name for name, peer in _all().items() if peer.device == device)

@@ -1,4 +1,4 @@
-"""What a peer is, where its library is looked for, and what it refuses in words before anything runs."""
+"""The protocol of peers, how their libraries are found, and what they refuse before anything runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from ..array import Array
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 
 
 class Prepared(Protocol):
-    """A peer with its tensors in place and one run behind it; what harness/measure/sampling.py can time (its Timed).
+    """A peer with its tensors in place, after one run; harness/measure/sampling.py can time it (its Timed).
 
-    ran says what really ran, peak_bytes the most device memory one run holds, inputs and outputs included (None: not known).
+    ran: the implementation that ran. peak_bytes: the peak device memory of one run, inputs and outputs included; None: not known.
     """
 
     @property
@@ -27,8 +28,8 @@ class Prepared(Protocol):
     @property
     def peak_bytes(self) -> int | None: ...
 
-    def outputs(self) -> dict[str, Any]:
-        """Host storage arrays of a fresh run: O and, where the library gives it, logsumexp; or dQ, dK, dV."""
+    def outputs(self) -> dict[str, Array]:
+        """Host storage arrays of a new run: O and, where the library returns it, logsumexp; or dQ, dK, dV."""
         ...
 
     def enqueue(self) -> Callable[[], float]: ...
@@ -39,7 +40,7 @@ class Prepared(Protocol):
 
 
 class Peer(Protocol):
-    """A library's attention under one name of design section 5. device is "cpu" or "cuda": where it runs."""
+    """A library's attention under one name. device: "cpu" or "cuda", where it runs."""
 
     @property
     def name(self) -> str: ...
@@ -54,14 +55,14 @@ class Peer(Protocol):
     def dtypes(self) -> tuple[str, ...]: ...
 
     def absent(self, device: str) -> tuple[str, str] | None:
-        """Why it cannot run on a device ("cpu" or "cuda") here, and a hint; None where it can. Imports nothing heavy."""
+        """The reason why it cannot run on a device ("cpu" or "cuda") here, and a hint; None where it can. Imports nothing heavy."""
         ...
 
     def refuse(self, problem: Problem, pass_: str) -> None:
-        """Raise UsageFault where it does not take a pass of a problem."""
+        """Raise UsageFault where it does not support a pass of a problem."""
         ...
 
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> Prepared:
+    def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> Prepared:
         """Put host storage arrays Q, K, V (backward: and dO) in place and run once. pass_: "forward" or "backward".
 
         Raises UsageFault for what it refuses, or where something else ran; EnvironmentFault for a library that does not
@@ -72,12 +73,12 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """The part all peers share: the promises below, and how their absence and their refusals read.
+    """What a library supports, and the messages of its absence and its refusals.
 
-    modules are what must be importable ("a.b" is looked up without importing a); install is the pip line that brings them.
-    A head dim may be `widest` at most, and its row a multiple of row_bytes. causal says which causal masks are right: "any";
-    "seen", where every query sees a key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0.
-    bottom_right: of these only the default causal_shift. arch is the least and the greatest compute capability, major * 10 + minor.
+    modules: they must be importable ("a.b" is found without importing a); install: the pip command for them. widest: the largest head
+    dim; row_bytes: what a row of head_dim elements must be a multiple of. causal: which causal masks it supports: "any"; "seen", where
+    every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
+    only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Library:
     arch: tuple[int, int] = (0, 999)
 
     def absent(self, device: str) -> tuple[str, str] | None:
-        """Why this peer cannot run on a device here, and a hint; None where it can. Imports no library to find out."""
+        """The reason why this peer cannot run on a device here, and a hint; None where it can. Imports no library."""
         if device != self.device:
             where = "a GPU" if self.device == "cuda" else "the CPU"
             return f"{self.name} runs on {where} only; CPU and GPU times never share a table", f"use --device {self.device}"
@@ -109,7 +110,7 @@ class Library:
         return None
 
     def refuse(self, problem: Problem, pass_: str) -> None:
-        """Raise UsageFault where this peer does not take a pass of a problem: refused, never computed wrongly."""
+        """Raise UsageFault where this peer does not support a pass of a problem: it is refused, never computed wrongly."""
 
         def no(why: str, hint: str) -> UsageFault:
             return UsageFault(f"{self.name} does not take {problem.describe()} {pass_}", why, hint)
@@ -138,7 +139,7 @@ class Library:
 
 
 def installed(module: str) -> bool:
-    """Whether a module could be imported, without importing it or its package: FlashAttention's package would load PyTorch."""
+    """Whether a module is installed. Neither it nor its package is imported: FlashAttention's package would load PyTorch."""
     package, _, inner = module.partition(".")
     spec = importlib.util.find_spec(package)
     if spec is None or not inner:
@@ -148,7 +149,7 @@ def installed(module: str) -> bool:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed PyTorch was built for CUDA: what its version file says, since importing it takes seconds."""
+    """Whether the installed PyTorch was built for CUDA, from its version.py: importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,21 +1,23 @@
-"""The FlashAttention packages by their own interfaces: 2 (CUDA), 3 (Hopper) and 4 (CuTe DSL). Causal is bottom-right, our default."""
+"""The FlashAttention packages by their own interfaces: 2 (CUDA), 3 (Hopper) and 4 (CuTe DSL). Causal masks are aligned bottom-right.
+
+FlashAttention-2: Dao 2023, arXiv 2307.08691. FlashAttention-3: Shah et al. 2024, arXiv 2407.08608.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..problem import PASSES, Problem
 from .base import installed
-from .on_torch import Step, TorchPeer, module, version
+from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flash(TorchPeer):
-    """A package's flash_attn_func on (B, S, H, D) tensors. lse is the keyword that makes it return logsumexp too.
+    """A package's flash_attn_func on (B, S, H, D) tensors. lse: the keyword that makes it return logsumexp too.
 
-    The logsumexp is asked for because our kernels write it as well: the same scope.
+    It is asked for logsumexp since our kernels write it as well: the scope is the same.
     """
 
     package: str  # the module flash_attn_func is in
@@ -24,24 +26,24 @@ class Flash(TorchPeer):
     heads_first: bool = False
     bottom_right: bool = True
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
-        """The function; of what it returns, O and logsumexp."""
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
+        """The function; O and logsumexp of its results."""
         run = module(self, self.package).flash_attn_func
         options = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
 
-        def attend(q: Any, k: Any, v: Any) -> Sequence[Any]:
-            found: Sequence[Any] = run(q, k, v, **options)[:2]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = run(q, k, v, **options)[:2]
             return found
 
         return attend
 
     def ran(self, step: Step, pass_: str) -> str:
-        """The function and its package's version: it has one implementation a GPU."""
+        """The function and its package's version: a package has one implementation per GPU."""
         return f"{self.package}.flash_attn_func, {version(self.distribution)}"
 
 
 def _fa3() -> Flash:
-    """FlashAttention-3: the whole build (flash_attn_interface) where it is installed, else the wheel of its bfloat16 forward."""
+    """FlashAttention-3: the complete build (flash_attn_interface) where it is installed, else the wheel of its bfloat16 forward pass."""
     whole = installed("flash_attn_interface")
     name = "flash_attn_interface" if whole else "fa3_fwd_interface"
     return Flash(

@@ -1,8 +1,8 @@
-"""What every peer that works on torch tensors shares: data in, timing, memory, CUDA graphs, data out.
+"""The base of the peers on torch tensors: data in, timing, memory, CUDA graphs, data out.
 
-The scope is that of our kernels. Inputs are contiguous in the layout the library asks for, (batch, heads, rows, head dim) or
-(batch, rows, heads, head dim), before any timing. A forward pass runs without autograd; a backward pass runs alone, on a
-graph whose forward was built before (delta and conversions included, the forward not). TF32 is off.
+The scope is that of our kernels. Inputs are contiguous in the library's layout, (batch, heads, rows, head_dim) or (batch, rows, heads,
+head_dim), before any timing. A forward pass runs without autograd. A backward pass runs alone, on an autograd graph whose forward ran
+before: delta and conversions are timed, the forward is not. TF32 is off.
 """
 
 from __future__ import annotations
@@ -19,38 +19,46 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..array import Array
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..problem import Problem
 from .base import Library
 
+#: A torch tensor, and a torch device. PyTorch is optional, so mypy does not follow it (pyproject.toml).
+Tensor = Any
+TorchDevice = Any
+
+#: A differentiable attention of (q, k, v) that returns (O[, logsumexp]), all in the library's layout.
+Attention = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
+
 #: One run: enqueues the pass and returns its outputs, (O[, logsumexp]) or (dQ, dK, dV), in the library's layout.
-Step = Callable[[], Sequence[Any]]
+Step = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchPeer(Library):
-    """A peer whose attention is a differentiable function of torch tensors. heads_first: its layout is (B, H, S, D), as ours."""
+    """A peer whose attention is a differentiable function of torch tensors. heads_first: its layout is (B, H, S, D), else (B, S, H, D)."""
 
     heads_first: bool = True
 
-    # -- what a family says -------------------------------------------------------------------------------------------
+    # -- of each family -----------------------------------------------------------------------------------------------
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
-        """A function of (q, k, v) that returns (O[, logsumexp]); a mask and the like are made here, before any timing."""
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
+        """A function of (q, k, v) that returns (O[, logsumexp]). A mask and the like are made here, before any timing."""
         raise NotImplementedError
 
-    def forced(self) -> contextlib.AbstractContextManager[Any]:
-        """What must hold while it runs: a choice of backend."""
+    def forced(self) -> contextlib.AbstractContextManager[object]:
+        """The context in which it runs: a forced backend."""
         return contextlib.nullcontext()
 
     def ran(self, step: Step, pass_: str) -> str:
-        """What really runs in a step (which may be run to find out). Raises UsageFault where it is not what this peer is."""
+        """The implementation that a step runs; the step may be run to find out. Raises UsageFault where it is not this peer's."""
         raise NotImplementedError
 
-    # -- what follows -------------------------------------------------------------------------------------------------
+    # -- common to all ------------------------------------------------------------------------------------------------
 
     def refuse(self, problem: Problem, pass_: str) -> None:
-        """As Library.refuse, and for a GPU it has no code for."""
+        """As Library.refuse, and for a GPU that it has no code for."""
         super().refuse(problem, pass_)
         if self.device == "cuda" and self.arch != (0, 999):
             import torch
@@ -61,8 +69,8 @@ class TorchPeer(Library):
                     why = f"it has code for compute capability {self.arch[0] / 10} to {self.arch[1] / 10}, this GPU has {major}.{minor}"
                     raise UsageFault(f"{self.name} does not run on this GPU", why, "leave it out: --peers")
 
-    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
-        """The step of a pass; a backward pass's forward is run now, in the current stream."""
+    def start(self, problem: Problem, x: Mapping[str, Tensor], pass_: str) -> Step:
+        """The step of a pass. The forward of a backward pass runs here, in the current stream."""
         import torch
 
         attend = self.attention(problem, x["Q"].device)
@@ -72,17 +80,17 @@ class TorchPeer(Library):
         out = attend(*leaves)[0]
         return lambda: torch.autograd.grad(out, leaves, x["dO"], retain_graph=True)
 
-    def prepare(self, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> TorchPrepared:
-        """Tensors in place and one run done. Raises as base.Peer.prepare says."""
+    def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> TorchPrepared:
+        """Put the tensors in place and run once. Raises as base.Peer.prepare."""
         self.refuse(problem, pass_)
-        with told(self):
+        with library_faults(self):
             return TorchPrepared(self, problem, inputs, pass_)
 
 
 class TorchPrepared:
-    """A torch peer, ready: see base.Prepared."""
+    """A torch peer, prepared: see base.Prepared."""
 
-    def __init__(self, peer: TorchPeer, problem: Problem, inputs: Mapping[str, Any], pass_: str) -> None:
+    def __init__(self, peer: TorchPeer, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> None:
         import torch
 
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -92,19 +100,19 @@ class TorchPrepared:
         self._on_gpu = peer.device == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
         if self._on_gpu:
-            torch.cuda.empty_cache()  # what earlier peers needed is no longer held back from anyone
+            torch.cuda.empty_cache()  # returns the cached memory of earlier peers to the driver
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
         names = ("Q", "K", "V") if pass_ == "forward" else ("Q", "K", "V", "dO")
         self._x = {name: self._layout(to_torch(inputs[name], problem.dtype).to(device)) for name in names}
         with self._scope():
             self._step = peer.start(problem, self._x, pass_)
-            self._step()  # compiles what is compiled at first use
+            self._step()  # the first run may compile
             self.ran = peer.ran(self._step, pass_)
         if problem.dtype == "float32" and self._on_gpu:
             self.ran += ", TF32 off"
         self.peak_bytes = self._peak(before) if self._on_gpu else None
 
-    def _layout(self, tensor: Any) -> Any:
+    def _layout(self, tensor: Tensor) -> Tensor:
         return (tensor if self._peer.heads_first else tensor.transpose(1, 2)).contiguous()
 
     @contextlib.contextmanager
@@ -120,14 +128,14 @@ class TorchPrepared:
         cuda.synchronize()
         return int(cuda.max_memory_allocated() - before)
 
-    def outputs(self) -> dict[str, Any]:
-        """Host storage arrays of a fresh run: O[, logsumexp], or dQ, dK, dV. A row that sees no key has logsumexp -inf."""
-        with told(self._peer), self._scope():
+    def outputs(self) -> dict[str, Array]:
+        """Host storage arrays of a new run: O[, logsumexp], or dQ, dK, dV. A fully masked row has logsumexp -inf."""
+        with library_faults(self._peer), self._scope():
             values = self._step()
         names = ("O", "logsumexp") if self._pass == "forward" else ("dQ", "dK", "dV")
         found = {}
         for name, value in zip(names, values, strict=False):
-            if name == "logsumexp":  # FlashAttention-2 and -3 say +inf there
+            if name == "logsumexp":  # of a fully masked row FlashAttention-2 and -3 return +inf
                 value = value.detach().float().masked_fill(value == float("inf"), float("-inf"))
             elif not self._peer.heads_first:
                 value = value.transpose(1, 2)
@@ -135,11 +143,11 @@ class TorchPrepared:
         return found
 
     def enqueue(self) -> Callable[[], float]:
-        """Enqueue a run between two events in torch's current stream; what is returned waits and gives device (on a CPU: CPU) seconds."""
+        """Enqueue a run between two events in torch's current stream. The function returned waits and gives its device (or CPU) seconds."""
         if not self._on_gpu:
             seconds = self.call()
             return lambda: seconds
-        with told(self._peer), self._scope():
+        with library_faults(self._peer), self._scope():
             return self._between_events(self._step)
 
     def _between_events(self, work: Callable[[], object]) -> Callable[[], float]:
@@ -149,15 +157,15 @@ class TorchPrepared:
         stop.record()
 
         def seconds() -> float:
-            with told(self._peer):
+            with library_faults(self._peer):
                 stop.synchronize()
             return float(start.elapsed_time(stop)) * 1e-3
 
         return seconds
 
     def call(self) -> float:
-        """Host seconds to enqueue one run on an idle device (which has ended when this returns)."""
-        with told(self._peer), self._scope():
+        """Host seconds to enqueue one run on an idle device; it waits for the run's end."""
+        with library_faults(self._peer), self._scope():
             if self._on_gpu:
                 self._torch.cuda.synchronize()
             start = time.perf_counter()
@@ -168,14 +176,14 @@ class TorchPrepared:
         return seconds
 
     def graph(self) -> Callable[[], Callable[[], float]] | None:
-        """Capture the run as a CUDA graph; a call of what is returned enqueues a replay, as enqueue does. None where it cannot be."""
+        """Capture the run as a CUDA graph. The function returned enqueues a replay, as enqueue does. None where it cannot be captured."""
         if not self._on_gpu:
             return None
         cuda = self._torch.cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
         try:
-            with cuda.stream(side), self._scope():  # autograd runs a backward pass in its forward's stream: a new one, there
+            with cuda.stream(side), self._scope():  # autograd runs a backward in its forward's stream: start again, in this one
                 step = self._peer.start(self._problem, self._x, self._pass)
                 for _ in range(3):
                     step()
@@ -183,11 +191,13 @@ class TorchPrepared:
             captured = cuda.CUDAGraph()
             with self._scope(), cuda.graph(captured, stream=side):
                 kept = step()
-        except Exception:  # whatever a library throws when it may not allocate, wait or use another stream
+        except Exception:  # any error of a library that allocates, waits or changes the stream in a capture
             cuda.synchronize()
             return None
 
-        def replay(kept: Any = kept, step: Step = step) -> Callable[[], float]:  # both hold memory that the graph writes and reads
+        def replay(
+            kept: Sequence[Tensor] = kept, step: Step = step
+        ) -> Callable[[], float]:  # both hold memory that the graph writes and reads
             return self._between_events(captured.replay)
 
         return replay
@@ -196,8 +206,8 @@ class TorchPrepared:
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def to_torch(array: Any, dtype: str) -> Any:
-    """A CPU tensor with a copy of a storage array. bfloat16 goes by its bits, since numpy and torch share no such type."""
+def to_torch(array: Array, dtype: str) -> Tensor:
+    """A CPU tensor with a copy of a storage array. bfloat16 is converted by its bits: numpy and torch have no such type in common."""
     import torch
 
     array = np.array(array, order="C")
@@ -206,18 +216,20 @@ def to_torch(array: Any, dtype: str) -> Any:
     return torch.from_numpy(array)
 
 
-def to_host(tensor: Any, dtype: str) -> Any:
+def to_host(tensor: Tensor, dtype: str) -> Array:
     """A tensor as a contiguous storage array; the inverse of :func:`to_torch`."""
     import torch
 
     tensor = tensor.detach().contiguous().cpu()
     if dtype == "bfloat16":
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.to(getattr(torch, dtype)).numpy()
+        bits: Array = tensor.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    found: Array = tensor.to(getattr(torch, dtype)).numpy()
+    return found
 
 
 def operators(step: Step) -> tuple[str, ...]:
-    """The operators (namespace::name) torch dispatches in a run of a step, each once, in order."""
+    """The operators (namespace::name) that torch dispatches in a run of a step, each once, in order of first use."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen: dict[str, None] = {}
@@ -233,7 +245,7 @@ def operators(step: Step) -> tuple[str, ...]:
 
 
 def version(distribution: str) -> str:
-    """A distribution's version, for what is said to have run."""
+    """A distribution's name and version, for Prepared.ran."""
     try:
         return f"{distribution} {importlib.metadata.version(distribution)}"
     except importlib.metadata.PackageNotFoundError:
@@ -241,7 +253,7 @@ def version(distribution: str) -> str:
 
 
 def module(peer: Library, name: str) -> Any:
-    """Import a peer's module. Raises EnvironmentFault where it is there and does not import."""
+    """Import a peer's module, which has no types. Raises EnvironmentFault where it is installed and does not import."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # OSError: a shared library built for another torch or CUDA
@@ -249,8 +261,8 @@ def module(peer: Library, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def told(peer: Library) -> Iterator[None]:
-    """Turn what a library throws into our faults: a refusal is UsageFault, with the warnings in which torch gives its reasons."""
+def library_faults(peer: Library) -> Iterator[None]:
+    """Turn a library's exceptions into our faults: UsageFault, with torch's warnings as the reason, for a refusal; else KernelFault."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

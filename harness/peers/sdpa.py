@@ -1,26 +1,24 @@
-"""PyTorch's scaled_dot_product_attention: as it chooses on a CPU, and each of its GPU backends, forced and seen to have run."""
+"""PyTorch's scaled_dot_product_attention: its own choice on a CPU, and each of its GPU backends, forced and checked to have run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, operators
+from .on_torch import Attention, Step, TorchDevice, TorchPeer, operators
 
 HALF = ("float16", "bfloat16")
-TORCH = "pip install 'fa-cli[torch]'"
+TORCH = "pip install torch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sdpa(TorchPeer):
     """One backend of scaled_dot_product_attention. backend is torch's SDPBackend name ("" leaves the choice to torch).
 
-    operator is the one that must have run ("" for math, which is written in others; any for no forced backend). Torch's
-    is_causal is aligned top-left, which is causal_shift 0: any other mask is given as a tensor, or refused.
+    operator: the one that must have run; "" for math, which is composed of others, and for no forced backend. Torch's is_causal is
+    aligned top-left, which is causal_shift 0. Any other mask is passed as a tensor, or refused.
     """
 
     backend: str
@@ -28,8 +26,8 @@ class Sdpa(TorchPeer):
     modules: tuple[str, ...] = ("torch",)
     install: str = TORCH
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
-        """The function, with its mask made."""
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
+        """The function, with its mask."""
         import torch
 
         mask = None
@@ -41,17 +39,17 @@ class Sdpa(TorchPeer):
         run = torch.nn.functional.scaled_dot_product_attention
         return lambda q, k, v: (run(q, k, v, **options),)
 
-    def forced(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing but this backend."""
+    def forced(self) -> contextlib.AbstractContextManager[object]:
+        """Only this backend."""
         if not self.backend:
             return contextlib.nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        forced: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, self.backend))
+        forced: contextlib.AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, self.backend))
         return forced
 
     def ran(self, step: Step, pass_: str) -> str:
-        """The attention operator torch dispatched, or for math its softmax. Raises UsageFault where it is another than forced."""
+        """The attention operator that torch dispatched, or for math its softmax. Raises UsageFault where it is not the forced one."""
         import torch
 
         seen = operators(step)

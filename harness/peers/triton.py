@@ -1,16 +1,15 @@
-"""A fused attention in Triton, written here (triton_kernels.py): what a week's work in a tile language gives, forward and backward.
+"""A fused attention in Triton, forward and backward, written here (triton_kernels.py): the result of a week's work in a tile language.
 
-The kernels are in a module of their own, since importing it needs Triton, and asking whether this peer is here must not.
+The kernels are in another module, which imports Triton: finding out whether this peer is installed must not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, module, version
+from .on_torch import Step, Tensor, TorchPeer, module, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +18,8 @@ class Triton(TorchPeer):
 
     bottom_right: bool = True
 
-    def start(self, problem: Problem, x: Mapping[str, Any], pass_: str) -> Step:
-        """The launches of a pass; a backward pass's O and logsumexp are made now."""
+    def start(self, problem: Problem, x: Mapping[str, Tensor], pass_: str) -> Step:
+        """The launches of a pass. O and logsumexp of a backward pass are computed here."""
         step: Step = module(self, f"{__package__}.triton_kernels").step(problem, x, pass_)
         return step
 

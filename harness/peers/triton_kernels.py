@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 # (a kernel is not Python: its decorators, its parameters and tl.constexpr have no types a checker could follow)
-"""FlashAttention-2's forward and backward in Triton. Imported only where triton is.
+"""FlashAttention-2 (Dao 2023, arXiv 2307.08691), forward and backward, in Triton. Imported only where triton is installed.
 
-Tensors are contiguous (B, H, S, D), logsumexp and delta (B, H, S) float32. One program works on one tile of one head; programs
-are numbered so that tiles of one head are neighbours. WIDTH is D rounded up to a power of two, the columns beyond D are zero.
-EVEN says that no tile reaches beyond its tensor, so that loads and stores need no mask. A causal query row r sees keys up to
-r + seq_kv - seq_q. Scores are kept times log2(e), since the hardware's exponential is exp2.
+Tensors are contiguous (B, H, S, D), logsumexp and delta (B, H, S) float32. One program computes one tile of one head; the tiles of a head
+have consecutive program ids. WIDTH is D rounded up to a power of two; the columns beyond D are zero. EVEN: all tiles are full, so loads
+and stores need no mask. The causal mask is bottom-right: key k is visible to query row r iff k <= r + seq_kv - seq_q. Scores are
+multiplied by log2(e), since the hardware's exponential is exp2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load(base, rows, count, D: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of a (count, D) matrix as (rows, WIDTH), zero beyond it."""
+    """Rows of a (count, D) matrix as a (rows, WIDTH) tile, zero outside the matrix."""
     columns = tl.arange(0, WIDTH)
     at = base + rows[:, None] * D + columns[None, :]
     if EVEN:
@@ -32,7 +32,7 @@ def load(base, rows, count, D: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def store(base, rows, count, tile, D: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """The inverse of load; rounds to the matrix's type."""
+    """Store a tile in a (count, D) matrix, rounded to the matrix's type."""
     columns = tl.arange(0, WIDTH)
     at = base + rows[:, None] * D + columns[None, :]
     if EVEN:
@@ -59,7 +59,7 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of BLOCK_Q query rows walks over the keys it sees."""
+    """O and logsumexp of a tile of BLOCK_Q query rows: online softmax over tiles of BLOCK_K keys (Algorithm 1)."""
     tiles = tl.cdiv(seq_q, BLOCK_Q)
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -71,8 +71,8 @@ def forward_kernel(
         end = tl.minimum(seq_kv, (tile + 1) * BLOCK_Q + shift)
 
     q = load(Q + q_base, rows, seq_q, D, WIDTH, EVEN)
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     for first in range(0, end, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
@@ -82,25 +82,25 @@ def forward_kernel(
             s = tl.where((keys[None, :] <= rows[:, None] + shift) & (keys[None, :] < seq_kv), s, float("-inf"))
         elif not EVEN:
             s = tl.where(keys[None, :] < seq_kv, s, float("-inf"))
-        top_new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(top_new == float("-inf"), 0.0, top_new)  # a row that has seen no key yet
+        row_max_new = tl.maximum(row_max, tl.max(s, 1))
+        base = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # a row that is fully masked so far
         p = tl.exp2(s - base[:, None])
-        factor = tl.exp2(top - base)
-        total = total * factor + tl.sum(p, 1)
+        factor = tl.exp2(row_max - base)
+        row_sum = row_sum * factor + tl.sum(p, 1)
         v = load(V + kv_base, keys, seq_kv, D, WIDTH, EVEN)
         out = tl.dot(p.to(v.dtype), v, out * factor[:, None], input_precision="ieee")
-        top = top_new
+        row_max = row_max_new
 
-    empty = total == 0.0
-    out = out / tl.where(empty, 1.0, total)[:, None]
+    empty = row_sum == 0.0
+    out = out / tl.where(empty, 1.0, row_sum)[:, None]
     store(Out + q_base, rows, seq_q, out, D, WIDTH, EVEN)
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * LN2)
     tl.store(Lse + head * seq_q + rows, lse, mask=rows < seq_q)
 
 
 @triton.jit
 def delta_kernel(Out, dO, Delta, rows_in_all, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """delta = the sum over a row of O times dO."""
+    """delta = rowsum(O * dO)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o = load(Out, rows, rows_in_all, D, WIDTH, False).to(tl.float32)
     do = load(dO, rows, rows_in_all, D, WIDTH, False).to(tl.float32)
@@ -128,7 +128,7 @@ def dk_dv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of BLOCK_K keys walks over the query rows that see it, of every query head of its group. Scores are transposed."""
+    """dK and dV of a tile of BLOCK_K keys: streams tiles of BLOCK_Q rows of Q and dO, of every query head of the group. S is transposed."""
     tiles = tl.cdiv(seq_kv, BLOCK_K)
     tile = tl.program_id(0) % tiles
     kv_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -187,7 +187,7 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of BLOCK_Q query rows walks over the keys it sees."""
+    """dQ of a tile of BLOCK_Q query rows: streams tiles of BLOCK_K rows of K and V."""
     tiles = tl.cdiv(seq_q, BLOCK_Q)
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -220,7 +220,7 @@ def dq_kernel(
 
 
 def step(problem, x, pass_):
-    """A function that enqueues a pass and returns its outputs. x: Q, K, V[, dO] on the GPU; a backward pass runs the forward now."""
+    """A function that enqueues a pass and returns its outputs. x: Q, K, V[, dO] on the GPU. For a backward pass the forward runs here."""
     q, k, v = x["Q"], x["K"], x["V"]
     # Consumer cards have 99 KB of shared memory a block. (Triton's interpreter, on CPU tensors, has no such limit.)
     small = q.is_cuda and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin < 160 << 10
@@ -248,7 +248,7 @@ def step(problem, x, pass_):
 
     def forward():
         blocks = (128, 64, 8 if width > 64 else 4, 2 if small else 3)
-        if single:  # on CUDA cores: what keeps registers from spilling
+        if single:  # on CUDA cores: tiles that do not spill registers
             blocks = (32, 32, 8, 1) if width > 64 else (64, 32, 8, 2)
         launch(forward_kernel, (q, k, v, out, lse), False, *blocks)
         return out, lse

@@ -1,14 +1,12 @@
-"""xFormers' memory_efficient_attention, which chooses an operator by itself: the one seen to run is named."""
+"""xFormers' memory_efficient_attention, which chooses an operator itself: the one that ran is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..fault import UsageFault
 from ..problem import Problem
-from .on_torch import Step, TorchPeer, module, operators, version
+from .on_torch import Attention, Step, TorchDevice, TorchPeer, module, operators, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +16,18 @@ class Xformers(TorchPeer):
     heads_first: bool = False
     bottom_right: bool = True
 
-    def attention(self, problem: Problem, device: Any) -> Callable[[Any, Any, Any], Sequence[Any]]:
-        """The function, with its mask made."""
+    def attention(self, problem: Problem, device: TorchDevice) -> Attention:
+        """The function, with its mask."""
         run = module(self, "xformers.ops").memory_efficient_attention
         biases = module(self, "xformers.ops.fmha.attn_bias")
         bias = biases.LowerTriangularFromBottomRightMask() if problem.causal else None
         return lambda q, k, v: (run(q, k, v, attn_bias=bias, scale=problem.scale),)
 
     def ran(self, step: Step, pass_: str) -> str:
-        """The operator that ran. Raises UsageFault where none that is known for attention did."""
+        """The operator that ran. Raises UsageFault where no attention operator did."""
         found = [name for name in operators(step) if any(word in name for word in ("attention", "flash", "fmha"))]
         if not found:
-            raise UsageFault("xformers did not run", "no attention operator was seen in its run", "leave it out: --peers")
+            raise UsageFault("xformers did not run", "no attention operator was dispatched", "leave it out: --peers")
         return f"{found[0]}, {version('xformers')}"
 
 

@@ -30,14 +30,14 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "dram_pct": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
     "shared_pct": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",),
-    # The hardware's count of conflicts holds arbitration lost to others (tensor cores, TMA) too; wavefronts over the ideal do not.
+    # The hardware's count of conflicts includes cycles lost to tensor cores and TMA; wavefronts over the ideal do not.
     "bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
     "bank_conflicts_load": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",),
     "bank_conflicts_store": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",),
     "shared_wavefronts": ("memory_l1_wavefronts_shared",),
     "shared_wavefronts_ideal": ("memory_l1_wavefronts_shared_ideal",),
 }
-#: Warps that waited for each reason, on average, whenever one was issued: column stall_NAME.
+#: Warps stalled for each reason, on average, per instruction issued: column stall_NAME.
 STALLS = (
     "long_scoreboard",
     "short_scoreboard",
@@ -129,7 +129,7 @@ def _table(text: str, *wanted: str) -> list[dict[str, str]]:
 
 
 def _number(text: str | None, unit: float) -> float | None:
-    """A number with thousands separators in units of ours; None for an empty cell, n/a, nan and what else is no number."""
+    """A number with thousands separators in units of ours; None for an empty cell, n/a, nan and anything else."""
     if text is None or not re.fullmatch(r"-?[\d,]*\.?\d+(e[+-]?\d+)?", text.strip(), re.I):
         return None
     return float(text.replace(",", "")) * unit

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .. import child
 from ..backends import nvidia_driver, pick
@@ -131,7 +132,7 @@ def _profiled(tool: str, program: str, job: Job, report: Path) -> list[tuple[str
     with child.command(partial(run_job, job)) as started:
         to = ["--output" if tool == "nsys" else "--export", str(report)]
         said = _printed([program, *_COLLECT[tool], *names, *to, *started.argv], started.environment)
-        with suppress(child.Ended):  # what the tool said tells why
+        with suppress(child.Ended):  # the tool's own output says why
             started.result()
     text = _printed([program, *_READ[tool], str(made)]) if made.exists() else ""
     if rows := (read_ncu if tool == "ncu" else read_nsys)(text):
@@ -161,7 +162,8 @@ def run_job(job: Job) -> None:
     if not found.passed:
         why = "; ".join(budget.message(v) for v in found.verdicts.values() if not v.passed)
         raise Fault(f"{kernel.label} is wrong, and is not profiled", why, f"fa-cli run --compute {kernel.spec} shows where")
-    profiler = backend.xp.cuda.profiler
+    cupy: Any = backend.xp  # has no types
+    profiler = cupy.cuda.profiler
     found.timed.call()  # warm
     profiler.start()
     for _ in range(job.runs):

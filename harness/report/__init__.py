@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import doors
 
@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 _open = doors(__name__)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return getattr(_open("compose"), name) if name in ("draw", "error_picture", "frame", "redraw") else _open(name)

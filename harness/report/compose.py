@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from .. import environment
 from ..fault import DataFault
-from ..files import disk_fault, make_folder, write_files
+from ..files import Json, disk_fault, make_folder, write_files
 from ..row import read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
@@ -33,7 +33,7 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame([dataclasses.asdict(row) for row in rows])
 
 
-def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
+def read(folder: Path) -> tuple[list[Row], Json]:
     """The rows and the environment record of a folder of `experiment` (or of a results.csv); no record is an empty one.
 
     Raises DataFault where the rows are missing or are not ours.
@@ -45,8 +45,8 @@ def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     return read_rows(table), environment.read_env(record) if record.exists() else {}
 
 
-def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Mapping[str, Any] | None = None) -> list[Path]:
-    """Draw every figure that rows (or those of a folder) have something for, as 300 dpi PNG files; returns their paths.
+def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
+    """Draw every figure that rows (or those of a folder) have values for, as 300 dpi PNG files; returns their paths.
 
     The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; FIGURE is kernel_comparison, and where shapes
     differ in S only seqlen_analysis, latency_scaling, memory and error_vs_S, where ceilings were measured roofline, and where many
@@ -112,7 +112,7 @@ def _title(title: str, pass_: str) -> str:
     return f"{title}: {pass_}" if title else pass_
 
 
-def _footer(view: View, env: Mapping[str, Any]) -> str:
+def _footer(view: View, env: Json) -> str:
     """One line below a figure: what it was measured on, when, at which commit."""
     commit = commit_of(view.rows, env)
     parts = [view.device_name, heading(view, view.timing), dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli"]

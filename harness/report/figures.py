@@ -1,11 +1,11 @@
-"""The figures of a view (views.py), one function each. Each returns None where the view has nothing for it."""
+"""The figures of a view (views.py), one function each. Each returns None where the view has no values for it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -14,11 +14,12 @@ import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from ..array import Array
 from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
 from ..row import CEILING
 from . import style
-from .style import GREY, HOLLOW, MARK, NOTE, RED, ceiling, look_of
+from .style import GREY, HOLLOW, MARK, NOTE, RED, Keywords, ceiling, look_of
 from .views import View, flops_an_exp, gemm, intensity, problem_of, roofs, shape_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
 
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
-    """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: nothing lies between two shapes."""
+    """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: there is no order between shapes."""
     kernels = style.drawn(view)
     if not kernels:
         return None
@@ -42,7 +43,7 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
     def place(row: Row) -> float:  # kernels side by side within a shape, in the order of the legend
         return shapes.index(shape_of(row)) + (kernels.index(row.Kernel) - (len(kernels) - 1) / 2) / max(len(kernels), 5) * 0.84
 
-    for axis in axes.flat:
+    for axis in axes:
         for start in range(0, len(shapes), 2):
             axis.axvspan(start - 0.5, start + 0.5, color="0.955", zorder=0, linewidth=0)
         axis.set_xticks(range(len(shapes)), labels, rotation=38, ha="right", rotation_mode="anchor", fontsize=7)
@@ -58,17 +59,17 @@ def seqlen_analysis(view: View, title: str, footer: str) -> Figure | None:
     if not style.drawn(view):
         return None
     figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (10, 7.4), 2, 2, sharex=True)
-    for axis in axes.flat:
+    for axis in axes:
         style.lengths(axis, view)
-    for axis in axes[0]:
+    for axis in axes[:2]:
         axis.set_xlabel("")
     _four(axes, view, lambda row: float(row.SeqLen), joined=True)
     style.legend(figure, view)
     return figure
 
 
-def _four(axes: Any, view: View, place: Callable[[Row], float], joined: bool) -> None:
-    time, speed, flops, bandwidth = axes.flat
+def _four(axes: Sequence[Axes], view: View, place: Callable[[Row], float], joined: bool) -> None:
+    time, speed, flops, bandwidth = axes
     style.series(time, view, lambda row: row.KernelTime_ms, 1, place, joined)
     time.set_ylabel("time, ms (median; bars p20 to p80)")
     style.series(speed, view, view.speedup, -1, place, joined)
@@ -99,7 +100,7 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     if not timed:
         return None
     figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
-    axis = axes[0, 0]
+    axis = axes[0]
     style.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen), joined=True)
     cold = view.timing == "warm" and any(row.timing == "cold" and row.KernelTime_ms for row in view.rows)
     for kernel in view.kernels if cold else ():
@@ -122,7 +123,7 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     axis.set_ylabel("time, ms (median; bars p20 to p80)")
     style.lengths(axis, view)
     style.words(axis, view, lambda row: float(row.SeqLen))
-    dot: dict[str, Any] = {"color": GREY, "linestyle": "", "marker": "o"}
+    dot: Keywords = {"color": GREY, "linestyle": "", "marker": "o"}
     hollow = Line2D([], [], **dot, **HOLLOW, label="hollow: cold, L2 flushed")
     style.legend(
         figure, view, [Line2D([], [], **dot, **MARK, label="filled: warm"), hollow] if cold else [], order=lambda row: row.KernelTime_ms
@@ -136,7 +137,7 @@ def memory(view: View, title: str, footer: str) -> Figure | None:
     if not rows:
         return None
     figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
-    axis = axes[0, 0]
+    axis = axes[0]
     problems = {row.SeqLen: problem_of(row) for row in sorted(rows, key=lambda row: row.SeqLen)}
     dtype = next(iter(problems.values())).dtype
     matrix = [p.batch * p.heads_q * p.seq_q * p.seq_kv * DTYPE_BYTES[dtype] for p in problems.values()]
@@ -161,7 +162,7 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     if not rows or not roofs(view, rows[0]):
         return None
     figure, axes = style.sheet(view, title, footer, (7.6, 4.8))
-    axis = axes[0, 0]
+    axis = axes[0]
     for kernel in dict.fromkeys(row.Kernel for row in rows):
         points = [(intensity(row), float(row.TFLOPS or 0)) for row in rows if row.Kernel == kernel]
         look = dict(look_of(kernel)) | {"linestyle": ""}
@@ -202,9 +203,9 @@ def error_vs_s(view: View, title: str, footer: str) -> Figure | None:
     columns = min(3, len(tensors))
     rows = -(-len(tensors) // columns)
     figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (3.7 * columns + 0.6, 3.3 * rows + 1.4), rows, columns)
-    for axis, tensor in zip(axes.flat, tensors, strict=False):
+    for axis, tensor in zip(axes, tensors, strict=False):
         _errors(axis, view, tensor)
-    for axis in list(axes.flat)[len(tensors) :]:
+    for axis in axes[len(tensors) :]:
         axis.set_axis_off()
     classes = {k.name: f" [{k.arithmetic}]" for k in catalogue() if k.pass_ == view.mode or view.mode == "both"}
     style.legend(figure, view, suffix=classes)
@@ -235,7 +236,7 @@ def _error(row: Row, tensor: str) -> float:
     return getattr(row, f"MaxError_{tensor}") or 0.0
 
 
-def error_picture(errors: np.ndarray[Any, Any], title: str, path: Path) -> Path:
+def error_picture(errors: Array, title: str, path: Path) -> Path:
     """Draw an |error| map (rows x blocks of columns, as budget.error_map gives it) with its worst cell marked. Returns the path.
 
     Colours are logarithmic; cells that are not finite are red. Raises OSError where the file cannot be written.

@@ -1,9 +1,9 @@
-"""The figure of the ladder: its steps in order, each a bar of TFLOP/s, a panel a dtype, other people's attention as lines."""
+"""The ladder's figure: a panel a dtype, a bar of TFLOP/s a step in ladder order, and a line a peer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from .. import peers
 from ..kernel.kernel import catalogue
 from . import style
-from .style import GREY
+from .style import GREY, Keywords
 from .views import HOST_TIME, View, problem_of, steps
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..row import Row
 
 _WHITE = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-#: What does a kernel's products: colour and words.
+#: The units that multiply the matrices, by whether they are tensor cores: colour and name.
 UNITS = {False: (style.COLOURS[3], "CUDA cores"), True: (style.COLOURS[8], "tensor cores")}
 
 
@@ -33,19 +33,19 @@ def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
     where = f"{HOST_TIME}\n{panels[0].device_name}" if panels[0].cpu else panels[0].device_name
     figure.suptitle(f"{title}\n{where}, {'causal' if panels[0].causal else 'not causal'}", fontsize=10)
     units: dict[str, Patch] = {}
-    for axis, panel in zip(axes.flat, panels, strict=True):
+    for axis, panel in zip(axes, panels, strict=True):
         units |= _bars(axis, panel)
         _lines(axis, panel)
         problem = problem_of(panel.rows[0])
         axis.set_title(f"{panel.dtype}, B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}")
-    axes.flat[0].set_ylabel(f"{_rate(panels[0])[0]} (bars p20 to p80)")
+    axes[0].set_ylabel(f"{_rate(panels[0])[0]} (bars p20 to p80)")
     handles = [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before")]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=style.FOOT * 9 + 0.3)
     return figure
 
 
 def _rate(view: View) -> tuple[str, float]:
-    """The unit of a view's rates, and how many of it a TFLOP/s is: a processor's are small."""
+    """The unit of a view's rates, and how many of it a TFLOP/s is: rates of the host backend are small."""
     small = view.cpu and max(row.TFLOPS or 0 for row in view.rows) < 0.1
     return ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1.0)
 
@@ -64,7 +64,7 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
         axis.bar(place, height, width=0.72, color=colour, zorder=2)
         ends = [height * (row.KernelTime_ms or 1) / t for t in (row.p80_ms, row.p20_ms) if t]
         axis.plot([place] * len(ends), ends, color="0.2", linewidth=0.9, zorder=3)
-        above: dict[str, Any] = {
+        above: Keywords = {
             "xy": (place, max([height, *ends])),
             "textcoords": "offset points",
             "ha": "center",
@@ -84,7 +84,7 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
 
 
 def _lines(axis: Axes, view: View) -> None:
-    """Other people's attention: a line a peer, its name and rate at the left, where the first steps leave room."""
+    """A line a peer, its name and rate at the left, where the bars of the first steps are low."""
     one = _rate(view)[1]
     rates = {
         row.Kernel: (row.TFLOPS or 0) * one for row in view.rows if peers.find(row.Kernel) and row.TFLOPS and row.timing == view.timing

@@ -1,6 +1,6 @@
-"""What all figures share: the look of a kernel, axes, legends, words for rows without a time, ceilings.
+"""What all figures share: the look of a kernel, axes, legends, the status of rows without a time, ceilings.
 
-A kernel has one colour, marker and line wherever it appears; ours are solid, other people's dashed. Colours are seaborn's
+A kernel has one colour, marker and line wherever it appears; ours are solid, the peers' dashed. Colours are seaborn's
 "colorblind"; markers tell kernels apart without colour. Sizes suit a page of two columns; the font is matplotlib's DejaVu.
 """
 
@@ -35,19 +35,22 @@ if TYPE_CHECKING:
 
     from ..row import Row
 
-FOOT = 0.19  # inches at the bottom that are the footer's alone
+#: Keywords of a matplotlib call, which checks them itself.
+Keywords = dict[str, Any]
+
+FOOT = 0.19  # inches at the bottom, reserved for the footer
 GREY, RED = "0.35", "#a11d1d"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color_palette("colorblind")  # its yellow is lost on white
 _BLACK = (0.1, 0.1, 0.1)
-#: By number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
+#: By a kernel's number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
 COLOURS = (_GREY, _BROWN, _PINK, _SKY, _PURPLE, _RED, _GREEN, _BLUE, _ORANGE, _BLACK)
 PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY, _GREEN, _RED)
 MARKERS = "os^DvPX<>dph"
-DASHES: tuple[Any, ...] = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-MARK: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
-HOLLOW: dict[str, Any] = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
-NOTE: dict[str, Any] = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
-RC: dict[str, Any] = {
+DASHES = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
+MARK: Keywords = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
+HOLLOW: Keywords = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
+NOTE: Keywords = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
+RC: Keywords = {
     "font.size": 8.5,
     "axes.titlesize": 9,
     "axes.labelsize": 8.5,
@@ -61,7 +64,7 @@ RC: dict[str, Any] = {
 
 
 @cache
-def look_of(kernel: str) -> Mapping[str, Any]:
+def look_of(kernel: str) -> Keywords:
     """Colour, marker and line of a kernel: by its number in the ladder, by a peer's place, by checksum for any other name."""
     number = {k.name: k.number for k in catalogue()}.get(kernel)
     if number is not None:
@@ -80,8 +83,8 @@ def look_of(kernel: str) -> Mapping[str, Any]:
 
 def sheet(
     view: View, title: str, footer: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **how: Any
-) -> tuple[Figure, Any]:
-    """A figure with a title that says what is timed on what, a footer, and an array of axes."""
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a title that says what is timed on what, a footer, and its axes, row by row."""
     sns.set_theme(style="whitegrid", rc=RC)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
     where = f"{HOST_TIME}\n{view.device_name}" if view.cpu else view.device_name
@@ -89,7 +92,7 @@ def sheet(
     margin = FOOT / size[1]
     figure.get_layout_engine().set(rect=(0, margin, 1, 1 - margin))
     figure.text(0.01, 0.3 * margin, footer, fontsize=6.5, color=GREY)
-    return figure, axes
+    return figure, list(axes.flat)
 
 
 def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: int, place: Callable[[Row], float], joined: bool) -> None:
@@ -109,7 +112,7 @@ def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: 
 
 
 def scale(axis: Axes) -> None:
-    """A logarithmic y axis with plain numbers where the values span more than a factor of 12, else a linear one from 0."""
+    """A logarithmic y axis with plain tick labels where the values span more than a factor of 12, else a linear one from 0."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.lines] or [np.ones(1)])
     if len(values) and values.max() > 12 * values.min() > 0:
         axis.set_yscale("log")
@@ -119,7 +122,7 @@ def scale(axis: Axes) -> None:
 
 
 def plain_log(axis: Axes) -> None:
-    """Plain numbers on a logarithmic y axis: decades, and 2 and 5 between them where there are few."""
+    """Plain tick labels on a logarithmic y axis: decades, and 2 and 5 between them where there are few."""
     low, high = axis.get_ylim()
     few = math.log10(high / low) < 2.5
     axis.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if few else (1,), numticks=20))
@@ -191,7 +194,7 @@ def legend(
     suffix: Mapping[str, str] | None = None,
     order: Callable[[Row], float | None] | None = None,
 ) -> None:
-    """One legend outside the axes. It names every kernel of the view, those without a time with the word why.
+    """One legend outside the axes. It names every kernel of the view, those without a time with their status.
 
     Below the figure in the order of the rows; with `order`, at the right, from the kernel that ends highest to the lowest.
     """
@@ -223,7 +226,7 @@ def legend(
 
 
 def _last(view: View, kernel: str, value: Callable[[Row], float | None]) -> float:
-    """A kernel's value at the longest sequence it has one for; shorter ones count less, being lower on a growing curve."""
+    """A kernel's value at the longest sequence it has one for; 0 where it has none."""
     found = [(row.SeqLen, v) for row in view.cells(kernel).values() if (v := value(row))]
     return max(found)[1] if found else 0.0
 

@@ -1,15 +1,15 @@
-"""Rows -> summary.md: the tables a reader wants first, in words where there is no time. Needs neither pandas nor matplotlib."""
+"""Rows -> summary.md: tables of times, means, limits and remarks; a status where there is no time. Needs neither pandas nor matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ..files import Json
 from ..row import CEILING, Row
 from .views import HOST_TIME, PASS_WORDS, Key, View, geometric_mean, limiter, shape_of, views
 
 
-def summary(rows: Sequence[Row], env: Mapping[str, Any], title: str = "Results") -> str:
+def summary(rows: Sequence[Row], env: Json, title: str = "Results") -> str:
     """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command."""
     parts = [f"# {title}"]
     for view in views(rows):
@@ -24,7 +24,7 @@ def summary(rows: Sequence[Row], env: Mapping[str, Any], title: str = "Results")
     return "\n\n".join([*parts, _environment(rows, env)]) + "\n"
 
 
-def commit_of(rows: Sequence[Row], env: Mapping[str, Any]) -> str:
+def commit_of(rows: Sequence[Row], env: Json) -> str:
     """The commits rows were made at, by their run_id, shortened; empty where env.json does not say."""
     records = {str(env.get("run_id")): env, **(env.get("earlier") or {})}
     runs = dict.fromkeys(str(row.run_id) for row in rows)
@@ -122,7 +122,7 @@ def _ceiling(row: Row) -> str:
     return f"{name} {row.TFLOPS:,.4g} {'T exp/s' if name == 'exp' else 'TFLOP/s'}" if row.TFLOPS else f"{name} {row.Status}"
 
 
-def _environment(rows: Sequence[Row], env: Mapping[str, Any]) -> str:
+def _environment(rows: Sequence[Row], env: Json) -> str:
     versions = env.get("packages") or {}
     facts = {
         "device": env.get("device_name"),

@@ -1,4 +1,4 @@
-"""What can be said of rows without drawing them: the latest of each, those that may share axes, families over S, ceilings.
+"""What is computed of rows before any drawing: the latest of each, those that may share axes, families over S, ceilings.
 
 A view is one pass on one device in one dtype and mask: rows of different views never share an axis or a mean.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..kernel.kernel import catalogue
 from ..problem import Problem
 from ..row import CEILING, SHAPE, TYPES, Row
 
-#: What makes two rows the same question on the same device.
+#: The columns that tell two measurements of one device apart.
 KEY = ("Kernel", "Type", *SHAPE, "timing")
 MODES = {short: mode for mode, short in TYPES.items()}
-PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names, as seed 002 has it
+PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names
 PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (host backend), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
@@ -25,7 +24,8 @@ FAMILY = 4
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.
 LADDER = 6
 
-Key = tuple[Any, ...]
+#: Values of a row's columns that tell it, or its group, apart.
+Key = tuple[str | float | None, ...]
 
 
 def key_of(row: Row) -> Key:
@@ -34,7 +34,7 @@ def key_of(row: Row) -> Key:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each question and device. One without a timing (refused, failed) stands for every timing, and gives way to any."""
+    """The last row of each KEY and device. One without a timing (refused, failed) stands for all until a timed one follows."""
     found: dict[Key, dict[str | None, Row]] = {}
     for row in rows:
         of_timing = found.setdefault((*key_of(row)[:-1], row.device_name), {})
@@ -52,7 +52,7 @@ def problem_of(row: Row) -> Problem:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive numbers; None of none."""
+    """The geometric mean of positive values; None where there are none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -73,7 +73,7 @@ class View:
 
     @property
     def cpu(self) -> bool:
-        """Whether the times are a processor's."""
+        """Whether the times are CPU times of the host backend."""
         return self.device == "cpu"
 
     @property
@@ -91,9 +91,9 @@ class View:
         """The problems, in the order of the rows."""
         return list(dict.fromkeys(shape_of(row) for row in self.rows))
 
-    def only(self, keep: Callable[[Row], bool], suffix: str = "") -> View:
+    def only(self, rows: Iterable[Row], suffix: str = "") -> View:
         """The view of some of the rows."""
-        return replace(self, rows=tuple(row for row in self.rows if keep(row)), suffix=suffix + self.suffix)
+        return replace(self, rows=tuple(rows), suffix=suffix + self.suffix)
 
     def cells(self, kernel: str, timing: str | None = None) -> dict[Key, Row]:
         """A kernel's rows by shape, of the timing drawn (or of another) and those without one."""
@@ -140,7 +140,7 @@ def views(rows: Iterable[Row]) -> list[View]:
     """The views of rows, in their order; GPU and CPU apart, the suffix of the CPU's is _cpu."""
     every = latest(rows)
     ceilings = [row for row in every if row.Kernel.startswith(CEILING)]
-    groups: dict[Key, list[Row]] = {}
+    groups: dict[tuple[str, str, str, str, bool], list[Row]] = {}
     for row in every:
         if row not in ceilings:
             device = "cpu" if row.device == "cpu" else "cuda"
@@ -184,7 +184,7 @@ def by_head_dim(view: View, most: int = 16) -> list[View]:
     dims = list(dict.fromkeys(row.HeadDim for row in view.rows))
     if len(view.shapes) <= most or len(dims) == 1:
         return [view]
-    return [view.only(lambda row, dim=dim: row.HeadDim == dim, f"_D{dim}") for dim in dims]  # type: ignore[misc]
+    return [view.only((row for row in view.rows if row.HeadDim == dim), f"_D{dim}") for dim in dims]
 
 
 def _suffixes(found: Sequence[View]) -> list[str]:
@@ -210,7 +210,7 @@ def ladders(rows: Iterable[Row]) -> list[list[View]]:
     """The panels of each figure of the ladder: a view a dtype, cut to the shape most steps have (then the largest), if LADDER have it."""
     found: dict[Key, list[View]] = {}
     for view in views(rows):
-        shapes = [view.only(lambda row, shape=shape: shape_of(row) == shape) for shape in view.shapes]  # type: ignore[misc]
+        shapes = [view.only(row for row in view.rows if shape_of(row) == shape) for shape in view.shapes]
         best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
         if len(steps(best)) >= LADDER:
             found.setdefault((view.device_name, view.type, view.causal), []).append(best)

@@ -161,7 +161,7 @@ def _transport(backend: Backend, talk: Control, spec: Spec) -> Transport:
     if backend.name == "cuda":
         from .nccl import Nccl
 
-        return Nccl(backend, talk, spec.timeout)
+        return Nccl(talk, spec.timeout)
     from .mpi import Mpi
 
     return talk if isinstance(talk, Mpi) else local(backend, 1)[0]
@@ -231,8 +231,6 @@ def _judged(
     spec: Spec, backend: Backend, contender: Contender, partition: Partition, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Outcome:
     """The verdicts on the whole problem, and the same kernel on one device beside it."""
-    if backend.name == "cuda":
-        backend.xp.get_default_memory_pool().free_all_blocks()
     oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp)
     kernel = next(iter(contender.kernels.values()))
     verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)

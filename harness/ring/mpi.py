@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, install_extra
 from .transport import Arrival, Clock, HostClock, Stuck
 
 #: Exit code of a rank that aborts: the environment's.
@@ -31,7 +31,7 @@ def world() -> Any:
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
-        raise EnvironmentFault("mpi4py does not load", str(error), "pip install 'fa-cli[ring]'") from None
+        raise EnvironmentFault("mpi4py does not load", str(error), install_extra("ring")) from None
     return MPI
 
 

@@ -11,8 +11,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..backends import Backend
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, install_extra
 from .mpi import deadline
 from .transport import Arrival, Clock, Control, CudaClock
 
@@ -20,12 +19,14 @@ from .transport import Arrival, Clock, Control, CudaClock
 class Nccl:
     """The transport of a rank with a GPU. Raises EnvironmentFault where NCCL is missing or its ranks do not find each other."""
 
-    def __init__(self, backend: Backend, control: Control, timeout: float) -> None:
+    def __init__(self, control: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
         self.rank, self.size = control.rank, control.size
-        self.clock: Clock = CudaClock(backend.xp)
-        self._cuda = backend.xp.cuda
-        self.compute, self.stream = (backend.xp.cuda.Stream(non_blocking=True) for _ in range(2))
+        import cupy
+
+        self._cuda = cupy.cuda
+        self.clock: Clock = CudaClock(cupy)
+        self.compute, self.stream = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._nccl: Any = None
         self._communicator: Any = None
         if self.size == 1:
@@ -35,7 +36,7 @@ class Nccl:
 
             identity = nccl.get_unique_id() if self.rank == 0 else None
         except (ImportError, AttributeError, RuntimeError) as error:  # AttributeError: CuPy's stand-in for a module that does not load
-            raise EnvironmentFault("NCCL does not load", str(error), "pip install 'fa-cli[ring]'") from None
+            raise EnvironmentFault("NCCL does not load", str(error), install_extra("ring")) from None
         self._nccl, identity = nccl, control.gather(identity)[0]
         try:
             with deadline(self.rank, timeout):

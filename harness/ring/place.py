@@ -98,7 +98,7 @@ class Store:
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
-            raise EnvironmentFault("torch.distributed does not load", str(error), "pip install 'fa-cli[torch]', or use mpiexec") from None
+            raise EnvironmentFault("torch.distributed does not load", str(error), "pip install torch, or use mpiexec") from None
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself already serves that port
         try:
             self._store = TCPStore(host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout))

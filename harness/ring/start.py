@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import child
 from ..backends import nvidia_driver
-from ..fault import EnvironmentFault, Fault, UsageFault
+from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
 from .transport import Stuck
@@ -61,7 +61,7 @@ def _start(spec: Spec, count: int) -> Outcome:
         order: list[int] = []
         threading.Thread(target=_watch, args=(Path(name), count, order), daemon=True).start()
         with Path(name, "said").open("w+") as said:
-            code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
+            code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said.fileno(), stderr=subprocess.STDOUT)
             said.seek(0)
             told = said.read()
             return _outcome(commands, [None] * count, _ended_badly(Path(name), count, told, order) if code else [], told)
@@ -112,7 +112,7 @@ def mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     if launcher is None:
-        raise EnvironmentFault("no mpiexec", "ranks on the CPU are started by MPI", "pip install 'fa-cli[ring]', or use --simulate N")
+        raise EnvironmentFault("no mpiexec", "ranks on the CPU are started by MPI", f"{install_extra('ring')}, or use --simulate N")
     return launcher
 
 

@@ -1,4 +1,4 @@
-"""What the verbs of cli.py share: options, the parsing of their values, and the one place where faults become exit codes."""
+"""What the verbs of cli.py share: options, the parsing of their values, and the mapping of faults to exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import click
 from ..fault import DiskFault, Fault, UsageFault
 from ..problem import Problem
 
-F = TypeVar("F", bound=Callable[..., Any])
+#: The value of an option, of the type that its click type or callback gives it.
+Value = Any
+F = TypeVar("F", bound=Callable[..., object])
 
 EXIT_CODES = """\
 \b
@@ -27,7 +29,7 @@ VERDICTS = """\
 How a verdict is reached. The ratio is time of B / time of A, with a 95%
 interval: from samples.jsonl by order statistics of each median (7 samples or
 more; of 3 to 6 the whole range, its width tripled), without samples from p20,
-p80 and their number, twice as wide as normal noise would have it.
+p80 and the sample count, twice as wide as for normal noise.
   SAME     the interval lies within 1 +- 3%
   FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
   UNSURE   everything else, and fewer than 3 samples"""
@@ -51,7 +53,7 @@ class FaCli(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        obj: dict[str, Any] = {"verbosity": 0, "arguments": list(arguments)}
+        obj: dict[str, Value] = {"verbosity": 0, "arguments": list(arguments)}
         try:
             code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -83,7 +85,7 @@ def explain(error: Exception, verbosity: int) -> int:
         traceback.print_exception(error)
     if isinstance(error, Fault):
         return complain(error.what, error.why, error.hint, error.exit_code)
-    if isinstance(error, OSError) and error.errno:  # a disk fault that no module foresaw; without a file name, of stdout
+    if isinstance(error, OSError) and error.errno:  # a disk fault that no module names; without a file name it is stdout's
         what = f"{error.filename or 'output'}: {error.strerror}"
         return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
     if isinstance(error, MemoryError):
@@ -123,7 +125,7 @@ def _names(_context: click.Context, _parameter: click.Parameter, values: tuple[s
 
 
 def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """The mode by its own name or by a seed's."""
+    """The mode; forward_backward is another name for both."""
     known = {"forward": "forward", "backward": "backward", "both": "both", "forward_backward": "both", None: None}
     if value not in known:
         raise click.BadParameter(f"{value!r} is not one of forward, backward, both.")
@@ -143,7 +145,7 @@ def _tile_lists(_context: click.Context, _parameter: click.Parameter, values: tu
 
 
 def parse_tolerance(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """An absolute error: NaN would limit nothing and a negative number would fail everything."""
+    """An absolute error: finite and not negative. NaN would limit nothing, a negative value would fail everything."""
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"{value} is not an absolute error, a number of at least 0.")
     return value
@@ -155,7 +157,7 @@ def print_version(context: click.Context, _parameter: click.Parameter, value: bo
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            click.echo(f"fa-cli {version('fa-cli')}")
+            click.echo(f"fa-cli {version('fa-harness')}")
         except PackageNotFoundError:
             click.echo("fa-cli, a checkout that is not installed")
         context.exit()
@@ -167,11 +169,11 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 
 def note(text: str) -> None:
-    """What the user should know of a choice, on stderr."""
+    """A remark on a choice, on stderr."""
     click.echo(f"note: {text}", err=True)
 
 
-def problem_of(given: dict[str, Any]) -> Problem:
+def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; the sizes are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.get("causal", False), scale=given.get("scale"))
@@ -184,7 +186,7 @@ def only(computes: list[str]) -> str:
     return computes[0]
 
 
-def without_mask(given: dict[str, Any]) -> dict[str, Any]:
+def without_mask(given: dict[str, Value]) -> dict[str, Value]:
     """What is left of the options once the problem is made of them."""
     return {name: value for name, value in given.items() if name not in ("causal", "scale")}
 
@@ -218,7 +220,7 @@ def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
         click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
         click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
-        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random numbers."),
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
     )
 
 
@@ -249,15 +251,15 @@ device = click.option(
     metavar="auto|cuda|cuda:N|cpu",
     help="auto takes a GPU if there is one; cpu is the host backend.",
 )
-compute = click.option(
-    "--compute",
-    "--kernel",
-    "compute",
-    multiple=True,
-    callback=_names,
-    metavar="KERNEL[,KERNEL...]",
-    help="Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file.",
-)
+
+
+def _compute(text: str) -> Callable[[F], F]:
+    return click.option("--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]", help=text)
+
+
+_KERNELS = "Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file"
+compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
+compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
 mode = click.option(
     "--mode",
     default="forward",

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +21,7 @@ _STYLES = {"PASS": "bold green", "OK": "green", "FAIL": "bold red", "ERROR": "bo
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, numbers to the right. Where stdout is no terminal it is plain aligned text, nothing cut or wrapped."""
+    """Print a table, numbers right-aligned. Where stdout is no terminal it is plain aligned text, nothing cut or wrapped."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     cells = [[_cell(value) for value in row] for row in rows]
     for index, column in enumerate(columns):
@@ -51,7 +50,7 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def document(value: Any) -> None:
+def document(value: object) -> None:
     """The one JSON document of a verb. What is not finite or not measured is null."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
@@ -89,7 +88,7 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value as JSON has it: dataclasses and mappings as objects, paths as text, NaN and infinity as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name.rstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -1,4 +1,4 @@
-"""What each verb prints of what the harness gave it, and the exit code that follows. Every public function returns the exit code."""
+"""What each verb prints of its result. Every public function returns the exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..check import budget
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
@@ -63,7 +63,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
     return 0 if passed else 1
 
 
-def result_json(result: Result) -> dict[str, Any]:
+def result_json(result: Result) -> dict[str, object]:
     """A Result as the JSON object of README, "JSON"."""
     keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
     return {
@@ -180,7 +180,7 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
             table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
     told: set[str] = set()
     for case in wrong:
-        log = case.message.partition("\nhint: ")[0]  # a compile error is told once, not once a case
+        log = case.message.partition("\nhint: ")[0]  # a compile error is printed once, not once a case
         first, more, _ = log.partition("\n")
         again = " (as above)" if more and log in told else ""
         told.add(log)
@@ -245,9 +245,11 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
     columns, rows = ladder(kernels)
     if as_json:
         names = ("no", "name", "passes", "dtypes", "max_head_dim", "also", "arch", "title")
-        listed: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
-        for row in listed:
-            row.update({key: row[key].split() for key in ("passes", "dtypes", "also")}, max_head_dim=int(row["max_head_dim"]))
+        listed: list[dict[str, object]] = []
+        for row in rows:
+            words = dict(zip(names, row, strict=True))
+            lists = {key: words[key].split() for key in ("passes", "dtypes", "also")}
+            listed.append({**words, **lists, "max_head_dim": int(words["max_head_dim"])})
         document({"passed": True, "rows": listed, "sweeps": sweeps})
         return 0
     if verbosity <= QUIET:
@@ -267,7 +269,7 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
     if verbosity > QUIET:
         print(rows[0].problem)
         names = dict.fromkeys(name for row in rows for name in row.metrics)
-        least = 0.1 if verbosity < VERBOSE else 0.0  # waiting warps an issue
+        least = 0.1 if verbosity < VERBOSE else 0.0  # stalled warps per instruction issued
         table(
             ("counter", *(f"{row.kernel} {row.pass_}: {row.entry}" for row in rows)),
             [

@@ -94,7 +94,7 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
         ]
         table([*columns, "why"], rows)
     if cpu and "PASS" in statuses:
-        note("these are CPU times of the host backend: they choose nothing for a GPU")
+        note("these are CPU times of the host backend: they say nothing about a GPU")
     if found.best:
         line("")
         line(f"the fastest, {found.kernel.path.name}:" if not found.best.default else "the default is the fastest:")

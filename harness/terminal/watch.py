@@ -1,7 +1,7 @@
 """`fa-cli run --watch`: the run again at every save of the kernel's file or of a file it includes, and what changed by it.
 
-Each run is a process of its own. A kernel being written may kill the one it runs in (a wild pointer on the CPU, a lost context on
-a GPU), and the next save must find everything as if for the first time.
+Each run is a process of its own. An unfinished kernel may kill its process (a wild pointer on the CPU, a lost context on a GPU), and
+the run after the next save must start clean.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from .. import child
 from ..choose import kernels
@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 #: In the environment of a run that is watched: the file in which it tells what it found.
 WATCHED = "FA_CLI_WATCHED"
 POLL_SECONDS = 0.2
-#: Exit codes that a save of the kernel cannot mend: at the first run they end the watch.
+#: Exit codes that no edit of the kernel changes: at the first run they end the watch.
 HOPELESS = (2, 3, 4, 6)
+
+
+class Told(TypedDict):
+    """What a watched run tells of a pass of a kernel that passed."""
+
+    ms: float | None
+    errors: dict[str, float]  # the largest of each tensor it writes
 
 
 def watched() -> bool:
@@ -41,7 +48,7 @@ def tell(results: Sequence[Result]) -> None:
     """Tell the watching process, if there is one, the time and the errors of every pass of the kernels that passed."""
     if not watched():
         return
-    found = {}
+    found: dict[str, Told] = {}
     for result in results:
         for name in result.passes if result.passed else ():
             errors = {tensor: float(v.max_abs) for tensor, v in result.verdicts.items() if tensor in WRITES[name]}
@@ -52,14 +59,14 @@ def tell(results: Sequence[Result]) -> None:
 def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json: bool) -> int:
     """Run a command line (a `run`) now and after every save, and print what each save changed. Ends by Ctrl-C.
 
-    Returns the exit code of the first run where no save could mend it. Raises UsageFault for --json and for an unknown kernel,
+    Returns the exit code of the first run where no edit would change it. Raises UsageFault for --json and for an unknown kernel,
     KeyboardInterrupt at Ctrl-C.
     """
     if as_json:
-        raise UsageFault("--watch and --json together", "watching has no end, and so no one document", "leave out --json or --watch")
+        raise UsageFault("--watch and --json together", "a watch does not end, so it has no single document", "leave out --json or --watch")
     files = kernel_files(computes, MODES[mode])
     note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
-    good: dict[str, Any] = {}
+    good: dict[str, Told] = {}
     for number, changed in enumerate(saves(lambda: sources(files), lambda: time.sleep(POLL_SECONDS))):
         if changed:
             line(f"\nsaved    {', '.join(str(near(path)) for path in changed)}")
@@ -117,7 +124,7 @@ def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Ite
         changed = [path for path in seen if now[path] != seen[path]]
 
 
-def change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def change(name: str, before: Told | None, now: Told) -> str:
     """A pass of a kernel against its last good run, in a line: times in milliseconds, greatest errors."""
     texts = [_texts(now)] if before is None else [_texts(before), _texts(now)]
     parts = [" -> ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True)]
@@ -129,11 +136,11 @@ def change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _texts(run: Mapping[str, Any]) -> list[str]:
+def _texts(run: Told) -> list[str]:
     return [f"{run['ms']:.4g} ms" if run["ms"] else "not timed", *(f"{name} error {error:.2e}" for name, error in run["errors"].items())]
 
 
-def _stamps(files: Sequence[Path] | Mapping[Path, Any]) -> dict[Path, tuple[int, int, int] | None]:
+def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int, int] | None]:
     """What changes when a file is saved: time, size, inode. None where there is no file."""
     found: dict[Path, tuple[int, int, int] | None] = {}
     for path in files:
@@ -145,7 +152,7 @@ def _stamps(files: Sequence[Path] | Mapping[Path, Any]) -> dict[Path, tuple[int,
     return found
 
 
-def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
+def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Told]]:
     """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         told = Path(folder) / "results.json"

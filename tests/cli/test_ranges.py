@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 
 from harness import sweep
-from harness.choose import AUTO, choose
+from harness.choose import AUTO, choose, kernels
 from harness.fault import UsageFault
 from harness.kernel import Device, catalogue, find
 from harness.problem import Problem
@@ -92,9 +92,11 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
 
 
 def test_auto_without_a_problem_is_refused() -> None:
-    """Which step is the highest depends on the problem."""
+    """Which step is the highest depends on the problem: choose wants one, and the verbs that have none (compile, verify) say so."""
     with pytest.raises(UsageFault, match="auto needs a problem"):
         choose([AUTO], ["forward"])
+    with pytest.raises(UsageFault, match="auto needs a problem"):
+        kernels([AUTO], ["forward"])
 
 
 def test_one_kernel_has_many_names() -> None:

@@ -182,7 +182,7 @@ def product(backend: Backend, folder: Path, products: str, layouts: str, width: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """multiply_abt onto what was there, with operands in registers or loaded again; pack_a, which rounds, with multiply_pb or as multiply_pv."""
+    """multiply_abt accumulates, operands in registers or loaded again; pack_a, which rounds, with multiply_pb or as multiply_pv."""
     products = """\
     fa::multiply_abt<scalar>(d, rows, fa::lane_of_b<wide, S>(b_smem));
     float p[2][4][4];

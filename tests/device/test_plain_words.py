@@ -186,12 +186,12 @@ def test_head_values_is_64_bit(backend: Backend, tmp_path: Path) -> None:
 def test_load_rows(backend: Backend, tmp_path: Path, rows: int, dtype: str) -> None:
     """Zero beyond the last row and the head dim, even where memory holds NaN; the columns between width and pitch are left alone."""
     body = f"""\
-    const fa::Tensor tensor = {{args.Q.data, 4 * 28, 3 * 28, 28}};
+    const scalar* from = static_cast<const scalar*>(args.Q.data) + 10 * 28;  // the rows before it are not touched
     const int words = {rows} * 26 * int(sizeof(scalar)) / 4;
     unsigned* raw = fa::dynamic_shared<unsigned>();
     for (int i = t; i < words; i += 48) raw[i] = {UNWRITTEN}u;
     __syncthreads();
-    fa::load_rows<{rows}, 24, 26, 48>(fa::dynamic_shared<scalar>(), tensor, 1, 2, args.seq_q, args.seq_kv, args.head_dim);
+    fa::load_rows<{rows}, 24, 26, 48>(fa::dynamic_shared<scalar>(), from, 28, args.seq_q, args.seq_kv, args.head_dim);
     __syncthreads();
     for (int i = t; i < words; i += 48) out[i] = raw[i];"""
     for first, end, head_dim in [(0, 100, 24), (3, 7, 24), (2, 100, 17), (9, 9, 1)]:
@@ -200,8 +200,8 @@ def test_load_rows(backend: Backend, tmp_path: Path, rows: int, dtype: str) -> N
         fields = {"seq_q": first, "seq_kv": end, "head_dim": head_dim}
         got = run(backend, tmp_path, body, memory, dtype=dtype, block=48, shared=rows * 26 * 8, fields=fields)
         tile = got.view(TYPES[dtype])[: rows * 26].reshape(rows, 26)
-        want, a = np.zeros((rows, 24)), memory[4 + 2 * 3 :]  # batch 1, head 2
-        want[: min(rows, max(0, end - first)), :head_dim] = a[first : min(first + rows, end), :head_dim]
+        want, there = np.zeros((rows, 24)), min(rows, max(0, end - first))  # row `first` is row 10 of the memory
+        want[:there, :head_dim] = memory[10 : 10 + there, :head_dim]
         assert np.array_equal(tile[:, :24].astype(float), want), (first, end, head_dim)
         assert np.isnan(tile[:, 24:].astype(float)).all()
 

@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, backend: Callable[[int], Any] | None = 
     works = SimpleNamespace(device=lambda: device, xp=SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
     monkeypatch.setattr(doctor, "driver_cuda", lambda: (13, 0))
-    monkeypatch.setattr(doctor, "pip_line", lambda: "pip install 'fa-cli[cuda13]'")
+    monkeypatch.setattr(doctor, "pip_line", lambda: "pip install '.[cuda13]'")
     monkeypatch.setattr(doctor, "Cuda", backend or (lambda index: works))
 
 
@@ -99,7 +99,7 @@ def test_a_gpu_without_a_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (EnvironmentFault("CuPy is not installed", "why", "pip install 'fa-cli[cuda13]'"), "CuPy is not installed: why"),
+        (EnvironmentFault("CuPy is not installed", "why", "pip install '.[cuda13]'"), "CuPy is not installed: why"),
         (OSError("libnvrtc.so.13: cannot open"), "CuPy fails: OSError: libnvrtc.so.13"),
     ],
 )
@@ -108,8 +108,8 @@ def test_a_driver_without_a_working_cupy_fails_with_the_pip_line(monkeypatch: py
     found = checks()
     assert failed() == {"gpu", "cupy"}
     assert words in found["gpu"].detail
-    assert "pip install 'fa-cli[cuda13]'" in found["gpu"].hint
-    assert found["cupy"].hint == "pip install 'fa-cli[cuda13]'"
+    assert "pip install '.[cuda13]'" in found["gpu"].hint
+    assert found["cupy"].hint == "pip install '.[cuda13]'"
 
 
 def test_a_driver_whose_library_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_two_cupy_wheels_fail_and_cupy_s_relatives_do_not_count(monkeypatch: pyt
     assert failed() == set()
     wheels(monkeypatch, cupy_cuda13x="14.2.0", cupy_cuda12x="14.1.0")
     assert failed() == {"cupy"}
-    assert checks()["cupy"].hint == "pip uninstall cupy-cuda12x cupy-cuda13x, then pip install 'fa-cli[cuda13]'"
+    assert checks()["cupy"].hint == "pip uninstall cupy-cuda12x cupy-cuda13x, then pip install '.[cuda13]'"
 
 
 def test_no_nvrtc_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

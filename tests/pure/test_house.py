@@ -151,6 +151,14 @@ def test_wheel_holds_one_name(wheel: zipfile.ZipFile) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fa_cli"}
 
 
+def test_the_distribution_is_fa_harness(wheel: zipfile.ZipFile) -> None:
+    """The index has another project under fa-cli: ours has another name, and no text tells anyone to install that one."""
+    assert any(name.startswith("fa_harness-") for name in wheel.namelist())
+    command = re.compile(r"""pip install (-\S+ )*['"]?fa[-_](cli|harness)(?!-\d)""")
+    texts = [*SOURCES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "experiments").rglob("*.md")]
+    assert not [path for path in texts if command.search(path.read_text())]
+
+
 def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
     """Every module, kernel, header and sweep of the checkout is in the wheel; tests, data and plots are not."""
     names = {name.removeprefix("fa_cli/") for name in wheel.namelist() if name.startswith("fa_cli/")}

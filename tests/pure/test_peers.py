@@ -78,11 +78,11 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "missing", "hint"),
     [
-        ("torch-cpu", "torch", "pip install 'fa-cli[torch]'"),
-        ("torch-math", "torch", "pip install 'fa-cli[torch]'"),
-        ("torch-efficient", "torch", "pip install 'fa-cli[torch]'"),
-        ("torch-flash", "torch", "pip install 'fa-cli[torch]'"),
-        ("torch-cudnn", "torch", "pip install 'fa-cli[torch]'"),
+        ("torch-cpu", "torch", "pip install torch"),
+        ("torch-math", "torch", "pip install torch"),
+        ("torch-efficient", "torch", "pip install torch"),
+        ("torch-flash", "torch", "pip install torch"),
+        ("torch-cudnn", "torch", "pip install torch"),
         ("flash-attn2", "flash_attn_2_cuda", "pip install flash-attn --no-build-isolation"),
         ("fa4", "flash_attn.cute", "pip install flash-attn-4==4.0.0b36"),
         ("triton", "triton", "pip install triton"),

@@ -32,7 +32,7 @@ def result(passed: bool = True, mode: str = "both") -> Any:
             device_bytes=int(error * 100),
             passed=passed,
             ran=None,
-            kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), arithmetic_for=lambda dtype: "f32"),
+            kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), spec="fa2", arithmetic_for=lambda dtype: "f32"),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
         )
 

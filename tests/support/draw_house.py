@@ -33,7 +33,8 @@ PLACES: dict[str, Place] = {
     "environment": (6, 8.2, 10.0, "env.json"),
     "problem": (7.2, 1.9, 4.9, "shapes, mask, FLOPs, bytes"),
     "files": (7.2, 5.2, 9.4, "atomic writes, exact reads"),
-    "fault": (8.2, 2.9, 7.1, "what, why, hint, exit code"),
+    "fault": (8.2, 1.9, 6.1, "what, why, hint, exit code"),
+    "array": (8.2, 6.5, 9.4, "types of tensors"),
 }
 
 #: The path of a .cu file: the room, the function, what it does and makes.

@@ -27,6 +27,7 @@ ROOMS = (
     "child",
     "environment",
     "files",
+    "array",
     "problem",
     "fault",
 )

@@ -1,7 +1,7 @@
 """The host backend: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
 
-What it proves is that a kernel is right and waits where it must; its times are CPU times and say nothing of a GPU.
-The only module that starts a compiler.
+It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. This is the
+only module that starts a compiler.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...array import ArrayModule, Bytes
 from ...fault import DiskFault, EnvironmentFault, UsageFault
+from ...files import Json
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
@@ -76,7 +77,7 @@ class Host(Backend):
     """
 
     name = "cpu"
-    xp: Any = np
+    xp: ArrayModule = np
 
     def __init__(self, seed: int | None = None, check: str | None = None) -> None:
         if check not in (None, *CHECKS):
@@ -87,15 +88,15 @@ class Host(Backend):
             )
         self.seed, self.check = seed or 0, check
         self.workers = threads()
-        #: Bytes of poisoned memory run.py puts around each tensor; AddressSanitizer brings its own.
+        #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
         self.guard_bytes = 0 if check == "asan" else 4096
         compiler()
 
     def device(self) -> Device:
-        """The processor. The architecture and sizes are those of the GPU whose launch plans are followed (an H200)."""
+        """The processor, with the architecture and sizes of an H200, whose launch plans it follows."""
         return Device("cpu", processor(), "sm_90", 132, 50 << 20, 232448)
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """Processor, compiler and threads."""
         version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
         return {"device": self.name, "device_name": processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
@@ -106,16 +107,16 @@ class Host(Backend):
         library = _library(kernel, plan, self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
-    def memory(self, size: int) -> Any:
-        """Bytes between fences; for AddressSanitizer of the heap, around whose arrays it puts its own."""
+    def memory(self, size: int) -> Bytes:
+        """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
         return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
 
-    def get(self, buffer: Any) -> Any:
-        """The buffer's bytes, copied."""
+    def get(self, buffer: Bytes) -> Bytes:
+        """A copy of a buffer."""
         return np.array(buffer)
 
-    def address(self, buffer: Any) -> int:
-        """Where the buffer starts."""
+    def address(self, buffer: Bytes) -> int:
+        """The address of a buffer's first byte."""
         return int(buffer.ctypes.data)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
@@ -129,7 +130,7 @@ class Host(Backend):
             if isinstance(call, Fill):
                 ctypes.memset(call.address, 0, call.size)
                 continue
-            # Parameters are copied to 64-byte aligned storage: fa::Args holds what must lie so (tensor maps).
+            # Parameters are copied to 64-byte aligned storage, which the tensor maps in fa::Args need.
             copies = [_aligned(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
@@ -153,7 +154,7 @@ class Host(Backend):
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
-        """Run the steps; what is returned gives their CPU seconds."""
+        """Run the steps. The function returned gives their CPU seconds."""
         start = time.perf_counter()
         self.launch(loaded, steps)
         seconds = time.perf_counter() - start
@@ -164,13 +165,13 @@ class Host(Backend):
         return self.time(loaded, steps)
 
     def graph(self, loaded: Loaded, steps: Sequence[Step]) -> None:
-        """There are none on a CPU."""
+        """None: a CPU has no CUDA graphs."""
 
     def before(self, seconds: float, cold: bool) -> None:
-        """Nothing: CPU times are not published, so its caches are left as they are."""
+        """Does nothing: CPU times are not published, so its caches are not flushed."""
 
-    def state(self) -> dict[str, Any]:
-        """Nothing to say."""
+    def state(self) -> Json:
+        """Empty: a CPU's state is not read."""
         return {}
 
 
@@ -185,7 +186,7 @@ def compiler() -> tuple[str, ...]:
         if found := shutil.which(name):
             return (found,)
     with contextlib.suppress(ImportError):
-        import ziglang  # type: ignore[import-not-found]  # noqa: F401
+        import ziglang  # type: ignore[import-not-found]  # noqa: F401  # optional; found, not used
 
         return (sys.executable, "-m", "ziglang", "c++")
     raise EnvironmentFault(
@@ -197,7 +198,7 @@ def compiler() -> tuple[str, ...]:
 
 @cache
 def _toolchain() -> str:
-    """What a compiled library depends on besides its source: the compiler binary, this processor's features, the engine."""
+    """What a compiled library depends on besides its source: the compiler binary and this processor's features."""
     path = Path(compiler()[0]).resolve()
     stat = path.stat()
     with contextlib.suppress(OSError):
@@ -207,16 +208,16 @@ def _toolchain() -> str:
 
 
 def _dialect() -> list[str]:
-    """What g++ and clang++ (also behind the names c++ and zig) spell differently. A fiber's stack is 128 KB: larger frames are refused."""
+    """Flags that g++ and clang++ (also as c++ or zig) spell differently. A fiber's stack is 128 KB, so a frame above 96 KB is an error."""
     if len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name:
         return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
     return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
 
 
 def _build(key: str, steps: Sequence[Sequence[str]], sources: Mapping[str, str], kernel: Kernel | None) -> Path:
-    """A shared library from the cache, or built into it: `steps` are compiler arguments in which {dir} is a scratch folder.
+    """A shared library from the cache, or built into it. steps: arguments of compiler runs, in which {dir} is a scratch folder.
 
-    A library whose hash differs from the one noted beside it is built again; two processes may build at once (rename decides).
+    A library whose hash differs from the one recorded beside it is built again. Two processes may build at once: the last rename wins.
     """
     folder = cache_dir() / "host" / key[:2]
     library, note = folder / f"{key}.so", folder / f"{key}.json"
@@ -274,8 +275,7 @@ class _Library:
         self.static_offset, self.static_bytes = offset.value, size.value
 
 
-#: Libraries stay open for the next who wants them, so many at most. The oldest unused are closed here and not by a finalizer:
-#: Python drops a Ctrl-C that falls into one.
+#: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.
 _OPEN_AT_MOST = 64
 _open: dict[str, _Library] = {}
 _opening = threading.Lock()
@@ -314,7 +314,7 @@ def _words() -> str:
     return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 
 
-def _aligned(data: bytes) -> Any:
+def _aligned(data: bytes) -> Bytes:
     room = np.empty(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
     room[start : start + len(data)] = np.frombuffer(data, np.uint8)

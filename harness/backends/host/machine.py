@@ -1,7 +1,7 @@
-"""What stands in for a GPU: the processor, its name and the cores that kernels may use; and device memory.
+"""The processor that stands in for a GPU: its name, the cores that kernels may use, and device memory.
 
-Device memory is pages of its own between fences, so that a wild access is a fault that names its thread. In the heap a kernel
-that writes far beyond a tensor would break Python itself, which then dies without a word.
+Device memory is mapped between inaccessible pages, so an access far out of bounds is a fault that names its thread. On the heap such a
+write would corrupt Python itself, which then crashes without a message.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...array import Bytes
 from ...fault import UsageFault
 
-#: Bytes before and after that cannot be read or written: address space, not memory.
+#: Bytes of inaccessible pages on each side of a buffer: address space only, no memory.
 FENCE = 16 << 20
 _NOTHING = 0  # PROT_NONE, which mmap has no name for
 
 
 def threads() -> int:
-    """The cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is no count."""
+    """How many cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is not a positive integer."""
     asked = os.environ.get("FA_CLI_THREADS") or str(len(os.sched_getaffinity(0)))
     if not asked.isdecimal() or int(asked) < 1:
         raise UsageFault(f"FA_CLI_THREADS is {asked!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all")
@@ -35,7 +35,7 @@ def threads() -> int:
 
 @cache
 def processor() -> str:
-    """Its model, as Linux names it."""
+    """The processor's model name, from /proc/cpuinfo."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M):
             return found[1]
@@ -49,8 +49,8 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
-def fenced(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """size bytes of zeros between two fences; given back when the array and its views are gone. Raises MemoryError."""
+def fenced(size: int) -> Bytes:
+    """`size` zero bytes between inaccessible pages, unmapped when the array and its views are gone. Raises MemoryError."""
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, pages + 2 * FENCE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

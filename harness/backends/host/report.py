@@ -1,4 +1,4 @@
-"""What the CPU backend's checks found, in words: code addresses become file and line, AddressSanitizer's report three lines."""
+"""The findings of the CPU backend's checks as messages: code addresses become file and line, AddressSanitizer's report three lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CheckFault(KernelFault):
 
 
 def failure(outcome: int, report: str, library: Path, kernel: Kernel, entry: str) -> BaseException:
-    """What to raise for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
+    """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
     if outcome == 3:
         return KeyboardInterrupt()
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
@@ -57,7 +57,10 @@ def with_lines(report: str, library: Path) -> str:
 
 
 def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
-    """Run this command again in a child process with AddressSanitizer loaded; a finding is told with its line. Returns the exit code."""
+    """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
+
+    Raises CheckFault, with the line, for an access out of bounds, EnvironmentFault where the compiler has no AddressSanitizer.
+    """
     runtime = ""
     for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):  # gcc's first: it finds lines without llvm-symbolizer
         told = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()

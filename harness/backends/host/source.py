@@ -1,7 +1,7 @@
-"""What the C++ compiler is given for a kernel file: the file itself, and a launcher for each entry.
+"""The translation unit for the C++ compiler: a kernel file, and a launcher for each entry.
 
-A kernel of the tree is included as it is. A user's own file may say `extern __shared__`, which is rewritten in place (lines
-keep their numbers); inline PTX and CUDA's headers, which only a GPU understands, are refused with their line.
+A kernel of the tree is included unchanged. In a user's own file, a declaration `extern __shared__` is rewritten in place, and lines keep
+their numbers. Inline PTX and CUDA's headers exist only for a GPU and are refused with their line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 def translation_unit(kernel: Kernel) -> str:
     """C++ source that includes a kernel file and exports fa_host_entry_<entry>(void** parameters) for each of its entries.
 
-    Raises CompileError for what has no meaning on a CPU, in the file or a header of the user's own that it includes.
+    Raises CompileError for inline PTX and CUDA's headers, in the file or in a header of the user's that it includes.
     """
     for file in include_closure(kernel.path):
         if not file.is_relative_to(KERNELS):

@@ -62,13 +62,12 @@ __device__ __forceinline__ T* matrix_row(const Args& args, int workspace, int ba
 // beyond row `end` and element `head_dim` (the row's poison). The copy is shared by `threads` threads, of which this is `thread`:
 // neighbouring threads take neighbouring elements, so a warp's loads are coalesced. The barrier is the caller's.
 template <int rows, int width, int pitch, int threads, class T>
-__device__ __forceinline__ void load_rows(T* to_smem /* [rows][pitch] */, const Tensor& tensor, int batch, int head, int first, int end,
-                                          int head_dim, int thread = threadIdx.x) {
-    const T* from = row_pointer<const T>(tensor, batch, head, first);  // [rows], tensor.row apart
+__device__ __forceinline__ void load_rows(T* to_smem /* [rows][pitch] */, const T* from /* [rows], stride apart */, int64_t stride,
+                                          int first, int end, int head_dim, int thread = threadIdx.x) {
 #pragma unroll 4
     for (int i = thread; i < rows * width; i += threads) {
         int row = rows == 1 ? 0 : i / width, d = rows == 1 ? i : i % width;
-        to_smem[row * pitch + d] = first + row < end && d < head_dim ? from[row * tensor.row + d] : T{};
+        to_smem[row * pitch + d] = first + row < end && d < head_dim ? from[row * stride + d] : T{};
     }
 }
 
