@@ -236,7 +236,7 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
     )
 )
 @options.compute
-@options.mode
+@options.ring_mode
 @options.ring
 @options.ring_shape
 @options.mask

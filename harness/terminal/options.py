@@ -268,6 +268,14 @@ mode = click.option(
     metavar="forward|backward|both",
     help="backward alone reads O and logsumexp from the folder.",
 )
+ring_mode = click.option(
+    "--mode",
+    default="forward",
+    show_default=True,
+    callback=parse_mode,
+    metavar="forward|backward|both",
+    help="backward alone runs the forward pass before it, not timed.",
+)
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
