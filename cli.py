@@ -292,12 +292,16 @@ def list_(context: Context, json: bool) -> int:
     return harness.terminal.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))
+@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
+@click.option("--ring", is_flag=True, help="Try a ring instead: ranks, a sum, bytes once round, bandwidth. Also under mpiexec.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="With --ring: start N ranks here.  [default: 2]")
+@options.device
 @options.printing
 @click.pass_context
-def doctor(context: Context, json: bool) -> int:
+def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    return harness.terminal.show.doctor(harness.doctor.doctor(), json, context.obj["verbosity"])
+    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor()
+    return 0 if checks is None else harness.terminal.show.doctor(checks, json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

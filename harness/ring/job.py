@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from .. import choose
-from ..backends import Backend, pick
+from ..backends import Backend, nvidia_driver, pick
 from ..check import budget
 from ..check.contender import Contender
 from ..check.oracle import Oracle
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
-from ..fault import Fault
+from ..fault import EnvironmentFault, Fault
 from ..measure import sampling
 from ..problem import MODES, PASSES, WRITES, Problem
 from . import timing
@@ -96,9 +96,9 @@ def work(spec: Spec, place: Place) -> Outcome | None:
     talk = control(place, spec.timeout)
     if talk.size > 1:
         os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU backend
-    backend = open_backend(spec, place.local)
+    backend = open_backend(spec.device, place.local)
     notes, contender, partition = _ready(spec, backend, talk)
-    transport = _transport(backend, talk, spec)
+    transport = transport_of(backend, talk, spec.timeout)
     try:
         with transport.scope():
             inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
@@ -125,7 +125,7 @@ def work(spec: Spec, place: Place) -> Outcome | None:
 def simulate(spec: Spec, count: int) -> Outcome:
     """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
     spec.bandwidth."""
-    backend, talk = open_backend(spec, 0), Alone()
+    backend, talk = open_backend(spec.device, 0), Alone()
     notes, contender, partition = _ready(spec, backend, talk, count)
     inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
     ranks = [Rank(backend, partition, contender, inputs, each, spec.overlap) for each in local(backend, count)]
@@ -139,10 +139,26 @@ def simulate(spec: Spec, count: int) -> Outcome:
     return replace(found, times=times, repeated=repeated, device_bytes=most, simulated=True, notes=tuple(notes))
 
 
-def open_backend(spec: Spec, local_rank: int) -> Backend:
-    """The device of a rank: the GPU with its number on this machine, unless --device names one."""
-    backend = pick(spec.device)
-    return pick(f"cuda:{local_rank}") if backend.name == "cuda" and ":" not in spec.device and local_rank else backend
+def open_backend(device: str, local_rank: int) -> Backend:
+    """The device of a rank: the GPU with its number on this machine, unless --device names one, or its launcher shows it one only."""
+    gpu = device == "cuda" or (device == "auto" and nvidia_driver())
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return pick(f"cuda:{local_rank}") if gpu and (not shown or "," in shown) else pick(device)
+
+
+def transport_of(backend: Backend, talk: Control, timeout: float) -> Transport:
+    """NCCL between GPUs, MPI between CPUs. Raises EnvironmentFault where ranks on CPUs were not started by mpiexec."""
+    if backend.name == "cuda":
+        from .nccl import Nccl
+
+        return Nccl(talk, timeout)
+    if talk.size == 1:
+        return local(backend, 1)[0]
+    from .mpi import Mpi
+
+    if isinstance(talk, Mpi):
+        return talk
+    raise EnvironmentFault("ranks on CPUs talk over MPI", "this launcher has none", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu")
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
@@ -155,16 +171,6 @@ def _names(spec: Spec) -> tuple[str, ...]:
 def _passes(spec: Spec) -> tuple[str, ...]:
     """A backward pass reads the ring's own O and logsumexp, so a forward pass comes before it."""
     return ("forward",) if spec.mode == "forward" else PASSES
-
-
-def _transport(backend: Backend, talk: Control, spec: Spec) -> Transport:
-    if backend.name == "cuda":
-        from .nccl import Nccl
-
-        return Nccl(talk, spec.timeout)
-    from .mpi import Mpi
-
-    return talk if isinstance(talk, Mpi) else local(backend, 1)[0]
 
 
 def _ready(spec: Spec, backend: Backend, talk: Control, ranks: int | None = None) -> tuple[list[str], Contender, Partition]:

@@ -101,7 +101,9 @@ class Store:
             raise EnvironmentFault("torch.distributed does not load", str(error), "pip install torch, or use mpiexec") from None
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself already serves that port
         try:
-            self._store = TCPStore(host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout))
+            self._store = TCPStore(
+                host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False
+            )
         except RuntimeError as error:
             raise EnvironmentFault(f"no store at {host}:{port}", str(error), "MASTER_ADDR must be the first node's name") from None
 

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from .. import child
 from ..backends import nvidia_driver
@@ -25,38 +25,48 @@ from .job import Outcome, Spec, simulate, work
 from .place import Place, found
 from .transport import Stuck
 
+T = TypeVar("T")
+
 
 def ring(spec: Spec, gpus: int | None = None, simulated: int | None = None) -> Outcome | None:
     """The outcome of a ring, on the first rank; None on the others. gpus: start so many ranks here; simulated: take turns.
 
     Raises EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
     """
+    if simulated and not found():
+        return simulate(spec, simulated)
+    if simulated:
+        raise UsageFault("--simulate below a launcher", "it takes one process", "leave out mpiexec, or --simulate")
+    return on_ranks(partial(work, spec), spec.device, gpus)
+
+
+def on_ranks(job: Callable[[Place], T | None], device: str, gpus: int | None = None) -> T | None:
+    """What a job returns on the first rank of a launcher that started this process, or of `gpus` ranks (2) that are started here.
+
+    None on the other ranks of a launcher. Raises as :func:`ring`.
+    """
     place = found()
     if place and place.by == "store" and gpus and "TORCHELASTIC_RUN_ID" not in os.environ:
         place = None  # a shell inside a job of Slurm: what is said here counts
-    if place and (gpus or simulated):
-        asked = "--gpus" if gpus else "--simulate"
-        raise UsageFault(f"{asked} below a launcher", f"it has made this process rank {place.rank} of {place.size}", f"leave out {asked}")
-    if simulated:
-        return simulate(spec, simulated)
+    if place and gpus:
+        why = f"it has made this process rank {place.rank} of {place.size}"
+        raise UsageFault("--gpus below a launcher", why, "leave out --gpus, or the launcher")
     if place:
-        return work(spec, place)
-    return _start(spec, gpus or 2)
+        return job(place)
+    cpu = device == "cpu" or (device == "auto" and not nvidia_driver())
+    return _started(job, gpus or 2, cpu)
 
 
-def _start(spec: Spec, count: int) -> Outcome:
-    cpu = spec.device == "cpu" or (spec.device == "auto" and not nvidia_driver())
+def _started(job: Callable[[Place], T | None], count: int, cpu: bool) -> T:
     with tempfile.TemporaryDirectory(prefix="fa_cli_ring_") as name, ExitStack() as held:
         places = [Place(rank, count, rank, "mpi" if cpu and count > 1 else "folder", Path(name)) for rank in range(count)]
         if count == 1:
-            outcome = work(spec, places[0])
-            assert outcome is not None
-            return outcome
-        if cpu:
-            spec = replace(spec, device="cpu")
-        commands = [held.enter_context(child.command(partial(_rank, spec, place), f"rank {place.rank}")) for place in places]
+            alone = job(places[0])
+            assert alone is not None
+            return alone
+        commands = [held.enter_context(child.command(partial(_rank, job, place), f"rank {place.rank}")) for place in places]
         if not cpu:
-            codes = child.side_by_side(commands, grace=child.GRACE_SECONDS)
+            codes = child.side_by_side(commands)
             return _outcome(commands, codes, [rank for rank, code in enumerate(codes) if code is not None and code < 0])
         order: list[int] = []
         threading.Thread(target=_watch, args=(Path(name), count, order), daemon=True).start()
@@ -67,11 +77,11 @@ def _start(spec: Spec, count: int) -> Outcome:
             return _outcome(commands, [None] * count, _ended_badly(Path(name), count, told, order) if code else [], told)
 
 
-def _rank(spec: Spec, place: Place) -> Outcome | None:
+def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
     """A rank in a process of its own."""
     assert place.folder is not None
     (place.folder / f"pid.{place.rank}").write_text(str(os.getpid()))
-    return work(spec, place)
+    return job(place)
 
 
 def _watch(folder: Path, count: int, order: list[int]) -> None:
@@ -99,7 +109,7 @@ def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> S
     return late or order
 
 
-def _mpmd(commands: Sequence[child.Command[Outcome | None]]) -> list[str]:
+def _mpmd(commands: Sequence[child.Command[T | None]]) -> list[str]:
     """The words before the last command: mpiexec starts a program of its own for each rank, so each leaves its own result."""
     words = [mpiexec()]
     for each in commands[:-1]:
@@ -116,9 +126,7 @@ def mpiexec() -> str:
     return launcher
 
 
-def _outcome(
-    commands: Sequence[child.Command[Outcome | None]], codes: Sequence[int | None], died: Sequence[int], said: str = ""
-) -> Outcome:
+def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | None], died: Sequence[int], said: str = "") -> T:
     """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order."""
     values, raised, stuck = [], [], []
     ended: dict[int, child.Ended] = {}
@@ -136,7 +144,8 @@ def _outcome(
     if stuck and not died:
         raise min(stuck, key=lambda fault: fault.when)
     if died or ended:
-        rank = next(iter(died or ended))
+        hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
+        rank = next(iter(died or hung or ended))
         sys.stderr.write("" if died else said)
         gone = ended.get(rank, child.Ended("", "it left no result"))
         how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
