@@ -19,14 +19,15 @@ from .transport import Arrival, Clock, Control, CudaClock
 class Nccl:
     """The transport of a rank with a GPU. Raises EnvironmentFault where NCCL is missing or its ranks do not find each other."""
 
-    def __init__(self, control: Control, timeout: float) -> None:
+    def __init__(self, talk: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
-        self.rank, self.size = control.rank, control.size
+        self.rank, self.size = talk.rank, talk.size
         import cupy
 
         self._cuda = cupy.cuda
         self.clock: Clock = CudaClock(cupy)
-        self.compute, self.stream = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self.compute = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
         self._nccl: Any = None
         self._communicator: Any = None
         if self.size == 1:
@@ -34,10 +35,11 @@ class Nccl:
         try:
             from cupy.cuda import nccl
 
-            identity = nccl.get_unique_id() if self.rank == 0 else None
-        except (ImportError, AttributeError, RuntimeError) as error:  # AttributeError: CuPy's stand-in for a module that does not load
+            if not nccl.available:  # CuPy's stand-in for a module that does not load
+                raise ImportError("CuPy finds no libnccl.so.2")
+        except ImportError as error:
             raise EnvironmentFault("NCCL does not load", str(error), install_extra("ring")) from None
-        self._nccl, identity = nccl, control.gather(identity)[0]
+        self._nccl, identity = nccl, talk.gather(nccl.get_unique_id() if talk.rank == 0 else None)[0]
         try:
             with deadline(self.rank, timeout):
                 self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)

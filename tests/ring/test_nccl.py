@@ -25,8 +25,8 @@ class Recorder:
         class Stream:
             count = 0
 
-            def __init__(self, non_blocking: bool = False) -> None:
-                assert non_blocking  # the default stream would wait for the others
+            def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
+                assert non_blocking and (priority < 0) == (Stream.count == 1)  # the default stream would wait for the others
                 Stream.count += 1
                 self.ptr = Stream.count
 
@@ -63,7 +63,7 @@ class Recorder:
         for name in ("groupStart", "groupEnd"):
             setattr(nccl, name, lambda name=name: log.append((name,)))
         nccl.get_unique_id = lambda: "id"  # type: ignore[attr-defined]
-        nccl.NcclCommunicator, nccl.NCCL_UINT8 = Communicator, "bytes"  # type: ignore[attr-defined]
+        nccl.NcclCommunicator, nccl.NCCL_UINT8, nccl.available = Communicator, "bytes", True  # type: ignore[attr-defined]
         cuda = types.ModuleType("cupy.cuda")
         cuda.Stream, cuda.Event, cuda.nccl = Stream, Event, nccl  # type: ignore[attr-defined]
         made.cuda = cuda  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from harness import choose
 from harness.backends import Backend, pick
 from harness.check.oracle import Oracle, oracle_for
 from harness.problem import MODES, Problem
+from harness.ring import rank
 from harness.ring.partition import Partition
 from harness.ring.rank import Rank, run_together
 from harness.ring.transport import local
@@ -30,11 +32,11 @@ def ring(backend: Backend, compute: str, oracle: Oracle, ranks: int, kind: str |
     made = [Rank(backend, partition, contender, oracle.inputs, transport, overlap) for transport in local(backend, ranks)]
     found: dict[str, Any] = {}
     for pass_ in MODES["both"]:
-        run_together([getattr(rank, pass_) for rank in made])
-        for rank in made:
-            for name, part in rank.outputs(pass_).items():
+        run_together([getattr(each, pass_) for each in made])
+        for each in made:
+            for name, part in each.outputs(pass_).items():
                 whole = found.setdefault(name, np.zeros(problem.shape(name), part.dtype))
-                chunks = rank.keys if name in ("dK", "dV") else rank.queries
+                chunks = each.keys if name in ("dK", "dV") else each.queries
                 whole[:, :, [i for chunk in chunks for i in range(*chunk)]] = part
     return found
 
@@ -68,3 +70,26 @@ def test_the_same_bits_with_and_without_overlap(backend: Backend) -> None:
     first, second = (ring(backend, "fa2", oracle, 3, None, overlap) for overlap in (True, False))
     for name in first:
         assert first[name].tobytes() == second[name].tobytes(), name
+
+
+def test_the_error_does_not_grow_with_the_ranks(backend: Backend) -> None:
+    """Each step rounds its O, dQ, dK and dV to bfloat16 and is summed in float32: eight ranks lose at most twice what one does."""
+    oracle = oracle_for(Problem.of(1, 2, 192, 64, causal=True, dtype="bfloat16"), backend, "both")
+    errors = {}
+    for ranks in (1, 2, 8):
+        verdicts = oracle.judge(ring(backend, "mma_qreg_async", oracle, ranks, None), "p16", 64)
+        errors[ranks] = {name: verdict.max_abs for name, verdict in verdicts.items()}
+    for name, least in errors[1].items():
+        assert max(errors[2][name], errors[8][name]) <= 2 * least + 1e-6, (name, errors)
+
+
+def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge that forgets the weight of what was summed before."""
+    text = (rank.KERNELS / "ring" / "merge.cu").read_text()
+    spoiled = tmp_path / "merge.cu"
+    spoiled.write_text(text.replace("merged.kept * out_reg[i]", "out_reg[i]"))
+    assert spoiled.read_text() != text
+    monkeypatch.setattr(rank, "MERGE", spoiled)
+    oracle = oracle_for(Problem.of(1, 1, 64, 32), backend, "both")
+    verdicts = oracle.judge(ring(backend, "fa2", oracle, 2, None), "f32", 64)
+    assert not verdicts["O"].passed and verdicts["logsumexp"].passed
