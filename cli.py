@@ -244,14 +244,26 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @options.tile
 @options.deterministic
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
+@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv and ring_steps.csv there.")
 @options.printing
 @click.pass_context
-def ring(context: Context, /, compute: list[str], gpus: int | None, simulate: int | None, json: bool, **given: options.Value) -> int:
+def ring(
+    context: Context,
+    /,
+    compute: list[str],
+    gpus: int | None,
+    simulate: int | None,
+    output_dir: Path | None,
+    json: bool,
+    **given: options.Value,
+) -> int:
     """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
     problem = options.problem_of(given)
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
     spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
-    return harness.terminal.show_ring.ring(harness.ring.start.ring(spec, gpus, simulate), json, context.obj["verbosity"])
+    outcome = harness.ring.start.ring(spec, gpus, simulate)
+    files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []
+    return harness.terminal.show_ring.ring(outcome, files, json, context.obj["verbosity"])
 
 
 @main.command(

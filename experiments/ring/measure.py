@@ -1,6 +1,6 @@
 """Rings of GPUs beside torch's context_parallel, in one run: python -m torch.distributed.run --nproc-per-node 2 experiments/ring/measure.py
 
-B1 H16 D128 bfloat16, each length causal and not, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
+The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in the file --output. N is the launcher's.
 The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from harness import choose
+from harness import choose, sweep
 from harness.backends import Backend
 from harness.check.oracle import Oracle
 from harness.check.tensors import Bound
@@ -184,10 +184,8 @@ def torch_ring(log: Log, problem: Problem) -> None:
 def main() -> None:
     """Every length, ours first; torch afterwards, so that two communicators are never in flight together."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seq", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--only", nargs="+", metavar="TEST", help="some of the sweep's shapes")
     parser.add_argument("--compute", default="mma_qreg_async")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
     parser.add_argument("--no-torch", action="store_true")
@@ -199,7 +197,9 @@ def main() -> None:
     log = Log(talk.rank, given.output)
     backend = job.open_backend(given.device, where.local)
     transport = job.transport_of(backend, talk, TIMEOUT)
-    problems = [Problem.of(1, given.heads, seq, given.dim, dtype="bfloat16", causal=c) for seq in given.seq for c in (True, False)]
+    asked = sweep.load("ring")
+    shapes = asked.shapes if backend.name == "cuda" else asked.cpu_shapes
+    problems = [problem for test, problem in shapes if test in (given.only or [test])]
     sizes = probe.SIZES if backend.name == "cuda" else probe.SIZES[:3]
     with transport.scope():
         rates = talk.gather(probe.bandwidth(backend, transport, sizes, TIMEOUT))

@@ -8,6 +8,7 @@ from .. import doors
 
 if TYPE_CHECKING:
     from . import job as job
+    from . import record as record
     from . import start as start
 
 __getattr__ = doors(__name__)

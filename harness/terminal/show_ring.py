@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..check import budget
 from ..problem import MODES, PASSES
-from .printing import QUIET, document, line, note, table
+from .printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
     from ..ring.job import Outcome
 
 
-def ring(outcome: Outcome | None, as_json: bool, verbosity: int) -> int:
+def ring(outcome: Outcome | None, files: Sequence[Path], as_json: bool, verbosity: int) -> int:
     """Errors of each tensor, times of each step, the ring beside one device. Returns the exit code."""
     if outcome is None:
         return 0
@@ -28,6 +30,8 @@ def ring(outcome: Outcome | None, as_json: bool, verbosity: int) -> int:
     for verdict in outcome.verdicts.values():
         if not verdict.passed:
             line(" ", budget.message(verdict))
+    for path in files:
+        print(f"written  {near(path)}")
     for text in _notes(outcome):
         note(text)
     return code

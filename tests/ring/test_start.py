@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -144,6 +145,23 @@ def test_a_simulation_says_that_it_is_one(fa_cli: Callable[..., Result]) -> None
     assert found["steps"][0]["communication_ms"] == pytest.approx(2 * 32 * 32 * 4 / 1e6 * 1e3)
     assert found["time_ms"]["forward"] >= found["steps"][0]["communication_ms"]
     assert "simulated" in done.stderr or "simulated" in fa_cli("ring", "--simulate", 2, "--seq", 64, "--dim", 32).output
+
+
+def test_rows_of_rings(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
+    """A row a pass and a row a step, added to what is there; a table of another version is left alone."""
+    for ranks in (1, 2):
+        done = fa_cli("ring", "--simulate", ranks, "--seq", 64, "--dim", 32, "--mode", "both", "--output-dir", "out")
+        assert done.exit_code == 0 and "out/ring.csv" in done.output
+    rows, steps = (list(csv.DictReader((tmp_path / "out" / name).read_text().splitlines())) for name in ("ring.csv", "ring_steps.csv"))
+    assert [(row["ranks"], row["pass"], row["status"]) for row in rows] == [
+        (ranks, pass_, "PASS") for ranks in "12" for pass_ in ("forward", "backward")
+    ]
+    assert [row["bytes_sent"] for row in rows] == ["0", "0", "8192", str(8192 + 2 * 8192)]  # keys once; the sums of gradients twice
+    assert all(0 < float(row["ms"]) < 1e4 and float(row["max_error"]) < 1e-4 for row in rows)
+    assert len(steps) == 2 * 1 + 2 * 2 and json.loads((tmp_path / "out" / "env.json").read_text())["ranks"] == 2
+    (tmp_path / "out" / "ring.csv").write_text("another\n")
+    assert fa_cli("ring", "--simulate", 1, "--seq", 64, "--dim", 32, "--output-dir", "out").exit_code == 3
+    assert (tmp_path / "out" / "ring.csv").read_text() == "another\n"
 
 
 PLACES = [
