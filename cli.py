@@ -228,6 +228,45 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 
 
 @main.command(
+    epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
+    + options.examples(
+        "fa-cli ring --seq 2048 --dim 64 --gpus 4",
+        "fa-cli ring --gpus 3 --device cpu --seq 256 --causal --mode both",
+        "mpiexec -n 2 fa-cli ring --compute mma_qreg_async --heads 16 --seq 32768 --dim 128 --dtype bfloat16 --causal",
+    )
+)
+@options.compute
+@options.ring_mode
+@options.ring
+@options.ring_shape
+@options.mask
+@options.device
+@options.tile
+@options.deterministic
+@click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
+@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv and ring_steps.csv there.")
+@options.printing
+@click.pass_context
+def ring(
+    context: Context,
+    /,
+    compute: list[str],
+    gpus: int | None,
+    simulate: int | None,
+    output_dir: Path | None,
+    json: bool,
+    **given: options.Value,
+) -> int:
+    """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
+    problem = options.problem_of(given)
+    given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
+    spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
+    outcome = harness.ring.start.ring(spec, gpus, simulate)
+    files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []
+    return harness.terminal.show_ring.ring(outcome, files, json, context.obj["verbosity"])
+
+
+@main.command(
     epilog=f"{options.VERDICTS}\n\n"
     + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
 )
@@ -265,12 +304,16 @@ def list_(context: Context, json: bool) -> int:
     return harness.terminal.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json"))
+@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
+@click.option("--ring", is_flag=True, help="Try a ring instead: ranks, a sum, bytes once round, bandwidth. Also under mpiexec.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="With --ring: start N ranks here.  [default: 2]")
+@options.device
 @options.printing
 @click.pass_context
-def doctor(context: Context, json: bool) -> int:
+def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    return harness.terminal.show.doctor(harness.doctor.doctor(), json, context.obj["verbosity"])
+    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor()
+    return 0 if checks is None else harness.terminal.show.doctor(checks, json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

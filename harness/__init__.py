@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what the command line opens
     from . import kernel as kernel
     from . import profile as profile
     from . import report as report
+    from . import ring as ring
     from . import run as run
     from . import sweep as sweep
     from . import terminal as terminal

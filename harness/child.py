@@ -156,6 +156,31 @@ def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str
         yield Command([sys.executable, "-P", str(folder / "start.py")], {**os.environ, **(environment or {})}, label, folder, held.close)
 
 
+def side_by_side(commands: Sequence[Command[T]], grace: float = GRACE_SECONDS) -> list[int | None]:
+    """Run commands at the same time, each to its end: their exit codes. Where one fails the others have `grace` seconds more and are
+    then ended, which is None. What they print goes to stderr. At Ctrl-C, and however it ends, none is left."""
+    started = [subprocess.Popen(each.argv, env=each.environment, stdin=subprocess.DEVNULL, stdout=2) for each in commands]
+    until: float | None = None
+    try:
+        while any(process.poll() is None for process in started) and (until is None or time.monotonic() < until):
+            if until is None and any(process.returncode for process in started):
+                until = time.monotonic() + grace
+            time.sleep(0.01)
+        codes = [process.returncode for process in started]
+    finally:
+        for each, process in zip(commands, started, strict=True):
+            if process.poll() is None:
+                each.let_go()
+        for process in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()  # nothing, where it has ended
+            process.wait()
+    if 130 in codes or -signal.SIGINT in codes:
+        raise KeyboardInterrupt
+    return codes
+
+
 def signal_name(code: int) -> str:
     """The name of the signal behind a negative exit code: -11 is SIGSEGV."""
     try:

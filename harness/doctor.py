@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
 from .fault import Fault, install_extra
+from .ring import probe
+from .ring.start import on_ranks
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -62,6 +65,32 @@ def doctor() -> list[Check]:
         _disk(),
         _memory(),
     ]
+
+
+def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -> list[Check] | None:
+    """What a ring relies on, tried by its ranks: a vector sum put together on the first rank, bytes passed all the way round, and the
+    bandwidth of a message size. None on the other ranks of a launcher. Raises as ring.start.on_ranks."""
+    found = on_ranks(partial(probe.probe, device, timeout), device, gpus)
+    if found is None:
+        return None
+    where = "; ".join(f"{rank}: {host} {name}" for rank, (host, name) in enumerate(found.ranks))
+    checks = [
+        Check("ranks", OK, f"{len(found.ranks)} by {found.engine}: {where}"),
+        Check(
+            "vector sum",
+            OK if found.vector else FAIL,
+            "each rank a part" if found.vector else "the sum is wrong",
+            "" if found.vector else "fa-cli verify",
+        ),
+        Check(
+            "once round", OK if found.round else FAIL, "the bytes of every rank came to every rank" if found.round else "bytes were changed"
+        ),
+    ]
+    if found.peers:
+        checks.append(
+            Check("peer access", OK if all(found.peers) else WARN, "between " + ("all" if all(found.peers) else "not all") + " GPUs")
+        )
+    return checks + [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in found.bandwidth]
 
 
 # -- what kernels run on ----------------------------------------------------------------------------------------------

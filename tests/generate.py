@@ -164,8 +164,8 @@ def clangd() -> str:
     text += flags(r".*\.cuh?", EDITOR_FLAGS) + flags(r".*\.cuh", WORD_MACROS) + flags(r"kernels_cu/host/.*pp", ("-xc++", "-std=c++20"))
     text += "---\nIf:  # inline PTX\n  PathMatch: kernels_cu/include/fa/.*\n"
     text += "Diagnostics:\n  Suppress: ['*']\n"
-    for kernel in catalogue():
-        text += flags(f"kernels_cu/{re.escape(kernel.path.name)}", kernel_macros(kernel))
+    for kernel in (*catalogue(), *(Kernel.read(path) for path in sorted((ROOT / "kernels_cu" / "ring").glob("*.cu")))):
+        text += flags(re.escape(kernel.path.relative_to(ROOT).as_posix()), kernel_macros(kernel))
     return text
 
 

@@ -179,6 +179,13 @@ def problem_of(given: dict[str, Value]) -> Problem:
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.get("causal", False), scale=given.get("scale"))
 
 
+def only(computes: list[str]) -> str:
+    """The one compute of a verb that takes no more. Raises UsageFault for several."""
+    if len(computes) > 1:
+        raise UsageFault(f"{len(computes)} kernels", "this verb runs one of them", f"use --compute {computes[0]}")
+    return computes[0]
+
+
 def without_mask(given: dict[str, Value]) -> dict[str, Value]:
     """What is left of the options once the problem is made of them."""
     return {name: value for name, value in given.items() if name not in ("causal", "scale")}
@@ -202,15 +209,36 @@ printing = options(
     click.option("-q", "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=_verbosity, help="Only the verdict."),
     click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_verbosity, help="More; -vv adds tracebacks."),
 )
-shape = options(
-    click.option("--batch", "--batch-size", "batch", type=int, default=2, show_default=True),
-    click.option("--heads", "--num-heads", "heads", type=int, default=8, show_default=True, help="Query heads."),
-    click.option("--seq", "--seq-len", "seq", type=int, default=512, show_default=True, help="Queries a head."),
-    click.option("--dim", "--head-dim", "dim", type=int, default=64, show_default=True, help="Head dimension."),
-    click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
-    click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
-    click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
-    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
+
+
+def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
+    return options(
+        click.option("--batch", "--batch-size", "batch", type=int, default=batch, show_default=True),
+        click.option("--heads", "--num-heads", "heads", type=int, default=heads, show_default=True, help="Query heads."),
+        click.option("--seq", "--seq-len", "seq", type=int, default=seq, show_default=True, help="Queries a head."),
+        click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
+        click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
+        click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
+        click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
+    )
+
+
+shape = _shape(2, 8, 512, 64)
+ring_shape = _shape(1, 1, 1024, 64)
+ring = options(
+    click.option(
+        "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, a process each.  [default: 2, or the launcher's]"
+    ),
+    click.option("--partition", type=click.Choice(["contiguous", "zigzag"]), help="[default: zigzag where causal]"),
+    click.option(
+        "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."
+    ),
+    click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys beside the launches, or after them."),
+    click.option("--simulate", type=click.IntRange(1), metavar="N", help="N ranks take turns on one device; times are predicted."),
+    click.option(
+        "--bandwidth", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."
+    ),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -239,6 +267,14 @@ mode = click.option(
     callback=parse_mode,
     metavar="forward|backward|both",
     help="backward alone reads O and logsumexp from the folder.",
+)
+ring_mode = click.option(
+    "--mode",
+    default="forward",
+    show_default=True,
+    callback=parse_mode,
+    metavar="forward|backward|both",
+    help="backward alone runs the forward pass before it, not timed.",
 )
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(

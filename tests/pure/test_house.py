@@ -35,7 +35,8 @@ def test_imports_have_no_circle() -> None:
 @pytest.mark.parametrize(
     ("package", "home"),
     [
-        ("cupy", {"harness/backends/cuda.py"}),
+        ("cupy", {"harness/backends/cuda.py", "harness/ring/nccl.py", "harness/ring/probe.py"}),
+        ("mpi4py", {"harness/ring/mpi.py"}),
         (
             "subprocess",
             {
@@ -45,6 +46,7 @@ def test_imports_have_no_circle() -> None:
                 "harness/environment.py",
                 "harness/doctor.py",
                 "harness/profile/nsight.py",
+                "harness/ring/start.py",
             },
         ),
         ("pandas", {"harness/report/compose.py"}),
@@ -65,7 +67,7 @@ def test_imports_have_no_circle() -> None:
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:
-    """Only cuda.py imports CuPy, only host.py starts a compiler, pandas is report.py's, matplotlib the figures'."""
+    """Only cuda.py imports CuPy (and nccl.py its NCCL), only host.py starts a compiler, pandas is report.py's, matplotlib the figures'."""
     users = {path.relative_to(ROOT).as_posix() for path in SOURCES if package in imports(path)}
     assert users <= home
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"
@@ -108,7 +110,7 @@ def test_rooms_stay_small() -> None:
 
 def test_kernels_speak_words_only() -> None:
     """The tree's kernels include only <fa/...> and hold no inline PTX and no backend #ifdef."""
-    for path in ROOT.glob("kernels_cu/*.cu"):
+    for path in (*ROOT.glob("kernels_cu/*.cu"), *ROOT.glob("kernels_cu/ring/*.cu")):
         code = re.sub(r"//.*", "", path.read_text())
         assert set(re.findall(r"#\s*include\s*(\S)(\w+)", code)) <= {("<", "fa")}, path.name
         assert not re.search(r"\basm\b|__CUDA_ARCH__|__CUDACC|FA_HOST", code), path.name
@@ -175,6 +177,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
     for pattern in (
         "kernels_cu/*.cu",
         "kernels_cu/*.md",
+        "kernels_cu/ring/*.cu",
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.[chS]*",
         "experiments/*/sweep.toml",

@@ -17,24 +17,25 @@ PATH, BOX, LINE, SOFT = "#c8500a", "#f3f3f1", "#8a8a8a", "#5f5f5f"
 #: Floor from the top, left and right edge, and what is in the room.
 PLACES: dict[str, Place] = {
     "terminal": (0, 0.0, 10.0, "options, printing, show, progress, watch; cli.py above it parses"),
-    "verbs": (1, 4.5, 10.0, "run, experiment, verify, tune, compile, compare, doctor; sweep, results"),
-    "torch_op": (1, 2.3, 4.3, "PyTorch operator"),
-    "profile": (2, 0.0, 2.1, "ncu, nsys"),
-    "choose": (2, 2.3, 6.0, "--compute -> Contender"),
+    "verbs": (1, 2.3, 10.0, "run, experiment, verify, tune, compile, compare, doctor; sweep, results"),
+    "ring": (2, 2.3, 4.3, "ranks, NCCL, MPI"),
+    "torch_op": (2, 4.5, 6.0, "in PyTorch"),
+    "profile": (3, 0.0, 2.1, "ncu, nsys"),
+    "choose": (3, 2.3, 6.0, "--compute -> Contender"),
     "report": (2, 6.9, 10.0, "figures, tables, summary"),
-    "check": (3, 0.0, 6.0, "float64 reference, error budget, checked tensors"),
-    "peers": (4, 3.3, 6.0, "others' attention"),
-    "measure": (4, 0.0, 2.9, "times in turns, ceilings"),
-    "backends": (5, 0.0, 2.9, "GPU, CPU engine, NVRTC"),
-    "dataset": (6, 1.9, 4.1, "inputs, storage"),
-    "child": (6, 0.0, 1.7, "a process"),
-    "kernel": (6, 4.3, 6.2, "header, plan"),
-    "row": (6, 6.4, 8.0, "results.csv"),
-    "environment": (6, 8.2, 10.0, "env.json"),
-    "problem": (7.2, 1.9, 4.9, "shapes, mask, FLOPs, bytes"),
-    "files": (7.2, 5.2, 9.4, "atomic writes, exact reads"),
-    "fault": (8.2, 1.9, 6.1, "what, why, hint, exit code"),
-    "array": (8.2, 6.5, 9.4, "types of tensors"),
+    "check": (4, 0.0, 6.0, "float64 reference, error budget, checked tensors"),
+    "peers": (5, 3.3, 6.0, "others' attention"),
+    "measure": (5, 0.0, 2.9, "times in turns, ceilings"),
+    "backends": (6, 0.0, 2.9, "GPU, CPU engine, NVRTC"),
+    "dataset": (7, 1.9, 4.1, "inputs, storage"),
+    "child": (7, 0.0, 1.7, "a process"),
+    "kernel": (7, 4.3, 6.2, "header, plan"),
+    "row": (7, 6.4, 8.0, "results.csv"),
+    "environment": (7, 8.2, 10.0, "env.json"),
+    "problem": (8.2, 1.9, 4.9, "shapes, mask, FLOPs, bytes"),
+    "files": (8.2, 5.2, 9.4, "atomic writes, exact reads"),
+    "fault": (9.2, 1.9, 6.1, "what, why, hint, exit code"),
+    "array": (9.2, 6.5, 9.4, "types of tensors"),
 }
 
 #: The path of a .cu file: the room, the function, what it does and makes.
@@ -84,7 +85,7 @@ def draw() -> None:
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 8.5})
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 10.9), height_ratios=(6.2, 5.4), layout="constrained")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 11.5), height_ratios=(6.8, 5.4), layout="constrained")
     _rooms(above)
     _path(below)
     for axis in (above, below):
@@ -96,7 +97,7 @@ def draw() -> None:
 def _rooms(axis: Any) -> None:
     """The upper half: a box for each room, and the arrows that no chain of others implies."""
     high, gap = 0.62, 1.0
-    axis.set(xlim=(-0.05, 10.05), ylim=(8.2 * gap + high + 0.08, -0.5))
+    axis.set(xlim=(-0.05, 10.05), ylim=(9.2 * gap + high + 0.08, -0.5))
     axis.set_title("The rooms of harness: an arrow is an import, and runs only down", loc="left", fontsize=10.5, fontweight="bold")
     axis.text(0, -0.22, "What a chain of arrows implies is left out, so most rooms import more than is drawn", color=SOFT, va="center")
     axis.text(10, -0.22, "numbers: the path in the lower half", color=PATH, va="center", ha="right")

@@ -13,6 +13,7 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 ROOMS = (
     "terminal",
     "verbs",
+    "ring",
     "torch_op",
     "choose",
     "profile",

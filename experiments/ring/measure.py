@@ -1,0 +1,223 @@
+"""Rings of GPUs beside torch's context_parallel, in one run: python -m torch.distributed.run --nproc-per-node 2 experiments/ring/measure.py
+
+The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
+torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in the file --output. N is the launcher's.
+The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from harness import choose, sweep
+from harness.backends import Backend
+from harness.check.oracle import Oracle
+from harness.check.tensors import Bound
+from harness.dataset import generate
+from harness.measure import sampling
+from harness.problem import PASSES, Problem
+from harness.ring import job, place, probe, timing
+from harness.ring.partition import Partition
+from harness.ring.rank import Rank, kernels_of, refuse
+from harness.ring.transport import Control, Transport
+
+TIMEOUT, RUNS = 120.0, 7
+
+
+class Log:
+    """Lines of the first rank."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.rank, self.path, self.began = rank, path, time.monotonic()
+
+    def __call__(self, **line: Any) -> None:
+        """Print a line, and keep it."""
+        if self.rank == 0:
+            text = json.dumps({**line, "at_s": round(time.monotonic() - self.began, 1)})
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+            with self.path.open("a") as file:
+                file.write(text + "\n")
+
+
+def rate(problem: Problem, pass_: str, seconds: float, ranks: int) -> dict[str, float]:
+    """Milliseconds and TFLOP/s of each GPU."""
+    return {"ms": seconds * 1e3, "tflops_gpu": problem.flops(pass_) / 1e12 / seconds / ranks}
+
+
+def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each pass of the same kernel on one GPU; the backward pass reads its own O and logsumexp."""
+    given, found = dict(inputs), {}
+    for pass_ in PASSES:
+        bound = Bound(backend, backend.load(contender.kernels[pass_], problem, contender.tiles), problem, given)
+        given |= bound.run()
+        bound.free_copies()
+        found[pass_] = sampling.measure({"": bound}, backend, "warm", sampling.POLICY[backend.name])[""].median_ms * 1e-3
+    return found
+
+
+def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, compute: str, judged: int) -> None:
+    """The ring on one problem, with and without overlap, judged, and one GPU beside it."""
+    contender = choose.contender(compute, PASSES)
+    partition = Partition.of(problem, talk.size)
+    refuse(partition, contender, PASSES, backend)
+    if talk.rank == 0:
+        for kernel, part, tiles in kernels_of(partition, contender, PASSES):
+            backend.load(kernel, part, tiles)
+    inputs = generate.inputs(problem, 42, generate.INPUTS)
+    talk.gather(None, 5)
+    medians: dict[str, float] = {}
+    spec = job.Spec(compute, "both" if problem.seq_kv <= judged else "forward", problem)
+    with transport.scope():
+        rank = Rank(backend, partition, contender, inputs, transport)
+        for overlap in (True, False):
+            rank.overlap = overlap
+            for pass_ in PASSES:
+                timing.run_pass([rank], pass_, 2, TIMEOUT)
+                talk.gather(None)
+                samples = timing.run_pass([rank], pass_, RUNS, TIMEOUT)
+                digest = job._digest(rank.outputs(pass_))[:12]
+                about = talk.gather((samples[0][1:], digest))
+                found = timing.together(pass_, [each[0] for each in about])
+                if overlap:
+                    medians[pass_] = found.median
+                steps = [(round(s.compute_ms, 3), round(s.communication_ms, 3), s.bytes) for s in found.steps]
+                words = {"what": "ring", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_, "overlap": overlap}
+                spread = [min(found.seconds) * 1e3, max(found.seconds) * 1e3]
+                log(
+                    **words,
+                    **rate(problem, pass_, found.median, talk.size),
+                    range_ms=spread,
+                    hidden=found.hidden,
+                    steps=steps,
+                    digests=[each[1] for each in about],
+                    gb=rank.device_bytes / 1e9,
+                )
+            if overlap:
+                outputs = job._gathered([rank], spec, partition, talk)
+    del rank
+    alone = single(backend, contender, problem, inputs) if talk.rank == 0 else {}
+    for pass_, seconds in alone.items():
+        share = seconds / medians[pass_] / talk.size
+        log(
+            what="one GPU",
+            seq=problem.seq_q,
+            causal=problem.causal,
+            **{"pass": pass_},
+            **rate(problem, pass_, seconds, 1),
+            efficiency=share,
+        )
+    if alone:
+        both = (sum(alone.values()), sum(medians.values()))
+        words = {"what": "both", "seq": problem.seq_q, "causal": problem.causal, "efficiency": both[0] / both[1] / talk.size}
+        log(**words, **rate(problem, "both", both[1], talk.size))
+        used = inputs if spec.mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
+        oracle = Oracle(problem, used, None, backend.xp)
+        verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
+        log(
+            what="verdict",
+            seq=problem.seq_q,
+            causal=problem.causal,
+            share=oracle.reference.share,
+            **{v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()},
+        )
+    if backend.name == "cuda":
+        backend.xp.get_default_memory_pool().free_all_blocks()
+    talk.gather(None, 10)
+
+
+def torch_ring(log: Log, problem: Problem) -> None:
+    """torch's context_parallel with cuDNN: its default, one all-gather of K and V; head-tail balance where causal."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh, ranks = init_device_mesh("cuda", (dist.get_world_size(),)), dist.get_world_size()
+    _cp_options.enable_load_balance = problem.causal
+    shape = problem.shape("Q")
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+    def timed(work: Any) -> float:
+        seconds = []
+        for _ in range(RUNS + 2):
+            dist.barrier()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            work()
+            marks[1].record()
+            marks[1].synchronize()
+            slowest = torch.tensor([marks[0].elapsed_time(marks[1]) * 1e-3], device="cuda")
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds.append(float(slowest))
+        return statistics.median(seconds[2:])
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 4):
+        q, k, v, d_out = (each.detach().clone() for each in tensors)
+        with torch.no_grad():
+            forward = timed(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal))
+        for each in (q, k, v):
+            each.requires_grad_()
+
+        def both() -> None:
+            for each in (q, k, v):
+                each.grad = None
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal).backward(d_out)
+
+        whole = timed(both)
+    for pass_, seconds in (("forward", forward), ("both", whole)):
+        words = {"what": "context_parallel", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_}
+        log(**words, **rate(problem, pass_, seconds, ranks))
+
+
+def main() -> None:
+    """Every length, ours first; torch afterwards, so that two communicators are never in flight together."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="+", metavar="TEST", help="some of the sweep's shapes")
+    parser.add_argument("--compute", default="mma_qreg_async")
+    parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
+    parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "ring.jsonl")
+    given = parser.parse_args()
+    where = place.found()
+    assert where, "start it with torch.distributed.run or mpiexec"
+    talk = place.control(where, TIMEOUT)
+    log = Log(talk.rank, given.output)
+    backend = job.open_backend(given.device, where.local)
+    transport = job.transport_of(backend, talk, TIMEOUT)
+    asked = sweep.load("ring")
+    shapes = asked.shapes if backend.name == "cuda" else asked.cpu_shapes
+    problems = [problem for test, problem in shapes if test in (given.only or [test])]
+    sizes = probe.SIZES if backend.name == "cuda" else probe.SIZES[:3]
+    with transport.scope():
+        rates = talk.gather(probe.bandwidth(backend, transport, sizes, TIMEOUT))
+    log(what="bandwidth", gbps={f"{size >> 10} KiB": round(min(r) / 1e9, 2) for size, *r in zip(sizes, *rates, strict=True)})
+    for problem in problems:
+        ring(log, talk, transport, backend, problem, given.compute, given.judge_backward)
+    transport.close()
+    if given.no_torch:
+        return
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(where.local)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", where.local))
+    for problem in problems:
+        torch_ring(log, problem)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

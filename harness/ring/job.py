@@ -1,0 +1,268 @@
+"""What one rank does from its inputs to the verdict, and what the first rank knows at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import choose
+from ..backends import Backend, nvidia_driver, pick
+from ..check import budget
+from ..check.contender import Contender
+from ..check.oracle import Oracle
+from ..dataset import generate
+from ..dataset.folder import check_size
+from ..dataset.storage import widen
+from ..fault import EnvironmentFault, Fault
+from ..measure import sampling
+from ..problem import MODES, PASSES, WRITES, Problem
+from . import timing
+from .partition import Partition
+from .place import Place, control
+from .rank import Rank, kernels_of, refuse
+from .transport import Alone, Control, Transport, local
+
+#: Patience, in timeouts, for the rank that compiles for all, and for one that sends its outputs to the first.
+_COMPILING = _SENDING = 5
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a ring is asked for: the same on every rank."""
+
+    compute: str
+    mode: str
+    problem: Problem
+    seed: int = 42
+    device: str = "auto"
+    partition: str | None = None
+    overlap: bool = True
+    timeout: float = 60.0
+    deterministic: bool = False
+    tiles: Mapping[str, int] | None = None
+    tolerance: float | None = None
+    bandwidth: float = 300e9  # of a simulated link, bytes a second each way
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a ring did. Times are the slowest rank's. single: the same kernel on one device, seconds and the greatest difference of
+    each tensor. simulated: the ranks took turns on one device, and the times are predicted."""
+
+    spec: Spec
+    compute: str
+    device: str
+    device_name: str
+    ranks: int
+    partition: str
+    verdicts: Mapping[str, budget.Verdict]
+    times: Mapping[str, timing.PassTime]
+    single: Mapping[str, float]
+    differences: Mapping[str, float]
+    device_bytes: int  # of the rank that has most
+    repeated: bool  # whether the last run had the bits of the first
+    share: float
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor is within its budget."""
+        return all(verdict.passed for verdict in self.verdicts.values())
+
+    @property
+    def seconds(self) -> dict[str, float | None]:
+        """Median seconds of each pass; a ring whose check failed has no speed."""
+        return {name: self.times[name].median if self.passed and name in self.times else None for name in PASSES}
+
+    @property
+    def efficiency(self) -> dict[str, float | None]:
+        """Of each pass: the single device's time over the ring's, by the number of ranks."""
+        found = self.seconds
+        return {name: self.single[name] / s / self.ranks if (s := found[name]) and name in self.single else None for name in PASSES}
+
+
+def work(spec: Spec, place: Place) -> Outcome | None:
+    """This process's part of a ring, one rank; the outcome on the first rank, None on the others.
+
+    Raises as kernels and transports do, on the rank it concerns; Stuck where a neighbour does not answer. A rank that raises leaves
+    its control open: at its exit MPI then ends the others.
+    """
+    talk = control(place, spec.timeout)
+    if talk.size > 1:
+        os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU backend
+    backend = open_backend(spec.device, place.local)
+    notes, contender, partition = _ready(spec, backend, talk)
+    transport = transport_of(backend, talk, spec.timeout)
+    try:
+        with transport.scope():
+            inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
+            rank = Rank(backend, partition, contender, inputs, transport, spec.overlap)
+            samples, repeated = _run([rank], spec, talk)
+            outputs = _gathered([rank], spec, partition, talk)
+        about = talk.gather((samples, repeated, rank.device_bytes))
+        transport.close()
+    except BaseException:
+        transport.close(failed=True)
+        raise
+    outcome = None
+    if talk.rank == 0:
+        del rank
+        times = {name: timing.together(name, [each[0][name][0] for each in about]) for name in MODES[spec.mode]}
+        found = _judged(spec, backend, contender, partition, inputs, outputs)
+        outcome = replace(
+            found, times=times, repeated=all(each[1] for each in about), device_bytes=max(each[2] for each in about), notes=tuple(notes)
+        )
+    talk.close()
+    return outcome
+
+
+def simulate(spec: Spec, count: int) -> Outcome:
+    """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
+    spec.bandwidth."""
+    backend, talk = open_backend(spec.device, 0), Alone()
+    notes, contender, partition = _ready(spec, backend, talk, count)
+    inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
+    ranks = [Rank(backend, partition, contender, inputs, each, spec.overlap) for each in local(backend, count)]
+    samples, repeated = _run(ranks, spec, talk)
+    outputs = _gathered(ranks, spec, partition, talk)
+    most = max(rank.device_bytes for rank in ranks)
+    del ranks
+    times = {name: timing.predicted(samples[name], spec.overlap, spec.bandwidth) for name in MODES[spec.mode]}
+    times = {name: replace(t, steps=tuple(replace(step, pass_=name) for step in t.steps)) for name, t in times.items()}
+    found = _judged(spec, backend, contender, partition, inputs, outputs)
+    return replace(found, times=times, repeated=repeated, device_bytes=most, simulated=True, notes=tuple(notes))
+
+
+def open_backend(device: str, local_rank: int) -> Backend:
+    """The device of a rank: the GPU with its number on this machine, unless --device names one, or its launcher shows it one only."""
+    gpu = device == "cuda" or (device == "auto" and nvidia_driver())
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return pick(f"cuda:{local_rank}") if gpu and (not shown or "," in shown) else pick(device)
+
+
+def transport_of(backend: Backend, talk: Control, timeout: float) -> Transport:
+    """NCCL between GPUs, MPI between CPUs. Raises EnvironmentFault where ranks on CPUs were not started by mpiexec."""
+    if backend.name == "cuda":
+        from .nccl import Nccl
+
+        return Nccl(talk, timeout)
+    if talk.size == 1:
+        return local(backend, 1)[0]
+    from .mpi import Mpi
+
+    if isinstance(talk, Mpi):
+        return talk
+    raise EnvironmentFault("ranks on CPUs talk over MPI", "this launcher has none", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu")
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _names(spec: Spec) -> tuple[str, ...]:
+    return ("Q", "K", "V") if spec.mode == "forward" else generate.INPUTS
+
+
+def _passes(spec: Spec) -> tuple[str, ...]:
+    """A backward pass reads the ring's own O and logsumexp, so a forward pass comes before it."""
+    return ("forward",) if spec.mode == "forward" else PASSES
+
+
+def _ready(spec: Spec, backend: Backend, talk: Control, ranks: int | None = None) -> tuple[list[str], Contender, Partition]:
+    """Everything that can be refused is refused here, on every rank alike; then one rank compiles, and the others find it done."""
+    check_size(spec.problem)
+    partition = Partition.of(spec.problem, ranks or talk.size, spec.partition)
+    passes = _passes(spec)
+    contenders, notes = choose.choose(
+        [spec.compute], passes, (spec.problem,), backend.device(), deterministic=spec.deterministic, tiles=spec.tiles
+    )
+    contender = contenders[0]
+    refuse(partition, contender, passes, backend)
+    if talk.rank == 0:
+        for kernel, problem, tiles in kernels_of(partition, contender, passes):
+            backend.load(kernel, problem, tiles)
+    talk.gather(None, _COMPILING)
+    return notes, contender, partition
+
+
+def _run(ranks: Sequence[Rank], spec: Spec, talk: Control) -> tuple[dict[str, list[list[timing.Sample]]], bool]:
+    """Samples of each pass of the mode, for each rank of this process, and whether the last run had the bits of the first."""
+    samples, repeated = {}, True
+    for pass_ in _passes(spec):
+        talk.gather(None)
+        timing.run_pass(ranks, pass_, 1, spec.timeout)
+        first = [_digest(rank.outputs(pass_)) for rank in ranks]
+        if pass_ not in MODES[spec.mode]:
+            continue
+        talk.gather(None)
+        once = timing.run_pass(ranks, pass_, 1, spec.timeout)
+        slowest = max(talk.gather(max(mine[0].seconds for mine in once)))
+        least, most = (5, 20) if ranks[0].backend.name == "cuda" else (2, 2)
+        samples[pass_] = timing.run_pass(ranks, pass_, max(least, min(most, round(1.0 / max(slowest, 1e-6)))), spec.timeout)
+        repeated = repeated and first == [_digest(rank.outputs(pass_)) for rank in ranks]
+    return samples, repeated
+
+
+def _digest(outputs: Mapping[str, Any]) -> str:
+    made = hashlib.sha256()
+    for array in outputs.values():
+        made.update(array.tobytes())
+    return made.hexdigest()
+
+
+def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Control) -> dict[str, Any]:
+    """The outputs of all ranks put together, on the first rank; elsewhere nothing."""
+    whole: dict[str, Any] = {}
+    for pass_ in MODES[spec.mode]:
+        mine = [rank.outputs(pass_) for rank in ranks]
+        for name in WRITES[pass_]:
+            parts = talk.gather([each[name] for each in mine], _SENDING) if talk.size > 1 else [[each[name]] for each in mine]
+            if talk.rank:
+                continue
+            whole[name] = np.empty(spec.problem.shape(name), parts[0][0].dtype)
+            for rank, (part,) in enumerate(parts):
+                first = 0
+                for start, stop in (partition.keys if name in ("dK", "dV") else partition.queries)[rank]:
+                    whole[name][:, :, start:stop] = part[:, :, first : first + stop - start]
+                    first += stop - start
+    return whole
+
+
+def _judged(
+    spec: Spec, backend: Backend, contender: Contender, partition: Partition, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> Outcome:
+    """The verdicts on the whole problem, and the same kernel on one device beside it."""
+    oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp)
+    kernel = next(iter(contender.kernels.values()))
+    verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)
+    single: dict[str, float] = {}
+    differences: dict[str, float] = {}
+    given: Mapping[str, Any] | None = None
+    for pass_ in _passes(spec):
+        try:
+            result = contender.run(backend, oracle, pass_, given)
+        except Fault:  # the whole problem does not fit one device: that is what rings are for
+            break
+        given = result.outputs
+        if pass_ not in MODES[spec.mode]:
+            continue
+        if backend.name == "cpu":
+            single[pass_] = result.timed.enqueue()()
+        else:
+            single[pass_] = sampling.measure({"": result.timed}, backend, "warm", sampling.POLICY["cuda"])[""].median_ms * 1e-3
+        differences |= {name: _difference(spec.problem, name, outputs[name], array) for name, array in result.outputs.items()}
+    device = backend.device()
+    names = (contender.name, backend.name, device.name, partition.ranks, partition.kind)
+    return Outcome(spec, *names, verdicts, {}, single, differences, 0, True, oracle.reference.share)
+
+
+def _difference(problem: Problem, name: str, ours: Any, theirs: Any) -> float:
+    """The greatest |difference| of two outputs where both are finite."""
+    a, b = (widen(np, each, problem.tensor_dtype(name), "float32") for each in (ours, theirs))
+    both = np.isfinite(a) & np.isfinite(b)
+    return float(np.abs(np.where(both, a, 0) - np.where(both, b, 0)).max())

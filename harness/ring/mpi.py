@@ -1,0 +1,110 @@
+"""MPI through mpi4py: the ranks' small values, and on a CPU their tensors.
+
+MPI is finalised only where the rank has come to its end. A rank that fails aborts, and its launcher ends the others: MPI_Finalize
+would wait for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from ..fault import EnvironmentFault, install_extra
+from .transport import Arrival, Clock, HostClock, Stuck
+
+#: Exit code of a rank that aborts: the environment's.
+_ABORTED = EnvironmentFault.exit_code
+
+
+def world() -> Any:
+    """mpi4py's MPI module, initialised. Raises EnvironmentFault where there is none."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
+        raise EnvironmentFault("mpi4py does not load", str(error), install_extra("ring")) from None
+    return MPI
+
+
+class Mpi:
+    """COMM_WORLD as control and, with host memory, as transport."""
+
+    def __init__(self, timeout: float) -> None:
+        faulthandler.dump_traceback_later(
+            timeout, exit=True
+        )  # MPI_Init waits for all ranks and holds Python's lock: no thread of ours runs
+        self.mpi = world()
+        faulthandler.cancel_dump_traceback_later()
+        self.comm = self.mpi.COMM_WORLD
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.timeout = timeout
+        self.clock: Clock = HostClock()
+        self._closed = False
+        atexit.register(self._abort)
+
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """Every rank's value. Where the others do not come in time this process ends: MPI has no such limit."""
+        with deadline(self.rank, self.timeout * patience):
+            found: list[Any] = self.comm.allgather(value)
+        return found
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Non-blocking send and receive; the wait is on the host."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        began = self.clock.mark()
+        requests = [self.comm.Irecv([receive, self.mpi.BYTE], before)] if receive.size else []
+        arriving = len(requests)
+        requests += [self.comm.Isend([send, self.mpi.BYTE], after)] if send.size else []
+
+        def finish() -> Any:
+            limit = time.monotonic() + self.timeout
+            while not self.mpi.Request.Testall(requests):
+                if time.monotonic() > limit:
+                    late = arriving and not requests[0].Test()
+                    raise Stuck(self.rank, before if late else after, self.timeout)
+                time.sleep(2e-5)
+            return self.clock.mark()
+
+        return Arrival(send.nbytes, began, finish)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """A CPU has no streams."""
+        return nullcontext()
+
+    def close(self, failed: bool = False) -> None:
+        """Finalise. A rank that failed does so at its exit, by aborting all: what it raises is told first."""
+        if not failed and not self._closed:
+            self._closed = True
+            self.mpi.Finalize()
+
+    def _abort(self) -> None:
+        if not self._closed:
+            sys.stderr.flush()
+            self.comm.Abort(_ABORTED)
+
+
+@contextmanager
+def deadline(rank: int, seconds: float, waits_for: int | None = None) -> Iterator[None]:
+    """End this process with exit code 4 where the block takes longer: for calls of libraries that wait without a limit of their own."""
+
+    def end() -> None:
+        sys.stderr.write(f"error: {Stuck(rank, waits_for, seconds)}\n")
+        sys.stderr.flush()
+        os._exit(_ABORTED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

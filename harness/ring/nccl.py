@@ -1,0 +1,80 @@
+"""NCCL through CuPy: device memory from GPU to GPU, on a stream of its own, without a wait of the host.
+
+An exchange is one group of a send and a receive, so that both directions of a link are used and no order of the ranks can deadlock.
+It is enqueued before the launches that it runs beside, because a kernel that fills the GPU leaves NCCL's blocks no room until it ends.
+There is one communicator: two of them in flight may deadlock.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..fault import EnvironmentFault, install_extra
+from .mpi import deadline
+from .transport import Arrival, Clock, Control, CudaClock
+
+
+class Nccl:
+    """The transport of a rank with a GPU. Raises EnvironmentFault where NCCL is missing or its ranks do not find each other."""
+
+    def __init__(self, talk: Control, timeout: float) -> None:
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
+        self.rank, self.size = talk.rank, talk.size
+        import cupy
+
+        self._cuda = cupy.cuda
+        self.clock: Clock = CudaClock(cupy)
+        self.compute = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
+        self._nccl: Any = None
+        self._communicator: Any = None
+        if self.size == 1:
+            return
+        try:
+            from cupy.cuda import nccl
+
+            if not nccl.available:  # CuPy's stand-in for a module that does not load
+                raise ImportError("CuPy finds no libnccl.so.2")
+        except ImportError as error:
+            raise EnvironmentFault("NCCL does not load", str(error), install_extra("ring")) from None
+        self._nccl, identity = nccl, talk.gather(nccl.get_unique_id() if talk.rank == 0 else None)[0]
+        try:
+            with deadline(self.rank, timeout):
+                self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)
+        except RuntimeError as error:  # nccl.NcclError
+            raise EnvironmentFault(
+                "NCCL cannot connect the ranks", str(error), "NCCL_DEBUG=INFO, before the same command, says why"
+            ) from None
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Enqueue both directions behind what the compute stream has so far."""
+        ready = self._cuda.Event(disable_timing=True)
+        ready.record(self.compute)
+        self.stream.wait_event(ready)
+        began = self.clock.mark(self.stream)
+        self._nccl.groupStart()
+        if send.size:
+            self._communicator.send(send.data.ptr, send.size, self._nccl.NCCL_UINT8, (self.rank + 1) % self.size, self.stream.ptr)
+        if receive.size:
+            self._communicator.recv(receive.data.ptr, receive.size, self._nccl.NCCL_UINT8, (self.rank - 1) % self.size, self.stream.ptr)
+        self._nccl.groupEnd()
+        ended = self.clock.mark(self.stream)
+
+        def finish() -> Any:
+            self.compute.wait_event(ended)
+            return ended
+
+        return Arrival(int(send.nbytes), began, finish)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The compute stream as CuPy's current one."""
+        stream: AbstractContextManager[Any] = self.compute
+        return stream
+
+    def close(self, failed: bool = False) -> None:
+        """Free the communicator; where the rank failed, abort what is in flight."""
+        if self._communicator is not None:
+            self._communicator.abort() if failed else self._communicator.destroy()
+            self._communicator = None

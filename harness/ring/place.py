@@ -1,0 +1,136 @@
+"""Which rank this process is, by what its launcher says in the environment, and how the ranks' hosts talk.
+
+mpiexec of Open MPI, MPICH and Intel MPI; srun; torchrun, whose store stands at MASTER_ADDR; and our own launcher, a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..fault import EnvironmentFault
+from ..files import write_files
+from .transport import Control, Stuck
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of `size`. local: its number on its machine, which is the number of its GPU. by: "mpi", "store" or "folder"."""
+
+    rank: int
+    size: int
+    local: int
+    by: str
+    folder: Path | None = None
+
+
+#: Rank, size and number on the machine, as launchers name them, and whether mpi4py can join: the first whose rank is set.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "mpi"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "mpi"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "store"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "store"),
+)
+
+
+def found(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that a launcher gave this process; None where it was started by hand. A lone task of Slurm was, too.
+
+    PMIX_RANK (srun --mpi=pmix) has no size beside it, so the size is Slurm's. Raises EnvironmentFault where a rank has no size.
+    """
+    for rank, size, local, by in _LAUNCHERS:
+        if rank not in environment:
+            continue
+        if rank == "SLURM_PROCID" and environment.get(size, "1") == "1":
+            return None
+        if rank == "SLURM_PROCID" and "PMIX_RANK" in environment:
+            by = "mpi"
+        if size not in environment:
+            raise EnvironmentFault(f"{rank} is set, and {size} is not", "a launcher says both", f"unset {rank}, or use --gpus N")
+        own = int(environment.get(local, environment.get("SLURM_LOCALID", environment[rank])))
+        return Place(int(environment[rank]), int(environment[size]), own, by)
+    return None
+
+
+class Folder:
+    """Values in files of a folder that all ranks of one machine see. Each gather has files of its own, so nothing is overwritten."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        assert place.folder is not None
+        self.rank, self.size, self.timeout, self._folder, self._count = place.rank, place.size, timeout, place.folder, 0
+
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """Every rank's value."""
+        self._count += 1
+        write_files(self._folder, {f"{self._count}.{self.rank}": pickle.dumps(value)})
+        limit = time.monotonic() + self.timeout * patience
+        found = []
+        for rank in range(self.size):
+            path = self._folder / f"{self._count}.{rank}"
+            while not path.exists():  # it is complete when it has this name
+                if time.monotonic() > limit:
+                    raise Stuck(self.rank, rank, self.timeout * patience)
+                time.sleep(1e-3)
+            found.append(pickle.loads(path.read_bytes()))
+        if self._count > 1:  # all have written this one, so all have read the one before
+            (self._folder / f"{self._count - 1}.{self.rank}").unlink(missing_ok=True)
+        return found
+
+    def close(self, failed: bool = False) -> None:
+        """The folder is its maker's."""
+
+
+class Store:
+    """Values in torch's TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun's ranks have."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.rank, self.size, self.timeout, self._count = place.rank, place.size, timeout, 0
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "29500")
+        if not host:
+            why = "without MPI the ranks find each other at MASTER_ADDR"
+            raise EnvironmentFault("MASTER_ADDR is not set", why, "export MASTER_ADDR=<first node>, or use srun --mpi=pmix, or mpiexec")
+        try:
+            from torch.distributed import TCPStore
+        except ImportError as error:
+            raise EnvironmentFault("torch.distributed does not load", str(error), "pip install torch, or use mpiexec") from None
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself already serves that port
+        try:
+            self._store = TCPStore(
+                host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise EnvironmentFault(f"no store at {host}:{port}", str(error), "MASTER_ADDR must be the first node's name") from None
+
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """Every rank's value."""
+        self._count += 1
+        prefix = f"fa_cli/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self._count}"
+        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        self._store.set_timeout(timedelta(seconds=self.timeout * patience))
+        found = []
+        for rank in range(self.size):
+            try:
+                found.append(pickle.loads(self._store.get(f"{prefix}/{rank}")))
+            except RuntimeError:  # its time is up, or the store is gone
+                raise Stuck(self.rank, rank, self.timeout * patience) from None
+        return found
+
+    def close(self, failed: bool = False) -> None:
+        """Wait for all, since the store is in the first rank's process."""
+        if not failed:
+            self.gather(None)
+
+
+def control(place: Place, timeout: float) -> Control:
+    """How the hosts of a place's ranks talk. Raises EnvironmentFault where they cannot."""
+    if place.by == "mpi":
+        from .mpi import Mpi
+
+        return Mpi(timeout)
+    return Folder(place, timeout) if place.by == "folder" else Store(place, timeout)

@@ -1,0 +1,289 @@
+"""One rank of the ring: its rows in device memory, and the launches and messages of a forward or backward pass, step by step.
+
+Forward: K and V travel from rank to rank; the O and logsumexp of each step are merged into float32 sums. Backward: P and delta are
+those of the whole problem, since the kernel reads the O and logsumexp of all keys; dQ is summed here, dK and dV travel behind K
+and V, one hop later, and are home after the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backends import Backend, Loaded, Step
+from ..backends.launch import Launcher, View, launcher
+from ..check.contender import Contender
+from ..check.tensors import row_pitch
+from ..fault import UsageFault
+from ..kernel.kernel import KERNELS, Kernel
+from ..problem import DTYPE_BYTES, Problem
+from .memory import Block
+from .partition import Partition, Task, rows
+from .transport import Arrival, Transport
+
+MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
+#: Launches in order, each of a kernel that was loaded.
+Program = list[tuple[Loaded, list[Step]]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a step: "compute" or "communication", between two marks of the transport's clock."""
+
+    kind: str
+    step: int
+    began: Any
+    ended: Any
+    bytes: int = 0
+
+
+def kernels_of(partition: Partition, contender: Contender, passes: tuple[str, ...]) -> list[tuple[Kernel, Problem, Mapping[str, int]]]:
+    """What all ranks together load: compiled by one of them first, it is in the cache for the others. Each compile key once."""
+    found: dict[Any, tuple[Kernel, Problem, Mapping[str, int]]] = {}
+    for problem in partition.problems:
+        for pass_ in passes:
+            found.setdefault((pass_, problem.causal), (contender.kernels[pass_], problem, contender.tiles))
+    plain = rows_problem(partition.problem, partition.problem.heads_q, 1)
+    return [*found.values(), *((Kernel.read(path), plain, {}) for path in (MERGE, ADD, ROUND))]
+
+
+def rows_problem(problem: Problem, heads: int, count: int) -> Problem:
+    """What merge, add and round are launched for: so many rows of so many heads."""
+    return Problem.of(problem.batch, heads, count, problem.head_dim, dtype=problem.dtype)
+
+
+def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], backend: Backend) -> None:
+    """Raise UsageFault where a kernel does not take a rectangle of some rank, a type, or a head dim that the ring has no kernel for."""
+    if contender.peer:
+        raise UsageFault(f"{contender.name} is no kernel of ours", "the ring launches kernels on shards", "name a kernel: fa-cli list")
+    for problem in partition.problems:
+        contender.refuse(problem, passes, backend)
+    for path in (MERGE, ADD, ROUND):
+        Kernel.read(path).refuse(rows_problem(partition.problem, partition.problem.heads_q, 1))
+
+
+class Rank:
+    """A rank's memory and program. inputs: the whole problem's host storage arrays, of which it keeps its own rows.
+
+    Between two `yield` of forward() and backward() it does what it can without waiting for a neighbour: in one process the ranks
+    take turns there, elsewhere nothing happens.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        partition: Partition,
+        contender: Contender,
+        inputs: Mapping[str, Any],
+        transport: Transport,
+        overlap: bool = True,
+    ) -> None:
+        self.backend, self.partition, self.contender, self.transport = backend, partition, contender, transport
+        self.rank, self.overlap, self.problem = transport.rank, overlap, partition.problem
+        self.queries, self.keys = partition.queries[self.rank], partition.keys[self.rank]
+        self.q_rows, self.k_rows = rows(self.queries), rows(self.keys)
+        self.spans: list[Span] = []
+        self._blocks: dict[str, Block] = {}
+        self._spaces: dict[Any, list[Any]] = {}
+        p = self.problem
+        most = max(rows(chunks) for chunks in partition.keys)
+        self.q = self._block("Q", 1, p.heads_q, self.q_rows)
+        self.kv = [self._block(f"KV{i}", 2, p.heads_kv, most) for i in range(min(3, partition.ranks))]  # home, and two that travel
+        self.out = self._block("O", 1, p.heads_q, self.q_rows)
+        self.step_out = self._block("step O", 1, p.heads_q, self.q_rows)
+        self.step_lse, self.lse = (self._block(name, 1, p.heads_q, self.q_rows, "float32", 1) for name in ("step logsumexp", "logsumexp"))
+        self.sum = self._block("sum", 1, p.heads_q, self.q_rows, "float32")  # of O, then of dQ
+        self.q.upload([_own(inputs["Q"], self.queries)])
+        self.kv[0].upload([_own(inputs[name], self.keys) for name in ("K", "V")])
+        self._forward = [self._forward_step(step) for step in range(partition.ranks)]
+        self._forward_end = self._rounded(self.sum, self.out, p.heads_q, self.q_rows, 1)
+        if "dO" in inputs:
+            self._ready_backward(inputs["dO"], most)
+
+    def _ready_backward(self, d_out: Any, most: int) -> None:
+        p = self.problem
+        self.d_out, self.dq, self.step_dq = (self._block(name, 1, p.heads_q, self.q_rows) for name in ("dO", "dQ", "step dQ"))
+        self.dkv, self.step_dkv = (self._block(name, 2, p.heads_kv, most) for name in ("dKV", "step dKV"))
+        self.sums = [self._block(f"dKV sum {i}", 2, p.heads_kv, most, "float32") for i in range(min(2, self.partition.ranks))]
+        self.d_out.upload([_own(d_out, self.queries)])
+        self._backward = [self._backward_step(step) for step in range(self.partition.ranks)]
+        home = self.sums[self.partition.ranks % len(self.sums)]
+        self._backward_end = self._rounded(self.sum, self.dq, p.heads_q, self.q_rows, 1)
+        self._backward_end += self._rounded(home, self.dkv, p.heads_kv, self.k_rows, 2)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory the tensors and workspaces take."""
+        spaces = [space for made in self._spaces.values() for space in made]
+        return sum(int(b.buffer.nbytes) for b in self._blocks.values()) + sum(int(space.nbytes) for space in spaces)
+
+    # -- the passes ---------------------------------------------------------------------------------------------------
+
+    def forward(self) -> Iterator[None]:
+        """Enqueue the pass. It ends with O and logsumexp of this rank's rows over all keys. Raises as launches and exchanges do."""
+        if self.q_rows:
+            self.sum.array(self.q_rows)[...] = 0
+            self.lse.array(self.q_rows)[...] = -np.inf
+        for step in range(self.partition.ranks):
+            arrived = self._pass_on_keys(step) if self.overlap else None
+            self._compute(step, self._forward[step])
+            arrived = arrived or self._pass_on_keys(step)
+            yield
+            self._wait(arrived, step)
+        self._submit(self._forward_end)
+
+    def backward(self) -> Iterator[None]:
+        """Enqueue the pass, after forward(). It ends with dQ, and dK and dV of this rank's keys, over all queries."""
+        if self.q_rows:
+            self.sum.array(self.q_rows)[...] = 0
+        gradients: Arrival | None = None
+        for step in range(self.partition.ranks):
+            arrived = self._pass_on_keys(step) if self.overlap else None
+            if step == 0 and self.k_rows:
+                self.sums[0].array(self.k_rows)[...] = 0
+            for launches, additions in self._backward[step]:
+                self._compute(step, launches)
+                self._wait(gradients, step - 1)
+                self._compute(step, additions)
+            self._wait(gradients, step - 1)
+            gradients = self._pass_on_gradients(step)
+            if not self.overlap:
+                yield
+                self._wait(gradients, step)
+            arrived = arrived or self._pass_on_keys(step)
+            yield
+            self._wait(arrived, step)
+        self._wait(gradients, self.partition.ranks - 1)
+        self._submit(self._backward_end)
+
+    def outputs(self, pass_: str) -> dict[str, Any]:
+        """This rank's rows of what a pass writes, host storage arrays. The device has finished."""
+        dim = self.problem.head_dim
+        if pass_ == "forward":
+            return {"O": self.out.download(self.q_rows, dim)[0], "logsumexp": self.lse.download(self.q_rows, 1)[0][..., 0]}
+        d_k, d_v = self.dkv.download(self.k_rows, dim)
+        return {"dQ": self.dq.download(self.q_rows, dim)[0], "dK": d_k, "dV": d_v}
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _held(self, step: int) -> tuple[Block, int]:
+        """The K and V of a step: where they are, and how many rows. The rank's own stay where they are, for the next run."""
+        block = self.kv[0] if step == 0 else self.kv[1 + (step - 1) % (len(self.kv) - 1)]
+        return block, rows(self.partition.keys[self.partition.source(self.rank, step)])
+
+    def _summed(self, step: int) -> tuple[Block, int]:
+        """The dK and dV sums of a step, of the same rows; at step `ranks` they are home."""
+        return self.sums[step % len(self.sums)], rows(self.partition.keys[self.partition.source(self.rank, step)])
+
+    def _pass_on_keys(self, step: int) -> Arrival | None:
+        return self._pass_on(self._held(step), self._held(step + 1)) if step + 1 < self.partition.ranks else None
+
+    def _pass_on_gradients(self, step: int) -> Arrival | None:
+        return self._pass_on(self._summed(step), self._summed(step + 1)) if self.partition.ranks > 1 else None
+
+    def _pass_on(self, mine: tuple[Block, int], theirs: tuple[Block, int]) -> Arrival:
+        return self.transport.exchange(mine[0].part(mine[1]), theirs[0].part(theirs[1]))
+
+    def _wait(self, arrival: Arrival | None, step: int) -> None:
+        if arrival and arrival.ended is None:
+            arrival.wait()
+            self.spans.append(Span("communication", step, arrival.began, arrival.ended, arrival.bytes))
+
+    # -- launches -----------------------------------------------------------------------------------------------------
+
+    def _compute(self, step: int, program: Program) -> None:
+        if program:
+            began = self.transport.clock.mark()
+            self._submit(program)
+            self.spans.append(Span("compute", step, began, self.transport.clock.mark()))
+
+    def _submit(self, program: Program) -> None:
+        for loaded, steps in program:
+            self.backend.submit(loaded, steps)
+
+    def _forward_step(self, step: int) -> Program:
+        made: Program = []
+        (held, k_rows), n = self._held(step), self.q_rows
+        for task in self.partition.tasks(self.rank, step):
+            q, p = task.q_first, task.problem
+            written = {"O": self.step_out.view(n, 0, q), "logsumexp": self.step_lse.view(n, 0, q)}
+            made.append(self._packed(self._attention("forward", p), self._inputs(task, held, k_rows) | written))
+            merged = {"Q": written["O"], "K": written["logsumexp"], "O": self.sum.view(n, 0, q), "logsumexp": self.lse.view(n, 0, q)}
+            made.append(self._packed(self._ours(MERGE, p.heads_q, p.seq_q), merged))
+        return made
+
+    def _backward_step(self, step: int) -> list[tuple[Program, Program]]:
+        """For each task what needs no neighbour's sums, and what does."""
+        made: list[tuple[Program, Program]] = []
+        (held, k_rows), (sums, _), n = self._held(step), self._summed(step), self.q_rows
+        for task in self.partition.tasks(self.rank, step):
+            q, k, p = task.q_first, task.k_first, task.problem
+            read = {"O": self.out, "logsumexp": self.lse, "dO": self.d_out}
+            given = self._inputs(task, held, k_rows) | {name: block.view(n, 0, q) for name, block in read.items()}
+            parts = [self.step_dkv.view(k_rows, i, k) for i in (0, 1)]
+            written = {"dQ": self.step_dq.view(n, 0, q), "dK": parts[0], "dV": parts[1]}
+            launches = [self._packed(self._attention("backward", p), given | written)]
+            launches.append(self._packed(self._ours(ADD, p.heads_q, p.seq_q), {"Q": written["dQ"], "O": self.sum.view(n, 0, q)}))
+            add = self._ours(ADD, p.heads_kv, p.seq_kv)
+            made.append((launches, [self._packed(add, {"Q": parts[i], "O": sums.view(k_rows, i, k)}) for i in (0, 1)]))
+        return made
+
+    def _rounded(self, source: Block, target: Block, heads: int, count: int, tensors: int) -> Program:
+        if not count:
+            return []
+        views = [{"Q": source.view(count, i), "O": target.view(count, i)} for i in range(tensors)]
+        return [self._packed(self._ours(ROUND, heads, count), each) for each in views]
+
+    def _inputs(self, task: Task, held: Block, k_rows: int) -> dict[str, View]:
+        k, v = (held.view(k_rows, i, task.k_first) for i in (0, 1))
+        return {"Q": self.q.view(self.q_rows, 0, task.q_first), "K": k, "V": v}
+
+    def _attention(self, pass_: str, problem: Problem) -> Launcher:
+        return launcher(self.backend, self.contender.kernels[pass_], problem, self.contender.tiles)
+
+    def _ours(self, path: Any, heads: int, count: int) -> Launcher:
+        return launcher(self.backend, Kernel.read(path), rows_problem(self.problem, heads, count))
+
+    def _packed(self, made: Launcher, tensors: Mapping[str, View]) -> tuple[Loaded, list[Step]]:
+        return made.loaded, made.steps(tensors, [self.backend.address(space) for space in self._workspaces(made)])
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _block(self, name: str, count: int, heads: int, most: int, dtype: str = "", pitch: int = 0) -> Block:
+        """Rows have room for whole vectors of 16 bytes of the problem's type, also where they are float32."""
+        pitch = pitch or row_pitch(self.problem, "Q")
+        made = self._blocks[name] = Block(self.backend, count, self.problem.batch, heads, most, pitch, dtype or self.problem.dtype)
+        return made
+
+    def _workspaces(self, made: Launcher) -> list[Any]:
+        """Launches follow one another on one stream, so those of all tasks share their workspaces, as large as the largest needs; one
+        that keeps its values from run to run (zero_once) belongs to its launch plan."""
+        found = []
+        for index, space in enumerate(made.loaded.plan.workspaces):
+            key = (made.loaded.kernel.path, index, made.loaded.plan if space.init == "zero_once" else None)
+            if key not in self._spaces:
+                size = space.bytes if space.init == "zero_once" else self._most_workspace(made.loaded.kernel, index)
+                self._spaces[key] = [self.backend.memory(max(16, size))]
+                self._spaces[key][0][:] = 0 if space.init == "zero_once" else 0xFF
+            found += self._spaces[key]
+        return found
+
+    def _most_workspace(self, kernel: Kernel, index: int) -> int:
+        mine = [task.problem for step in range(self.partition.ranks) for task in self.partition.tasks(self.rank, step)]
+        plans = [kernel.plan(problem, self.backend.device(), self.contender.tiles) for problem in dict.fromkeys(mine)]
+        return max(plan.workspaces[index].elements * DTYPE_BYTES[plan.workspaces[index].dtype] for plan in plans)
+
+
+def _own(array: Any, chunks: tuple[tuple[int, int], ...]) -> Any:
+    """A rank's rows of a whole tensor, side by side."""
+    return np.concatenate([array[:, :, start:stop] for start, stop in chunks] or [array[:, :, :0]], axis=2)
+
+
+def run_together(passes: list[Callable[[], Iterator[None]]]) -> None:
+    """Let ranks of one process take turns to the end of a pass each."""
+    running = [start() for start in passes]
+    while running:
+        running = [each for each in running if next(each, "ended") is None]

@@ -1,0 +1,89 @@
+"""ring.csv, ring_steps.csv and env.json of rings: a row a pass, a row a step, and the machine. Rows are added to what is there."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..environment import environment
+from ..fault import DataFault
+from ..files import json_bytes, make_folder, write_files
+from ..problem import MODES
+from .job import Outcome
+
+#: What tells a ring from another: the first columns of both tables.
+_SAME = ("compute", "pass", "batch", "heads", "heads_kv", "seq", "seq_kv", "dim", "dtype", "causal", "ranks", "partition", "overlap")
+RING = (
+    *_SAME,
+    *("status", "ms", "tflops", "tflops_rank", "hidden", "single_ms", "speedup", "efficiency", "bytes_sent", "device_bytes"),
+    *("max_error", "max_difference", "repeated", "simulated", "device", "device_name", "seed", "runs"),
+)
+STEPS = (*_SAME, "step", "compute_ms", "communication_ms", "bytes")
+#: The tensors of each pass, whose errors its row has the greatest of.
+_TENSORS = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
+
+Cell = str | int | float | bool | None
+
+
+def write(folder: Path, outcome: Outcome) -> list[Path]:
+    """Add an outcome to the tables of a folder, and write env.json: the files. A ring that failed its check has no times.
+
+    Raises DataFault where a table has other columns, DiskFault where the folder cannot be written.
+    """
+    make_folder(folder)
+    tables = {"ring.csv": (RING, _rows(outcome)), "ring_steps.csv": (STEPS, _steps(outcome) if outcome.passed else [])}
+    made = {name: _added(folder / name, columns, rows) for name, (columns, rows) in tables.items()}
+    facts = environment(device=outcome.device, device_name=outcome.device_name, ranks=outcome.ranks)
+    write_files(folder, made | {"env.json": json_bytes(facts)})
+    return [folder / name for name in (*made, "env.json")]
+
+
+def _same(outcome: Outcome, pass_: str) -> dict[str, Cell]:
+    p = outcome.spec.problem
+    found: dict[str, Cell] = {"compute": outcome.compute, "pass": pass_, "batch": p.batch, "heads": p.heads_q, "heads_kv": p.heads_kv}
+    found |= {"seq": p.seq_q, "seq_kv": p.seq_kv, "dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+    return found | {"ranks": outcome.ranks, "partition": outcome.partition, "overlap": outcome.spec.overlap}
+
+
+def _rows(outcome: Outcome) -> list[dict[str, Cell]]:
+    made = []
+    for name in MODES[outcome.spec.mode]:
+        seconds, single, time = outcome.seconds[name], outcome.single.get(name), outcome.times[name]
+        rate = outcome.spec.problem.flops(name) / 1e12 / seconds if seconds else None
+        row = _same(outcome, name)
+        row |= {"status": "PASS" if outcome.passed else "FAIL", "device": outcome.device, "device_name": outcome.device_name}
+        row |= {"simulated": outcome.simulated, "repeated": outcome.repeated, "device_bytes": outcome.device_bytes}
+        row |= {"seed": outcome.spec.seed, "runs": len(time.seconds), "bytes_sent": sum(step.bytes for step in time.steps)}
+        row |= {"max_error": max(outcome.verdicts[t].max_abs for t in _TENSORS[name])}
+        row |= {"max_difference": max((outcome.differences[t] for t in _TENSORS[name] if t in outcome.differences), default=None)}
+        if seconds and rate:
+            row |= {"ms": seconds * 1e3, "tflops": rate, "tflops_rank": rate / outcome.ranks, "hidden": time.hidden}
+        if seconds and single:
+            row |= {"single_ms": single * 1e3, "speedup": single / seconds, "efficiency": outcome.efficiency[name]}
+        made.append(row)
+    return made
+
+
+def _steps(outcome: Outcome) -> list[dict[str, Cell]]:
+    return [
+        _same(outcome, name)
+        | {"step": step.step, "compute_ms": step.compute_ms, "communication_ms": step.communication_ms, "bytes": step.bytes}
+        for name, time in outcome.times.items()
+        for step in time.steps
+    ]
+
+
+def _added(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Cell]]) -> bytes:
+    """The table with the rows behind what it holds."""
+    there = path.read_text(encoding="utf-8") if path.exists() else ""
+    if there and there.partition("\n")[0] != ",".join(columns):
+        raise DataFault(f"{path} has other columns", "its first line is another version's", "write to another folder: --output-dir")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    if not there:
+        writer.writerow(columns)
+    for row in rows:
+        writer.writerow([str(cell).lower() if isinstance(cell, bool) else cell for cell in (row.get(name) for name in columns)])
+    return (there + out.getvalue()).encode()

@@ -1,0 +1,154 @@
+"""How a ring starts: in this process (--simulate), as the rank that a launcher made of it, or as processes that are started here.
+
+With GPUs every rank is a process of ours and NCCL moves the tensors. On the CPU it is mpiexec that starts the ranks, and MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from .. import child
+from ..backends import nvidia_driver
+from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
+from .job import Outcome, Spec, simulate, work
+from .place import Place, found
+from .transport import Stuck
+
+T = TypeVar("T")
+
+
+def ring(spec: Spec, gpus: int | None = None, simulated: int | None = None) -> Outcome | None:
+    """The outcome of a ring, on the first rank; None on the others. gpus: start so many ranks here; simulated: take turns.
+
+    Raises EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
+    """
+    if simulated and not found():
+        return simulate(spec, simulated)
+    if simulated:
+        raise UsageFault("--simulate below a launcher", "it takes one process", "leave out mpiexec, or --simulate")
+    return on_ranks(partial(work, spec), spec.device, gpus)
+
+
+def on_ranks(job: Callable[[Place], T | None], device: str, gpus: int | None = None) -> T | None:
+    """What a job returns on the first rank of a launcher that started this process, or of `gpus` ranks (2) that are started here.
+
+    None on the other ranks of a launcher. Raises as :func:`ring`.
+    """
+    place = found()
+    if place and place.by == "store" and gpus and "TORCHELASTIC_RUN_ID" not in os.environ:
+        place = None  # a shell inside a job of Slurm: what is said here counts
+    if place and gpus:
+        why = f"it has made this process rank {place.rank} of {place.size}"
+        raise UsageFault("--gpus below a launcher", why, "leave out --gpus, or the launcher")
+    if place:
+        return job(place)
+    cpu = device == "cpu" or (device == "auto" and not nvidia_driver())
+    return _started(job, gpus or 2, cpu)
+
+
+def _started(job: Callable[[Place], T | None], count: int, cpu: bool) -> T:
+    with tempfile.TemporaryDirectory(prefix="fa_cli_ring_") as name, ExitStack() as held:
+        places = [Place(rank, count, rank, "mpi" if cpu and count > 1 else "folder", Path(name)) for rank in range(count)]
+        if count == 1:
+            alone = job(places[0])
+            assert alone is not None
+            return alone
+        commands = [held.enter_context(child.command(partial(_rank, job, place), f"rank {place.rank}")) for place in places]
+        if not cpu:
+            codes = child.side_by_side(commands)
+            return _outcome(commands, codes, [rank for rank, code in enumerate(codes) if code is not None and code < 0])
+        order: list[int] = []
+        threading.Thread(target=_watch, args=(Path(name), count, order), daemon=True).start()
+        with Path(name, "said").open("w+") as said:
+            code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said.fileno(), stderr=subprocess.STDOUT)
+            said.seek(0)
+            told = said.read()
+            return _outcome(commands, [None] * count, _ended_badly(Path(name), count, told, order) if code else [], told)
+
+
+def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
+    """A rank in a process of its own."""
+    assert place.folder is not None
+    (place.folder / f"pid.{place.rank}").write_text(str(os.getpid()))
+    return job(place)
+
+
+def _watch(folder: Path, count: int, order: list[int]) -> None:
+    """Note the ranks in the order in which their processes end. mpiexec ends all when one dies, and its message may name any of them."""
+    watched: dict[int, int] = {}
+    poll = select.poll()
+    while len(order) < count and folder.exists():
+        for rank in range(count):
+            with suppress(OSError, ValueError):  # not there yet, not written yet, or gone already
+                if rank not in watched.values():
+                    watched[fd := os.pidfd_open(int((folder / f"pid.{rank}").read_text()))] = rank
+                    poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(20):
+            order.append(watched[fd])
+            poll.unregister(fd)
+            os.close(fd)
+
+
+def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> Sequence[int]:
+    """The ranks to blame where mpiexec failed, those that ended first or have not begun; said: its words and theirs. A rank that gave
+    up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
+    late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
+    if "Timeout (" in said and not late:  # faulthandler's word
+        raise EnvironmentFault("the ranks did not all join MPI", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor")
+    return late or order
+
+
+def _mpmd(commands: Sequence[child.Command[T | None]]) -> list[str]:
+    """The words before the last command: mpiexec starts a program of its own for each rank, so each leaves its own result."""
+    words = [mpiexec()]
+    for each in commands[:-1]:
+        words += ["-n", "1", *each.argv, ":"]
+    return [*words, "-n", "1"]
+
+
+def mpiexec() -> str:
+    """The launcher of the MPI that mpi4py uses: of the runtime wheel beside this Python, else on PATH. Raises EnvironmentFault."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        raise EnvironmentFault("no mpiexec", "ranks on the CPU are started by MPI", f"{install_extra('ring')}, or use --simulate N")
+    return launcher
+
+
+def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | None], died: Sequence[int], said: str = "") -> T:
+    """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order."""
+    values, raised, stuck = [], [], []
+    ended: dict[int, child.Ended] = {}
+    for rank, (command, code) in enumerate(zip(commands, codes, strict=True)):
+        try:
+            values.append(command.result(code))
+        except Stuck as fault:
+            stuck.append(fault)
+        except child.Ended as fault:
+            ended[rank] = fault
+        except Fault as fault:
+            raised.append(fault)
+    if raised:
+        raise raised[0]
+    if stuck and not died:
+        raise min(stuck, key=lambda fault: fault.when)
+    if died or ended:
+        hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
+        rank = next(iter(died or hung or ended))
+        sys.stderr.write("" if died else said)
+        gone = ended.get(rank, child.Ended("", "it left no result"))
+        how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
+        raise EnvironmentFault(f"rank {rank} died{how}", f"{gone.why}; the other ranks were ended", "was it out of memory? dmesg says so")
+    assert values[0] is not None
+    return values[0]

@@ -1,0 +1,196 @@
+"""How a rank sends to the next one and receives from the one before: the protocol, its clocks, and the ring inside one process.
+
+An exchange is asynchronous: it is posted, other work is enqueued, and :meth:`Arrival.wait` makes what follows wait for it. On a GPU
+that is an order between streams, and no call here waits on the host; on a CPU the wait is a wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from ..backends import Backend
+from ..fault import EnvironmentFault
+
+
+class Stuck(EnvironmentFault):
+    """A rank waited for another longer than it may. when: seconds since 1970; of several ranks the first to say so knows best."""
+
+    def __init__(self, rank: int, waits_for: int | None, seconds: float) -> None:
+        whom = "the others" if waits_for is None else f"rank {waits_for}"
+        super().__init__(
+            f"{whom} did not answer within {seconds:g} s",
+            f"rank {rank} waited for {whom}; a rank that died or hangs stops the whole ring",
+            "see what that rank printed; fa-cli doctor; a slow link or a large problem needs a longer --timeout",
+        )
+        self.when = time.time()
+
+
+class Clock(Protocol):
+    """Marks in what a device does, and the seconds between two of them."""
+
+    def mark(self, stream: Any = None) -> Any:
+        """A mark after what has been enqueued on a stream so far, by default on the current one."""
+        ...
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """From one mark to another, both reached."""
+        ...
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+
+class HostClock:
+    """A CPU has no queue: a mark is the time."""
+
+    def mark(self, stream: Any = None) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, began: float, ended: float) -> float:
+        """The difference."""
+        return ended - began
+
+    def reached(self, mark: float) -> bool:
+        """Always."""
+        return True
+
+
+class CudaClock:
+    """Marks are CUDA events. xp: CuPy."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event recorded now."""
+        event = self.xp.cuda.Event()
+        event.record(stream or self.xp.cuda.get_current_stream())
+        return event
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Between two events."""
+        return float(self.xp.cuda.get_elapsed_time(began, ended)) * 1e-3
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the event has happened; asks and does not wait."""
+        return bool(mark.done)
+
+
+def clock_of(backend: Backend) -> Clock:
+    """The clock of a backend's device."""
+    return HostClock() if backend.name == "cpu" else CudaClock(backend.xp)
+
+
+class Arrival:
+    """An exchange that was posted: the bytes sent, and marks of its begin and end (the end is known once it was waited for)."""
+
+    def __init__(self, size: int, began: Any, finish: Callable[[], Any]) -> None:
+        self.bytes, self.began, self._finish = size, began, finish
+        self.ended: Any = None
+
+    def wait(self) -> None:
+        """What is enqueued from here on comes after it. Raises Stuck where a CPU has waited too long."""
+        if self.ended is None:
+            self.ended = self._finish()
+
+
+class Control(Protocol):
+    """Small Python values between the ranks, on their hosts."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts."""
+        ...
+
+    def close(self, failed: bool = False) -> None:
+        """The end: of this rank alone where it failed, which must end the others."""
+        ...
+
+
+class Transport(Protocol):
+    """Device memory between neighbours of the ring."""
+
+    rank: int
+    size: int
+
+    @property
+    def clock(self) -> Clock:
+        """Of the device that computes."""
+        ...
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Post: send to rank + 1 and receive from rank - 1, uint8 arrays of the backend; an empty one is no message.
+
+        What was enqueued before may still write `send` and read `receive`: the exchange comes after it. Until it has been waited
+        for, `send` must not be written and `receive` not be read.
+        """
+        ...
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inside it the compute stream is the current one."""
+        ...
+
+    def close(self, failed: bool = False) -> None:
+        """Free what it holds; where the rank failed, without waiting for the others."""
+        ...
+
+
+def wait_for(transport: Transport, mark: Any, timeout: float) -> None:
+    """Wait on the host until a mark is reached. Raises Stuck after timeout seconds."""
+    deadline = time.monotonic() + timeout
+    while not transport.clock.reached(mark):
+        if time.monotonic() > deadline:
+            raise Stuck(transport.rank, (transport.rank - 1) % transport.size, timeout)
+        time.sleep(2e-5)
+
+
+class Alone:
+    """The control of a ring inside one process: there is nobody else."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+        """The value."""
+        return [value]
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing to end."""
+
+
+class Local:
+    """A rank of a ring inside one process, where the ranks take turns: a message is a copy in the receiver's letter box."""
+
+    def __init__(self, backend: Backend, rank: int, boxes: list[deque[Any]]) -> None:
+        self.rank, self.size, self.clock, self._boxes = rank, len(boxes), clock_of(backend), boxes
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Post a copy. The wait comes when the neighbour has had its turn."""
+        began = self.clock.mark()
+        self._boxes[(self.rank + 1) % self.size].append(send.copy())
+
+        def finish() -> Any:
+            receive[:] = self._boxes[self.rank].popleft()
+            return self.clock.mark()
+
+        return Arrival(send.nbytes, began, finish)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """All ranks share the current stream."""
+        return nullcontext()
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing to free."""
+
+
+def local(backend: Backend, size: int) -> list[Local]:
+    """The transports of a ring inside one process."""
+    boxes: list[deque[Any]] = [deque() for _ in range(size)]
+    return [Local(backend, rank, boxes) for rank in range(size)]

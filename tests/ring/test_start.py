@@ -1,0 +1,195 @@
+"""Rings of real processes on the CPU: by mpiexec and by --gpus, right against float64, and ended when a rank dies or hangs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from rooms import ROOT
+
+from harness.fault import EnvironmentFault
+from harness.ring import place, start
+
+ON_CPU = ("--device", "cpu", "--timeout", "30")
+
+
+def words(*more: object) -> list[str]:
+    """The command line in this checkout."""
+    return [sys.executable, str(ROOT / "cli.py"), "ring", *map(str, more)]
+
+
+def ran(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    here = {**os.environ, "TMPDIR": str(folder), "FA_CLI_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=here, timeout=100)
+
+
+def launched(count: int, *more: object) -> list[str]:
+    """The same below mpiexec."""
+    return [start.mpiexec(), "-n", str(count), *words(*more, *ON_CPU)]
+
+
+RINGS = [
+    (4, ("--heads", 4, "--kv-heads", 2, "--seq", 203, "--dim", 32, "--causal", "--mode", "both")),
+    (3, ("--compute", "mma_qreg_async", "--seq", 131, "--heads", 2, "--kv-heads", 1, "--dtype", "bfloat16", "--causal", "--mode", "both")),
+    (3, ("--seq", 100, "--dim", 40, "--partition", "contiguous", "--causal", "--no-overlap", "--mode", "backward")),
+    (4, ("--seq", 3, "--dim", 32, "--causal", "--mode", "both")),
+    (1, ("--seq", 65, "--dim", 32, "--dtype", "float16")),
+]
+
+
+@pytest.mark.parametrize(("count", "more"), RINGS, ids=str)
+def test_a_ring_under_mpiexec(count: int, more: tuple[object, ...], tmp_path: Path) -> None:
+    """One document, of the first rank; every tensor within its budget of float64; the same bits in every run."""
+    done = ran(launched(count, *more, "--json"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"] and found["ranks"] == count and found["device"] == "cpu"
+    assert all(each["passed"] for each in found["errors"].values())
+    assert found["repeated"] or "mma_qreg_async" in more  # its dQ is summed in the order that blocks end
+    if "both" in more:
+        assert set(found["errors"]) == {"O", "logsumexp", "dQ", "dK", "dV"}
+    assert {step["step"] for step in found["steps"]} == set(range(count))
+    sent = sum(step["bytes"] for step in found["steps"])
+    assert (sent > 0) == (count > 1)
+
+
+def test_a_ring_that_is_started_here(tmp_path: Path) -> None:
+    """The form of seed 003, with a process a rank."""
+    done = ran(words("--seq", 300, "--dim", 64, "--gpus", 3, *ON_CPU), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "PASS fa2 forward 3 ranks contiguous B1_H1_S300_D64 on cpu" in done.stdout
+    assert not list(tmp_path.glob("fa_cli*"))
+
+
+def test_a_wrong_kernel_fails(tmp_path: Path) -> None:
+    """Its logsumexp is too large by 0.1, so a shard that is merged has the wrong weight; and a run that fails has no speed."""
+    text = (ROOT / "kernels_cu" / "07_fa2_forward.cu").read_text()
+    spoiled = text.replace("row_max[r] * scale + fa::log(sum)", "row_max[r] * scale + fa::log(sum) + (args.seq_q > 20 ? 0.1f : 0.0f)")
+    assert spoiled != text
+    (tmp_path / "mine_forward.cu").write_text(spoiled.replace('// aliases = ["flash"]\n', ""))
+    done = ran(launched(2, "--compute", tmp_path / "mine_forward.cu", "--seq", 90, "--dim", 32, "--json"), tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["passed"]
+    assert found["time_ms"]["forward"] is None and not found["steps"] and found["efficiency"]["forward"] is None
+
+
+def interrupted(command: list[str], folder: Path, number: int, wait: float) -> tuple[int, str, float]:
+    """Send a signal to rank 2 once all ranks are there: the exit code, stderr, and seconds from the signal to the end."""
+    here = {**os.environ, "TMPDIR": str(folder), "FA_CLI_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=here) as process:
+        until = time.monotonic() + 30
+        while len(pids := list(folder.glob("fa_cli_ring_*/pid.?"))) < 4 and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(wait)
+        victim = next(int(path.read_text()) for path in pids if path.name == "pid.2")
+        os.kill(victim, number)
+        began = time.monotonic()
+        _, said = process.communicate(timeout=60)
+    seconds = time.monotonic() - began
+    while Path(f"/proc/{victim}").exists() and time.monotonic() < began + 20:  # mpiexec does not wait for what it has killed
+        time.sleep(0.05)
+    assert not Path(f"/proc/{victim}").exists()
+    return process.returncode, said, seconds
+
+
+LONG = ("--compute", "naive", "--seq", 3000, "--dim", 64, "--mode", "both", "--device", "cpu", "--timeout", 3, "--gpus", 4)
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    """At once, with the environment's exit code and the rank's name."""
+    code, said, seconds = interrupted(words(*LONG), tmp_path, signal.SIGKILL, 1.5)
+    assert code == EnvironmentFault.exit_code and "error: rank 2 died" in said
+    assert seconds < 10
+
+
+def test_a_rank_that_hangs_ends_the_run(tmp_path: Path) -> None:
+    """Within the timeout; a neighbour names it."""
+    code, said, seconds = interrupted(words(*LONG), tmp_path, signal.SIGSTOP, 1.5)
+    assert code == EnvironmentFault.exit_code
+    assert "error: rank 2 did not answer within 3 s" in said or "error: the others did not answer within 3 s" in said
+    assert seconds < 20
+
+
+def test_a_killed_rank_under_mpiexec(tmp_path: Path) -> None:
+    """Its launcher fails, and does not hang."""
+    rank = "import os, signal, sys; os.environ['PMI_RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); sys.argv = sys.argv[1:]; "
+    rank += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [start.mpiexec(), "-n", "3", sys.executable, "-c", rank, *words("--seq", 64, "--dim", 32, *ON_CPU)[1:]]
+    assert ran(command, tmp_path).returncode != 0
+
+
+def test_what_a_rank_refuses_is_told_once(tmp_path: Path) -> None:
+    """As the message it would be without a ring, with its exit code."""
+    done = ran(words("--compute", "tiled", "--dtype", "float16", "--gpus", 2, *ON_CPU), tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: tiled_forward does not take float16")
+    done = ran(words("--compute", "numpy", "--simulate", 2, *ON_CPU), tmp_path)
+    assert done.returncode == 2 and "is no kernel of ours" in done.stderr
+
+
+def test_a_simulation_says_that_it_is_one(fa_cli: Callable[..., Result]) -> None:
+    """Right, with predicted times: half the compute of one rank, and messages at the bandwidth that is given."""
+    done = fa_cli("ring", "--simulate", 2, "--seq", 64, "--dim", 32, "--bandwidth", 1e-3, "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["simulated"] and found["passed"]
+    assert found["steps"][0]["communication_ms"] == pytest.approx(2 * 32 * 32 * 4 / 1e6 * 1e3)
+    assert found["time_ms"]["forward"] >= found["steps"][0]["communication_ms"]
+    assert "simulated" in done.stderr or "simulated" in fa_cli("ring", "--simulate", 2, "--seq", 64, "--dim", 32).output
+
+
+def test_rows_of_rings(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
+    """A row a pass and a row a step, added to what is there; a table of another version is left alone."""
+    for ranks in (1, 2):
+        done = fa_cli("ring", "--simulate", ranks, "--seq", 64, "--dim", 32, "--mode", "both", "--output-dir", "out")
+        assert done.exit_code == 0 and "out/ring.csv" in done.output
+    rows, steps = (list(csv.DictReader((tmp_path / "out" / name).read_text().splitlines())) for name in ("ring.csv", "ring_steps.csv"))
+    assert [(row["ranks"], row["pass"], row["status"]) for row in rows] == [
+        (ranks, pass_, "PASS") for ranks in "12" for pass_ in ("forward", "backward")
+    ]
+    assert [row["bytes_sent"] for row in rows] == ["0", "0", "8192", str(8192 + 2 * 8192)]  # keys once; the sums of gradients twice
+    assert all(0 < float(row["ms"]) < 1e4 and float(row["max_error"]) < 1e-4 for row in rows)
+    assert len(steps) == 2 * 1 + 2 * 2 and json.loads((tmp_path / "out" / "env.json").read_text())["ranks"] == 2
+    (tmp_path / "out" / "ring.csv").write_text("another\n")
+    assert fa_cli("ring", "--simulate", 1, "--seq", 64, "--dim", 32, "--output-dir", "out").exit_code == 3
+    assert (tmp_path / "out" / "ring.csv").read_text() == "another\n"
+
+
+PLACES = [
+    ({}, None),
+    ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, place.Place(3, 4, 1, "mpi")),
+    ({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}, place.Place(2, 4, 0, "mpi")),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}, place.Place(5, 8, 1, "store")),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, place.Place(1, 2, 0, "store")),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "PMIX_RANK": "1"}, place.Place(1, 2, 0, "mpi")),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), PLACES, ids=str)
+def test_launchers_are_known_by_the_environment(environment: dict[str, str], expected: place.Place | None) -> None:
+    """Open MPI, MPICH and Intel MPI, torchrun, Slurm with and without PMIx; nobody."""
+    assert place.found(environment) == expected
+
+
+def test_half_a_place_is_refused() -> None:
+    """A rank without a size is somebody's variable, not a launcher."""
+    with pytest.raises(EnvironmentFault):
+        place.found({"RANK": "1"})
+
+
+def test_gpus_below_a_launcher_is_refused(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would start a ring of its own."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    done = fa_cli("ring", "--gpus", 2)
+    assert done.exit_code == 2 and "--gpus below a launcher" in done.output
