@@ -1,0 +1,82 @@
+"""The word of <fa/merge.cuh> and the kernels of kernels_cu/ring on every backend, against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from word_kernel import f32, run
+
+from harness.backends import Backend
+from harness.backends.launch import launcher
+from harness.dataset.storage import STORAGE, round_to, widen
+from harness.kernel.kernel import KERNELS, Kernel
+from harness.problem import Problem
+from harness.ring.memory import Block
+
+INF = np.inf
+PAIRS = [(0.0, 0.0), (3.0, -2.0), (-2.0, 3.0), (80.0, -80.0), (-INF, 1.5), (1.5, -INF), (-INF, -INF), (1e4, 1e4 + 1), (-1e4, -1e4)]
+
+
+def expected(running: Any, step: Any) -> tuple[Any, Any, Any]:
+    """logsumexp, and the weights of both, in float64."""
+    running, step = (np.asarray(x, np.float64) for x in (running, step))
+    top = np.maximum(running, step)
+    safe = np.where(top == -INF, 0.0, top)
+    kept, added = np.exp(running - safe), np.exp(step - safe)
+    whole = np.where(kept + added == 0, 1.0, kept + added)
+    return np.where(top == -INF, -INF, safe + np.log(whole)), kept / whole, added / whole
+
+
+def test_merge_rows(backend: Backend, tmp_path: Path) -> None:
+    """Two logsumexps of any size, of which one or both may be of a row that saw no key."""
+    count = len(PAIRS)
+    body = f"""\
+    if (t >= {count}) return;
+    const fa::Merged merged = fa::merge_rows(a[t], b[t]);
+    float* to = reinterpret_cast<float*>(out) + 3 * t;
+    to[0] = merged.logsumexp, to[1] = merged.kept, to[2] = merged.added;"""
+    first, second = (np.array(values, np.float32) for values in zip(*PAIRS, strict=True))
+    got = f32(run(backend, tmp_path, body, first, second, before="#include <fa/merge.cuh>"), 3 * count).reshape(count, 3)
+    for i, wanted in enumerate(expected(first, second)):
+        assert np.allclose(got[:, i], wanted, rtol=2e-7, atol=1e-30), PAIRS
+
+
+@pytest.mark.parametrize("dim", [64, 59, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_kernels_of_a_ring(backend: Backend, dtype: str, dim: int) -> None:
+    """Rows 3 to 23 of 30, of three heads in two batches: merged, added and rounded; the other rows are left alone."""
+    random, pitch = np.random.RandomState(0), -(-dim * STORAGE[dtype].itemsize // 16) * 16 // STORAGE[dtype].itemsize
+    problem = Problem.of(2, 3, 21, dim, dtype=dtype)
+
+    def block(values: Any, kind: str, width: int = pitch) -> Block:
+        made = Block(backend, 1, 2, 3, 30, width, kind)
+        made.upload([round_to(np, values, kind).view(STORAGE[kind])])
+        return made
+
+    def launch(name: str, **blocks: Block) -> None:
+        made = launcher(backend, Kernel.read(KERNELS / "ring" / f"{name}.cu"), problem)
+        made({tensor: each.view(30, 0, 3) for tensor, each in blocks.items()})
+
+    partial, running = (random.randn(2, 3, 30, dim).astype(np.float32) for _ in range(2))
+    lse, step_lse = (random.randn(2, 3, 30, 1).astype(np.float32) for _ in range(2))
+    lse[0, 0, 5], step_lse[0, 0, 6], lse[1, 1, 7], step_lse[1, 1, 7] = [-INF] * 4
+    step, total, out = block(partial, dtype), block(running, "float32"), block(running, dtype)
+    state, step_state = block(lse, "float32", 1), block(step_lse, "float32", 1)
+    stored = widen(np, step.download(30, dim)[0], dtype)
+    rows = np.zeros((30, 1), bool)
+    rows[3:24] = True
+    launch("merge", Q=step, K=step_state, O=total, logsumexp=state)
+    merged, kept, added = expected(lse, step_lse)
+    assert np.allclose(state.download(30, 1)[0], np.where(rows, merged, lse), rtol=1e-6, atol=1e-6)
+    running = np.where(rows, kept * running + added * stored, running)
+    assert np.allclose(total.download(30, dim)[0], running, rtol=1e-6, atol=1e-6)
+    launch("add", Q=step, O=total)
+    running = np.where(rows, running + stored, running)
+    assert np.allclose(total.download(30, dim)[0], running, rtol=1e-6, atol=2e-6)
+    before = out.download(30, dim)[0]
+    launch("round", Q=total, O=out)
+    rounded = round_to(np, total.download(30, dim)[0], dtype).view(before.dtype)
+    assert np.where(rows, rounded, before).tobytes() == out.download(30, dim)[0].tobytes()
