@@ -86,6 +86,10 @@ class Folder:
         """The folder is its maker's."""
 
 
+#: Bytes of one value in the store: torch 2.11 takes 8 MiB and ends the connection at more.
+_PIECE = 4 << 20
+
+
 class Store:
     """Values in torch's TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun's ranks have."""
 
@@ -111,12 +115,17 @@ class Store:
         """Every rank's value."""
         self._count += 1
         prefix = f"fa_cli/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self._count}"
-        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        data = pickle.dumps(value)
+        pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"{prefix}/{self.rank}/{number}", piece)
+        self._store.set(f"{prefix}/{self.rank}", str(len(pieces)))
         self._store.set_timeout(timedelta(seconds=self.timeout * patience))
         found = []
         for rank in range(self.size):
             try:
-                found.append(pickle.loads(self._store.get(f"{prefix}/{rank}")))
+                count = int(self._store.get(f"{prefix}/{rank}"))
+                found.append(pickle.loads(b"".join(self._store.get(f"{prefix}/{rank}/{number}") for number in range(count))))
             except RuntimeError:  # its time is up, or the store is gone
                 raise Stuck(self.rank, rank, self.timeout * patience) from None
         return found
