@@ -157,13 +157,13 @@ def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str
 
 
 def side_by_side(commands: Sequence[Command[T]], grace: float = GRACE_SECONDS) -> list[int | None]:
-    """Run commands at the same time, each to its end: their exit codes. Where one fails the others have `grace` seconds more and are
-    then ended, which is None. What they print goes to stderr. At Ctrl-C, and however it ends, none is left."""
+    """Run commands at the same time, each to its end: their exit codes. Where one fails, and where the first one has ended, the others
+    have `grace` seconds more and are then ended, which is None. What they print goes to stderr. At Ctrl-C, and however it ends, none is left."""
     started = [subprocess.Popen(each.argv, env=each.environment, stdin=subprocess.DEVNULL, stdout=2) for each in commands]
     until: float | None = None
     try:
         while any(process.poll() is None for process in started) and (until is None or time.monotonic() < until):
-            if until is None and any(process.returncode for process in started):
+            if until is None and (any(process.returncode for process in started) or started[0].returncode is not None):
                 until = time.monotonic() + grace
             time.sleep(0.01)
         codes = [process.returncode for process in started]

@@ -27,8 +27,8 @@ from .place import Place, control
 from .rank import Rank, kernels_of, refuse
 from .transport import Alone, Control, Transport, local
 
-#: Patience, in timeouts, for the rank that compiles for all, and for one that sends its outputs to the first.
-_COMPILING = _SENDING = 5
+#: Patience, in timeouts, for the rank that compiles for all.
+_COMPILING = 5
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Con
     for pass_ in MODES[spec.mode]:
         mine = [rank.outputs(pass_) for rank in ranks]
         for name in WRITES[pass_]:
-            parts = talk.gather([each[name] for each in mine], _SENDING) if talk.size > 1 else [[each[name]] for each in mine]
+            parts = talk.gather([each[name] for each in mine]) if talk.size > 1 else [[each[name]] for each in mine]
             if talk.rank:
                 continue
             whole[name] = np.empty(spec.problem.shape(name), parts[0][0].dtype)

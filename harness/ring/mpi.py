@@ -19,6 +19,8 @@ from typing import Any
 from ..fault import EnvironmentFault, install_extra
 from .transport import Arrival, Clock, HostClock, Stuck
 
+#: Tags of gather's messages; exchanges have 0.
+_TO_FIRST, _FROM_FIRST = 1, 2
 #: Exit code of a rank that aborts: the environment's.
 _ABORTED = EnvironmentFault.exit_code
 
@@ -52,10 +54,32 @@ class Mpi:
         atexit.register(self._abort)
 
     def gather(self, value: Any, patience: float = 1) -> list[Any]:
-        """Every rank's value. Where the others do not come in time this process ends: MPI has no such limit."""
-        with deadline(self.rank, self.timeout * patience):
-            found: list[Any] = self.comm.allgather(value)
+        """Every rank's value, by way of the first rank: a collective call would neither end by itself nor say who is missing."""
+        seconds = self.timeout * patience
+        limit = time.monotonic() + (seconds if self.rank == 0 else 1.5 * seconds)  # the first rank knows who is missing
+        if self.rank:
+            sent = self.comm.isend(value, 0, _TO_FIRST)
+            self._come(0, _FROM_FIRST, limit, seconds)
+            sent.wait()
+            found: list[Any] = self.comm.recv(None, 0, _FROM_FIRST)
+            return found
+        found = [value]
+        for rank in range(1, self.size):
+            self._come(rank, _TO_FIRST, limit, seconds)
+            found.append(self.comm.recv(None, rank, _TO_FIRST))
+        for request in [self.comm.isend(found, rank, _FROM_FIRST) for rank in range(1, self.size)]:
+            while not request.Test():
+                time.sleep(2e-5)
+                if time.monotonic() > limit + seconds:
+                    raise Stuck(self.rank, None, seconds)
         return found
+
+    def _come(self, rank: int, tag: int, limit: float, seconds: float) -> None:
+        """Wait until a message of a rank is there. Raises Stuck."""
+        while not self.comm.iprobe(rank, tag):
+            if time.monotonic() > limit:
+                raise Stuck(self.rank, rank, seconds)
+            time.sleep(2e-5)
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Non-blocking send and receive; the wait is on the host."""
@@ -84,12 +108,23 @@ class Mpi:
         """Finalise. A rank that failed does so at its exit, by aborting all: what it raises is told first."""
         if not failed and not self._closed:
             self._closed = True
-            self.mpi.Finalize()
+            with _watchdog(self.timeout):
+                self.mpi.Finalize()
 
     def _abort(self) -> None:
         if not self._closed:
             sys.stderr.flush()
             self.comm.Abort(_ABORTED)
+
+
+@contextmanager
+def _watchdog(seconds: float) -> Iterator[None]:
+    """End this process where MPI_Init or MPI_Finalize takes longer: they wait for all ranks and hold Python's lock, so no thread runs."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

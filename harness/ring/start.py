@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -85,10 +87,16 @@ def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
 
 
 def _watch(folder: Path, count: int, order: list[int]) -> None:
-    """Note the ranks in the order in which their processes end. mpiexec ends all when one dies, and its message may name any of them."""
+    """Note the ranks in the order in which their processes end. mpiexec ends all when one dies, and its message may name any of them.
+
+    The first rank has most to do: one that has not ended some seconds after it hangs at its exit, and is killed.
+    """
     watched: dict[int, int] = {}
-    poll = select.poll()
+    poll, until = select.poll(), float("inf")
     while len(order) < count and folder.exists():
+        if time.monotonic() > until:
+            for fd in [fd for fd, rank in watched.items() if rank not in order]:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
         for rank in range(count):
             with suppress(OSError, ValueError):  # not there yet, not written yet, or gone already
                 if rank not in watched.values():
@@ -96,6 +104,7 @@ def _watch(folder: Path, count: int, order: list[int]) -> None:
                     poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(20):
             order.append(watched[fd])
+            until = time.monotonic() + child.GRACE_SECONDS if watched[fd] == 0 else until
             poll.unregister(fd)
             os.close(fd)
 
@@ -105,7 +114,9 @@ def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> S
     up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
     late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
     if "Timeout (" in said and not late:  # faulthandler's word
-        raise EnvironmentFault("the ranks did not all join MPI", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor")
+        raise EnvironmentFault(
+            "the ranks did not all join MPI, or leave it", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor"
+        )
     return late or order
 
 
@@ -143,9 +154,9 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
         raise raised[0]
     if stuck and not died:
         raise min(stuck, key=lambda fault: fault.when)
-    if died or ended:
+    if ended:
         hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
-        rank = next(iter(died or hung or ended))
+        rank = next(iter([rank for rank in died if rank in ended] or hung or ended))
         sys.stderr.write("" if died else said)
         gone = ended.get(rank, child.Ended("", "it left no result"))
         how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
