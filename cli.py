@@ -230,7 +230,6 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @main.command(
     epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
     + options.examples(
-        "fa-cli ring --seq 2048 --dim 64 --gpus 4",
         "fa-cli ring --gpus 3 --device cpu --seq 256 --causal --mode both",
         "fa-cli ring --gpus 2 --compute mma_qreg_async --heads 16 --seq 32768 --dim 128 --dtype bfloat16 --causal",
         "fa-cli ring --simulate 8 --seq 4096 --causal",

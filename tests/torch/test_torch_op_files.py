@@ -30,7 +30,8 @@ HEADER = """\
 {args}// ///
 """
 PLAIN = """\
-extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp, int heads, int seq, int dim) {
+extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp,
+                                   int heads, int seq, int dim) {
     long long head = (long long)blockIdx.z * heads + blockIdx.y, row = head * seq + blockIdx.x;
     for (int d = threadIdx.x; d < dim; d += blockDim.x) {
         float sum = 0;
