@@ -162,11 +162,10 @@ def side_by_side(commands: Sequence[Command[T]], grace: float = GRACE_SECONDS) -
     started = [subprocess.Popen(each.argv, env=each.environment, stdin=subprocess.DEVNULL, stdout=2) for each in commands]
     until: float | None = None
     try:
-        while any(process.poll() is None for process in started) and (until is None or time.monotonic() < until):
-            if until is None and (any(process.returncode for process in started) or started[0].returncode is not None):
+        while None in (codes := [process.poll() for process in started]) and (until is None or time.monotonic() < until):
+            if until is None and (any(codes) or codes[0] is not None):
                 until = time.monotonic() + grace
             time.sleep(0.01)
-        codes = [process.returncode for process in started]
     finally:
         for each, process in zip(commands, started, strict=True):
             if process.poll() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -200,3 +201,38 @@ def test_installed_it_is_the_same(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert "unknown kernel 'nonesuch'" in done.stdout, done.stderr
+
+
+def side_by_side(*jobs_: Callable[[], object]) -> tuple[list[int | None], list[object], float]:
+    """Exit codes, results (the fault where there is none) and seconds of jobs that run at the same time."""
+    with contextlib.ExitStack() as held:
+        commands = [held.enter_context(child.command(job)) for job in jobs_]
+        began = time.monotonic()
+        codes = child.side_by_side(commands, grace=0.2)
+        seconds, results = time.monotonic() - began, list[object]()
+        for command, code in zip(commands, codes, strict=True):
+            try:
+                results.append(command.result(code))
+            except Fault as fault:
+                results.append(fault)
+    return codes, results, seconds
+
+
+def test_side_by_side(temporary: Path) -> None:
+    """All end by themselves."""
+    codes, results, _ = side_by_side(partial(jobs.square, 2), partial(jobs.square, 3))
+    assert codes == [0, 0] and results == [4, 9]
+    assert not list(temporary.iterdir())
+
+
+def test_side_by_side_where_one_dies(temporary: Path) -> None:
+    """The others are ended soon after, also one that is stopped; only the one that died has an exit code."""
+    codes, results, seconds = side_by_side(partial(time.sleep, 60), partial(jobs.die, signal.SIGKILL), partial(jobs.die, signal.SIGSTOP))
+    assert codes == [None, -signal.SIGKILL, None] and seconds < 10
+    assert all(isinstance(result, child.Ended) for result in results)
+
+
+def test_side_by_side_where_one_hangs_at_the_end(temporary: Path) -> None:
+    """What waits for nobody any more is ended after the first job."""
+    codes, results, seconds = side_by_side(partial(jobs.square, 5), partial(time.sleep, 60))
+    assert codes == [0, None] and results[0] == 25 and seconds < 10

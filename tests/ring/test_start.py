@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rooms import ROOT
 
 from harness.fault import EnvironmentFault
 from harness.ring import place, start
+from harness.ring.transport import Stuck
 
 ON_CPU = ("--device", "cpu", "--timeout", "30")
 
@@ -179,6 +181,23 @@ PLACES = [
 def test_launchers_are_known_by_the_environment(environment: dict[str, str], expected: place.Place | None) -> None:
     """Open MPI, MPICH and Intel MPI, torchrun, Slurm with and without PMIx; nobody."""
     assert place.found(environment) == expected
+
+
+def test_values_through_a_folder(tmp_path: Path) -> None:
+    """How ranks with GPUs that are started here agree: every value on every rank, round after round, and no file piles up."""
+    ranks = [place.Folder(place.Place(rank, 3, rank, "folder", tmp_path), 10.0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for turn in range(5):
+            found = list(pool.map(lambda rank, turn=turn: rank.gather((rank.rank, turn)), ranks))
+            assert found == [[(rank, turn) for rank in range(3)]] * 3
+    assert len(list(tmp_path.iterdir())) <= 6
+
+
+def test_a_rank_that_is_missing_from_a_folder(tmp_path: Path) -> None:
+    """The others say which."""
+    rank = place.Folder(place.Place(0, 2, 0, "folder", tmp_path), 0.1)
+    with pytest.raises(Stuck, match="rank 1 did not answer within 0.1 s"):
+        rank.gather(None)
 
 
 def test_half_a_place_is_refused() -> None:
