@@ -25,10 +25,10 @@ interrupted() { # a signal for rank 1 while the ring runs: the run must end with
             sleep 0.1
             if pid=$(cat "$folder"/fa_cli_ring_*/pid.1 2>/dev/null); then break; fi
         done
-        sleep 8
+        sleep 15  # inputs made, the kernel compiled: the steps take some seconds
         kill "-$1" "$pid"
     ) &
-    TMPDIR=$folder step 4 $python cli.py ring --gpus "$gpus" --compute naive --mode forward --heads 16 --seq 16384 --dim 128 --timeout 10 -q
+    TMPDIR=$folder step 4 $python cli.py ring --gpus "$gpus" --compute fa2 --heads 16 --seq 131072 --dim 128 --timeout 10 -q
     wait
 }
 

@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 from click.testing import Result
 from rooms import ROOT
 
-from harness.fault import EnvironmentFault
+from harness.fault import DataFault, EnvironmentFault, Fault
 from harness.ring import place, start
 from harness.ring.transport import Stuck
 
@@ -198,6 +200,26 @@ def test_a_rank_that_is_missing_from_a_folder(tmp_path: Path) -> None:
     rank = place.Folder(place.Place(0, 2, 0, "folder", tmp_path), 0.1)
     with pytest.raises(Stuck, match="rank 1 did not answer within 0.1 s"):
         rank.gather(None)
+
+
+def test_ranks_without_mpi() -> None:
+    """What starts ranks with GPUs: processes of ours, whose hosts agree through a folder."""
+    assert start._started(partial(jobs.rank, "meet"), 3, cpu=False) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("raise", DataFault, "what"),
+        ("kill", EnvironmentFault, "rank 1 died: SIGKILL"),
+        ("stop", EnvironmentFault, "rank 1 did not answer within 1 s"),
+    ],
+)
+def test_a_rank_without_mpi_that_fails(what: str, kind: type[Fault], said: str) -> None:
+    """Its own fault, or its name and the environment's exit code; the others are ended."""
+    with pytest.raises(kind) as caught:
+        start._started(partial(jobs.rank, what), 3, cpu=False)
+    assert caught.value.what == said
 
 
 def test_half_a_place_is_refused() -> None:

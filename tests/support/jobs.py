@@ -13,6 +13,7 @@ from typing import Any
 from harness.backends import CompileError, ContextLost
 from harness.fault import DataFault
 from harness.kernel.kernel import find
+from harness.ring.place import Folder, Place
 
 
 def noisy(value: object) -> tuple[str, object]:
@@ -73,3 +74,14 @@ def linger(folder: Path) -> None:
         time.sleep(60)
     finally:
         (folder / "cleaned").touch()
+
+
+def rank(what: str, place: Place) -> list[object] | None:
+    """A rank of a ring without a device: all exchange a value; before that rank 1 does what is asked of it."""
+    control = Folder(place, 1.0)
+    control.gather(None, 20)  # all are there
+    if place.rank == 1 and what != "meet":
+        raise_or_die = {"raise": lambda: faulty("ground"), "kill": lambda: die(signal.SIGKILL), "stop": lambda: die(signal.SIGSTOP)}
+        raise_or_die[what]()
+    found = control.gather(place.rank)
+    return found if place.rank == 0 else None
