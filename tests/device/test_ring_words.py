@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from word_kernel import f32, run
 
-from harness.backends import Backend
+from harness.backends import Backend, nvrtc
 from harness.backends.launch import launcher
+from harness.compile import compile_all
 from harness.dataset.storage import STORAGE, round_to, widen
+from harness.fault import EnvironmentFault
 from harness.kernel.kernel import KERNELS, Kernel
 from harness.problem import Problem
 from harness.ring.memory import Block
@@ -80,3 +82,16 @@ def test_the_kernels_of_a_ring(backend: Backend, dtype: str, dim: int) -> None:
     launch("round", Q=total, O=out)
     rounded = round_to(np, total.download(30, dim)[0], dtype).view(before.dtype)
     assert np.where(rows, rounded, before).tobytes() == out.download(30, dim)[0].tobytes()
+
+
+@pytest.mark.parametrize("name", ["merge", "add", "round"])
+def test_they_compile_for_every_architecture(name: str) -> None:
+    """No spills, and registers for full occupancy: they are bound by memory."""
+    try:
+        nvrtc.version()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+    rows = compile_all([str(KERNELS / "ring" / f"{name}.cu")], everything=True)
+    assert len({row.arch for row in rows}) > 3
+    for row in rows:
+        assert row.passed and row.registers is not None and row.registers <= 40, row
