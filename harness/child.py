@@ -157,8 +157,11 @@ def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str
 
 
 def side_by_side(commands: Sequence[Command[T]], grace: float = GRACE_SECONDS) -> list[int | None]:
-    """Run commands at the same time, each to its end: their exit codes. Where one fails, and where the first one has ended, the others
-    have `grace` seconds more and are then ended, which is None. What they print goes to stderr. Afterwards none is left, nor at Ctrl-C."""
+    """Run commands at the same time, each to its end: their exit codes. What they print goes to stderr.
+
+    Where one fails, and where the first one has ended, the others have `grace` seconds more and are then ended, which is None.
+    At Ctrl-C, and however it ends, none is left.
+    """
     started = [subprocess.Popen(each.argv, env=each.environment, stdin=subprocess.DEVNULL, stdout=2) for each in commands]
     until: float | None = None
     try:

@@ -152,7 +152,7 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
             raised.append(fault)
     if raised:
         raise raised[0]
-    if stuck and not died:
+    if stuck and (not died or died[0] not in ended):  # the first to end had given up on another
         raise min(stuck, key=lambda fault: fault.when)
     if ended:
         hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
