@@ -107,7 +107,7 @@ def interrupted(command: list[str], folder: Path, number: int, wait: float) -> t
     return process.returncode, said, seconds
 
 
-LONG = ("--compute", "naive", "--seq", 3000, "--dim", 64, "--mode", "both", "--device", "cpu", "--timeout", 3, "--gpus", 4)
+LONG = ("--compute", "naive", "--seq", 3000, "--dim", 64, "--mode", "both", "--device", "cpu", "--timeout", 6, "--gpus", 4)
 
 
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_rank_that_hangs_ends_the_run(tmp_path: Path) -> None:
     """Within the timeout; a neighbour names it."""
     code, said, seconds = interrupted(words(*LONG), tmp_path, signal.SIGSTOP, 1.5)
     assert code == EnvironmentFault.exit_code
-    assert "error: rank 2 did not answer within 3 s" in said or "error: the others did not answer within 3 s" in said
-    assert seconds < 20
+    assert "error: rank 2 did not answer within 6 s" in said or "error: the others did not answer within 6 s" in said
+    assert seconds < 30
 
 
 def test_a_killed_rank_under_mpiexec(tmp_path: Path) -> None:
