@@ -1,0 +1,76 @@
+"""Draws plots/ring_scaling.png of ring.jsonl beside this file: python experiments/ring/draw.py
+
+TFLOP/s of each GPU over the number of GPUs: the ring with and without overlap, the same kernel on one GPU, torch's context_parallel.
+A panel a length and mask, forward above, forward and backward together below.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).resolve().parent
+PICTURE = HERE.parent.parent / "plots" / "ring_scaling.png"
+LOOKS = {
+    "ring": {"color": "#0173b2", "marker": "o", "linestyle": "-"},
+    "ring, no overlap": {"color": "#56b4e9", "marker": "s", "linestyle": ":"},
+    "context_parallel (cuDNN)": {"color": "0.2", "marker": "^", "linestyle": "--"},
+}
+
+
+def rates(lines: list[dict[str, Any]], seq: int, causal: bool, mode: str) -> dict[str, dict[int, float]]:
+    """TFLOP/s of each GPU by number of GPUs, for each line of the figure."""
+    here = [line for line in lines if line.get("seq") == seq and line.get("causal") is causal]
+    alone = {line["pass"]: line for line in here if line["what"] == "one GPU"}
+    found: dict[str, dict[int, float]] = {name: {} for name in LOOKS}
+    for overlap, name in ((True, "ring"), (False, "ring, no overlap")):
+        passes = {line["pass"]: line for line in here if line["what"] == "ring" and line["overlap"] is overlap}
+        for count, several in ((1, alone), (len(passes["forward"]["digests"]), passes)):
+            wanted = [several["forward"]] if mode == "forward" else list(several.values())
+            work = sum(line["ms"] * line["tflops_gpu"] for line in wanted)  # FLOPs of a GPU
+            found[name][count] = work / sum(line["ms"] for line in wanted)
+    ranks = max(found["ring"])
+    for line in here:
+        if line["what"] == "context_parallel" and line["pass"] == mode:
+            found["context_parallel (cuDNN)"][ranks] = line["tflops_gpu"]
+    return found
+
+
+def main() -> None:
+    """The figure of what was recorded."""
+    lines = [json.loads(text) for text in (HERE / "ring.jsonl").read_text(encoding="utf-8").splitlines()]
+    shapes = list(dict.fromkeys((line["seq"], line["causal"]) for line in lines if line["what"] == "ring"))
+    figure, axes = plt.subplots(2, len(shapes), figsize=(2.1 * len(shapes) + 1, 5), sharey=True, squeeze=False, layout="constrained")
+    for column, (seq, causal) in enumerate(shapes):
+        for row, mode in enumerate(("forward", "both")):
+            axis = axes[row][column]
+            found = rates(lines, seq, causal, mode)
+            for name, points in found.items():
+                axis.plot(list(points), list(points.values()), label=name, **LOOKS[name])
+            first, last = min(found["ring"]), max(found["ring"])
+            share = found["ring"][last] / found["ring"][first]
+            axis.annotate(f"{share:.0%}", (last, found["ring"][last]), xytext=(-4, -14), textcoords="offset points", ha="right", fontsize=8)
+            axis.set_xticks([first, last])
+            axis.set_xlim(first - 0.3, last + 0.3)
+            axis.grid(color="0.92")
+            if row == 0:
+                axis.set_title(f"S {seq // 1024}k, {'causal' if causal else 'not causal'}", fontsize=9)
+    axes[0][0].set_ylim(0, 640)
+    for row, text in enumerate(("forward", "forward + backward")):
+        axes[row][0].set_ylabel(f"TFLOP/s a GPU, {text}", fontsize=8)
+    figure.suptitle("Ring attention, B1 H16 D128 bfloat16, step 14 of the ladder", fontsize=10)
+    for axis in axes[1]:
+        axis.set_xlabel("GPUs (percent: of one GPU)", fontsize=8)
+    axes[0][0].legend(loc="lower left", frameon=False, fontsize=7)
+    figure.savefig(PICTURE, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
