@@ -15,7 +15,7 @@ from ..fault import EnvironmentFault, UsageFault
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
 from ..peers import Peer
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from . import budget
 from .oracle import Oracle
 from .tensors import Bound
@@ -81,7 +81,7 @@ class Contender:
         for kernel in self.kernels.values():
             spaces = kernel.plan(problem, backend.device(), self.tiles).workspaces
             if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
-                check_size(problem, workspace=sum(w.elements * DTYPE_BYTES[w.dtype] for w in spaces))
+                check_size(problem, workspace=sum(space.bytes for space in spaces))
 
     def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:
         """Run a pass once on poisoned outputs and judge it; nothing is timed yet.

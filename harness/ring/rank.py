@@ -19,7 +19,7 @@ from ..check.contender import Contender
 from ..check.tensors import row_pitch
 from ..fault import UsageFault
 from ..kernel.kernel import KERNELS, Kernel
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from .memory import Block
 from .partition import Partition, Task, rows
 from .transport import Arrival, Transport
@@ -274,7 +274,7 @@ class Rank:
     def _most_workspace(self, kernel: Kernel, index: int) -> int:
         mine = [task.problem for step in range(self.partition.ranks) for task in self.partition.tasks(self.rank, step)]
         plans = [kernel.plan(problem, self.backend.device(), self.contender.tiles) for problem in dict.fromkeys(mine)]
-        return max(plan.workspaces[index].elements * DTYPE_BYTES[plan.workspaces[index].dtype] for plan in plans)
+        return max(plan.workspaces[index].bytes for plan in plans)
 
 
 def _own(array: Any, chunks: tuple[tuple[int, int], ...]) -> Any:
