@@ -316,5 +316,18 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
     return 0 if checks is None else harness.terminal.show.doctor(checks, json, context.obj["verbosity"])
 
 
+@main.command(epilog=options.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
+@click.option("--quick", is_flag=True, help="One fault of each kind, kernel and check: a minute.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only faults whose name matches.")
+@options.device
+@options.printing
+@click.pass_context
+def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
+    """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
+    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    trials = harness.selftest.selftest(device, quick, only, lambda done: step(f"{done.check}: {done.fault}"))
+    return harness.terminal.show.selftest(trials, json, context.obj["verbosity"])
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,69 @@
+"""Wrong kernels: the named faults of faults.toml, planted in kernels of the tree."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..kernel.kernel import INCLUDE, Kernel, catalogue
+from ..problem import Problem
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault of faults.toml, whose first lines say what each field is."""
+
+    name: str
+    kind: str
+    kernel: str
+    edits: tuple[tuple[str, str], ...]
+    found_by: Mapping[str, list[str]]
+    file: str = ""
+    shape: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "float32"
+    causal: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """What the mutant is judged on."""
+        of = self.shape.get
+        batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
+        return Problem.of(batch, heads, seq, dim, of("heads_kv"), of("seq_kv"), self.dtype, self.causal)
+
+    @property
+    def source(self) -> Kernel:
+        """The kernel of the tree that is spoiled."""
+        return next(kernel for kernel in catalogue() if kernel.label == self.kernel)
+
+    def plant(self, folder: Path) -> Kernel:
+        """The kernel with its fault, written into a folder (a header with a fault beside it). Raises ValueError as `edited` does."""
+        path = self.source.path
+        text = path.read_text(encoding="utf-8")
+        if self.file:
+            header = folder / Path(self.file).name
+            header.write_text(edited((INCLUDE / self.file).read_text(encoding="utf-8"), *self.edits, where=self.file), encoding="utf-8")
+            text = edited(text, (f"<{self.file}>", f'"{header.name}"'), where=path.name)
+        else:
+            text = edited(text, *self.edits, where=path.name)
+        spoiled = folder / f"{self.kernel}.cu"
+        spoiled.write_text(text, encoding="utf-8")
+        return Kernel.read(spoiled)
+
+
+def mutants(check: str = "") -> dict[str, Mutant]:
+    """The mutants by name: all, or those that a check must find."""
+    tables = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))["fault"]
+    found = {table["name"]: Mutant(**table | {"edits": tuple(map(tuple, table["edits"]))}) for table in tables}
+    assert len(found) == len(tables), "two faults have one name"
+    return {name: fault for name, fault in found.items() if not check or check in fault.found_by}
+
+
+def edited(text: str, *edits: tuple[str, str], where: str = "the text") -> str:
+    """The text with each edit made, one after the other. Raises ValueError where what is replaced does not stand there exactly once."""
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} stands {text.count(old)} times in {where}, not once")
+        text = text.replace(old, new)
+    return text
