@@ -317,7 +317,7 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
 
 
 @main.command(epilog=options.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
-@click.option("--quick", is_flag=True, help="One fault of each kind, kernel and check: a minute.")
+@click.option("--quick", is_flag=True, help="One fault of each kind before each check: under a minute.")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only faults whose name matches.")
 @options.device
 @options.printing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from ..kernel.kernel import INCLUDE, Kernel, catalogue
 from ..problem import Problem
+
+_INCLUDE = re.compile(r"^#include <(fa/\w+\.cuh)>", re.M)
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,14 @@ class Mutant:
     shape: Mapping[str, int] = field(default_factory=dict)
     dtype: str = "float32"
     causal: bool = False
+    scale: float | None = None
 
     @property
     def problem(self) -> Problem:
         """What the mutant is judged on."""
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
-        return Problem.of(batch, heads, seq, dim, of("heads_kv"), of("seq_kv"), self.dtype, self.causal)
+        return Problem.of(batch, heads, seq, dim, of("heads_kv"), of("seq_kv"), self.dtype, self.causal, self.scale)
 
     @property
     def source(self) -> Kernel:
@@ -42,14 +46,33 @@ class Mutant:
         path = self.source.path
         text = path.read_text(encoding="utf-8")
         if self.file:
-            header = folder / Path(self.file).name
-            header.write_text(edited((INCLUDE / self.file).read_text(encoding="utf-8"), *self.edits, where=self.file), encoding="utf-8")
-            text = edited(text, (f"<{self.file}>", f'"{header.name}"'), where=path.name)
+            text = self._with_header(text, folder)
         else:
             text = edited(text, *self.edits, where=path.name)
         spoiled = folder / f"{self.kernel}.cu"
         spoiled.write_text(text, encoding="utf-8")
         return Kernel.read(spoiled)
+
+    def _with_header(self, text: str, folder: Path) -> str:
+        """The text with quoted includes of copies in the folder: the spoiled header and all those through which it is included."""
+        header = (INCLUDE / self.file).read_text(encoding="utf-8")
+        copies = {self.file: edited(header, *self.edits, where=self.file)}
+
+        def redirected(text: str) -> str:
+            for name in _INCLUDE.findall(text):
+                inner = (INCLUDE / name).read_text(encoding="utf-8")
+                if name not in copies and (changed := redirected(inner)) != inner:
+                    copies[name] = changed
+                if name in copies:
+                    text = text.replace(f"<{name}>", f'"{Path(name).name}"')
+            return text
+
+        found = redirected(text)
+        if found == text:
+            raise ValueError(f"{self.kernel} does not include {self.file}")
+        for name, copy in copies.items():
+            (folder / Path(name).name).write_text(copy, encoding="utf-8")
+        return found
 
 
 def mutants(check: str = "") -> dict[str, Mutant]:

@@ -50,14 +50,14 @@ def selftest(
 ) -> list[Trial]:
     """Plant each fault and try each check that must find it on this device, then the same check on the unspoiled kernel.
 
-    quick: one fault for each kind, check and kernel. only: patterns of fault names. Raises UsageFault where no fault is left.
+    quick: one fault of each kind before each check. only: patterns of fault names. Raises UsageFault where no fault is left.
     """
     plain = pick(device)
     backends = {"": plain} | ({"race": pick("cpu", check="race")} if plain.name == "cpu" else {})
     chosen = [mutant for mutant in mutants().values() if not only or any(fnmatch(mutant.name, pattern) for pattern in only)]
     pairs = [(mutant, check) for mutant in chosen for check in mutant.found_by if check in CHECKS[plain.name]]
     if quick:
-        pairs = list({(mutant.kind, mutant.kernel, check): (mutant, check) for mutant, check in reversed(pairs)}.values())[::-1]
+        pairs = list({(mutant.kind, check): (mutant, check) for mutant, check in reversed(pairs)}.values())[::-1]
     if not pairs:
         raise UsageFault("no fault to plant", f"none of this name has a check on {plain.name}", "fa-cli selftest -v names them")
     planted = {mutant.name: _plant(mutant) for mutant, _ in pairs}
