@@ -11,6 +11,8 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from ..fault import EnvironmentFault, install_extra
 from .mpi import deadline
 from .transport import Arrival, Clock, Control, CudaClock
@@ -43,6 +45,10 @@ class Nccl:
         try:
             with deadline(self.rank, timeout):
                 self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)
+                byte = cupy.zeros(2, np.uint8)
+                self._cuda.get_current_stream().synchronize()
+                self.exchange(byte[:1], byte[1:])  # neighbours connect at their first message, and the host waits for it
+                self.stream.synchronize()
         except RuntimeError as error:  # nccl.NcclError
             raise EnvironmentFault(
                 "NCCL cannot connect the ranks", str(error), "NCCL_DEBUG=INFO, before the same command, says why"
