@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,22 @@ from .partition import Partition, Task, rows
 from .transport import Arrival, Transport
 
 MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
+_WHAT = {MERGE: "merge", ADD: "merge", ROUND: "round"}
 #: Launches in order, each of a kernel that was loaded.
 Program = list[tuple[Loaded, list[Step]]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step: "compute" or "communication", between two marks of the transport's clock."""
+    """A part of a step on a stream, "compute" or "communication", between two marks of the transport's clock.
 
-    kind: str
+    what: "attention", "merge" (also additions), "clear" or "round"; of messages "K V" or "dK dV". A backward pass has `ranks` + 1 steps:
+    in the last the rank has its own keys again, as in step 0.
+    """
+
+    stream: str
     step: int
+    what: str
     began: Any
     ended: Any
     bytes: int = 0
@@ -128,57 +135,47 @@ class Rank:
 
     def forward(self) -> Iterator[None]:
         """Enqueue the pass. It ends with O and logsumexp of this rank's rows over all keys. Raises as launches and exchanges do."""
-        if self.q_rows:
-            self.sum.array(self.q_rows)[...] = 0
-            self.lse.array(self.q_rows)[...] = -np.inf
+        self._clear(0, (self.sum, self.q_rows, 0), (self.lse, self.q_rows, -np.inf))
         for step in range(self.partition.ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
             self._compute(step, self._forward[step])
             arrived = arrived or self._pass_on_keys(step)
             yield
-            self._wait(arrived, step)
-        self._submit(self._forward_end)
+            self._wait(arrived, step, "K V")
+        self._compute(self.partition.ranks - 1, self._forward_end)
 
     def backward(self) -> Iterator[None]:
         """Enqueue the pass, after forward(). It ends with dQ, and dK and dV of this rank's keys, over all queries."""
-        if self.q_rows:
-            self.sum.array(self.q_rows)[...] = 0
         ranks, gradients = self.partition.ranks, None
         arrived = self._pass_on_keys(0) if self.overlap else None
+        self._clear(0, (self.sum, self.q_rows, 0), (*self._summed(1), 0))  # the sums of the first keys that visit, or a lone rank's own
         for launches, _ in self._first:
             self._compute(0, launches)
         arrived = arrived or self._pass_on_keys(0)
         yield
-        self._wait(arrived, 0)
-        self._clear_sums()
+        self._wait(arrived, 0, "K V")
         for step in range(1, ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
             for launches, additions in self._backward[step - 1]:
                 self._compute(step, launches)
-                self._wait(gradients, step - 1)
+                self._wait(gradients, step - 1, "dK dV")
                 self._compute(step, additions)
-            self._wait(gradients, step - 1)
+            self._wait(gradients, step - 1, "dK dV")
             gradients = self._pass_on(self._summed(step), self._summed(step + 1))
             if not self.overlap:
                 yield
-                self._wait(gradients, step)
+                self._wait(gradients, step, "dK dV")
             arrived = arrived or self._pass_on_keys(step)
             yield
-            self._wait(arrived, step)
+            self._wait(arrived, step, "K V")
         for launches, additions in self._later:
-            self._compute(0, launches)
-            self._wait(gradients, ranks - 1)
-            self._compute(0, additions)
-        self._wait(gradients, ranks - 1)
+            self._compute(ranks, launches)
+            self._wait(gradients, ranks - 1, "dK dV")
+            self._compute(ranks, additions)
+        self._wait(gradients, ranks - 1, "dK dV")
         for _, additions in self._first:
-            self._compute(0, additions)
-        self._submit(self._backward_end)
-
-    def _clear_sums(self) -> None:
-        """Zero the sums that start here: of the first keys that visit this rank, or of a lone rank's own."""
-        block, count = self._summed(1)
-        if count:
-            block.array(count)[...] = 0
+            self._compute(ranks, additions)
+        self._compute(ranks, self._backward_end)
 
     def outputs(self, pass_: str) -> dict[str, Any]:
         """This rank's rows of what a pass writes, host storage arrays. The device has finished."""
@@ -205,22 +202,28 @@ class Rank:
     def _pass_on(self, mine: tuple[Block, int], theirs: tuple[Block, int]) -> Arrival:
         return self.transport.exchange(mine[0].part(mine[1]), theirs[0].part(theirs[1]))
 
-    def _wait(self, arrival: Arrival | None, step: int) -> None:
+    def _wait(self, arrival: Arrival | None, step: int, what: str) -> None:
         if arrival and arrival.ended is None:
             arrival.wait()
-            self.spans.append(Span("communication", step, arrival.began, arrival.ended, arrival.bytes))
+            self.spans.append(Span("communication", step, what, arrival.began, arrival.ended, arrival.bytes))
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _compute(self, step: int, program: Program) -> None:
-        if program:
-            began = self.transport.clock.mark()
-            self._submit(program)
-            self.spans.append(Span("compute", step, began, self.transport.clock.mark()))
+        mark = self.transport.clock.mark() if program else None
+        for path, launches in groupby(program, lambda each: each[0].kernel.path):
+            for loaded, steps in launches:
+                self.backend.submit(loaded, steps)
+            began, mark = mark, self.transport.clock.mark()
+            self.spans.append(Span("compute", step, _WHAT.get(path, "attention"), began, mark))
 
-    def _submit(self, program: Program) -> None:
-        for loaded, steps in program:
-            self.backend.submit(loaded, steps)
+    def _clear(self, step: int, *what: tuple[Block, int, float]) -> None:
+        """Fill so many rows of blocks with a value."""
+        began = self.transport.clock.mark()
+        for block, count, value in what:
+            if count:
+                block.array(count)[...] = value
+        self.spans.append(Span("compute", step, "clear", began, self.transport.clock.mark()))
 
     def _forward_step(self, step: int) -> Program:
         made: Program = []
