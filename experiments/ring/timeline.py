@@ -54,8 +54,9 @@ def draw(axis: Axes, rows: list[Row], ranks: int) -> None:
         if row["stream"] == "communication" and row["bytes"] == "0":
             continue
         axis.broken_barh([(began, length)], (place - 0.4, 0.8), facecolor=COLORS[row["what"]], edgecolor="white", linewidth=0.3)
-        if length > 0.045 * total and row["what"] in ("attention", "K V", "dK dV"):
-            text = f"step {row['step']}" if row["what"] == "attention" else f"{int(row['bytes']) / 2**20:.3g} MiB"
+        if length > 0.06 * total and row["what"] in ("attention", "K V", "dK dV"):
+            own = ", own keys" if int(row["step"]) % ranks == 0 else ""  # a backward pass ends with a rank's own keys
+            text = f"step {row['step']}{own}" if row["what"] == "attention" else f"{int(row['bytes']) / 2**20:.3g} MiB"
             axis.text(began + length / 2, place, text, ha="center", va="center", color="white", fontsize=7)
     axis.set_yticks(range(2 * ranks), [f"rank {i // 2} {'communication' if i % 2 else 'compute'}" for i in range(2 * ranks)], fontsize=7)
     for rank in range(1, ranks):

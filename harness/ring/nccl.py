@@ -23,7 +23,7 @@ class Nccl:
 
     def __init__(self, talk: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
-        self.rank, self.size = talk.rank, talk.size
+        self.rank, self.size, self._timeout = talk.rank, talk.size, timeout
         import cupy
 
         self._cuda = cupy.cuda
@@ -82,5 +82,6 @@ class Nccl:
     def close(self, failed: bool = False) -> None:
         """Free the communicator; where the rank failed, abort what is in flight."""
         if self._communicator is not None:
-            self._communicator.abort() if failed else self._communicator.destroy()
+            with deadline(self.rank, self._timeout):  # a neighbour that hangs may hold either of them up
+                self._communicator.abort() if failed else self._communicator.destroy()
             self._communicator = None
