@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from harness.ring import job, place, probe
 from harness.ring.transport import wait_for
 
-COUNT, PATIENCE = 20, 12.0
+COUNT, PATIENCE = 20, 15.0
 #: NCCL's settings, one at a time: first none, with all ways.
 SETTINGS = (
     "",
@@ -57,7 +57,7 @@ SETTINGS = (
     "NCCL_P2P_USE_CUDA_MEMCPY=1",
 )
 #: Seconds for a setting, the first and the others.
-LIMIT = {True: 45, False: 20}
+LIMIT = {True: 60, False: 25}
 
 #: A way of sending: enqueue one message of so many bytes.
 Way = Callable[[int], None]
