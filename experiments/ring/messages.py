@@ -71,7 +71,9 @@ class Ways:
 
         self.transport, self.talk, self.runtime, self.stream = transport, talk, cupy.cuda.runtime, transport.stream
         self.rank, self.size, self.most = talk.rank, talk.size, most
-        self.send, self.receive, self.flag = (self.runtime.malloc(size) for size in (most, most, 256))
+        self.send, self.receive, self.flag = (
+            self.runtime.malloc(size) for size in (most, most, 2 << 20)
+        )  # whole pages: the flag shares its handle with nothing
         self.runtime.memset(self.flag, 0, 256)
         self.runtime.deviceSynchronize()
         memory = [cupy.cuda.UnownedMemory(address, most, self) for address in (self.send, self.receive)]
