@@ -77,6 +77,6 @@ fi
     ring "simulated" --simulate "$ranks" --device "$device" --mode both "${large[@]}" --dtype bfloat16 --causal --output-dir "$out"
     part 0 bfloat16 120 $python experiments/ring/errors.py --device "$device" --ranks $errors --output "$out/errors.csv"
 } 2>&1 | tee "$out/checks.log"
-cp "$facts" "$out/env.json"
+[ -s "$facts" ] && cp "$facts" "$out/env.json"
 echo "$SECONDS s"
 ! grep "NOT AS EXPECTED" "$out/checks.log"
