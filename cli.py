@@ -244,7 +244,7 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @options.tile
 @options.deterministic
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
-@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv and ring_steps.csv there.")
+@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv, ring_steps.csv and ring_timeline.csv there.")
 @options.printing
 @click.pass_context
 def ring(
