@@ -64,9 +64,10 @@ def _outputs(q: Any) -> tuple[Any, Any]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _kind(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], ...]:
-    """Shapes, dtypes and devices."""
-    return (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
+    """Shapes, strides (those of the others too), dtypes and devices."""
+    strides = (q.stride(), k.stride(), v.stride(), *(t.stride() for t in others)) if others else (q.stride(), k.stride(), v.stride())
+    return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
 def _error(fault: Fault) -> Exception:
@@ -90,7 +91,7 @@ def _forward(
         o, lse = _outputs(q)
         if call is None:
             return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
-        call({"Q": q, "K": k, "V": v}, {"O": o}, lse)
+        call((q, k, v), (o,), lse)
     except Fault as fault:
         raise _error(fault) from fault
     return o, lse
@@ -110,12 +111,13 @@ def _backward(
     causal_shift: int | None,
 ) -> tuple[Any, Any, Any]:
     try:
-        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, True)
+        if do.dtype != q.dtype:
+            do = do.to(q.dtype)
+        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v, o, do), causal, scale, causal_shift, deterministic, True)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         if call is None:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        given = {"Q": q, "K": k, "V": v, "O": o, "dO": do if do.dtype == q.dtype else do.to(q.dtype)}
-        call(given, {"dQ": dq, "dK": dk, "dV": dv}, lse.contiguous())
+        call((q, k, v, o, do), (dq, dk, dv), lse.contiguous())
     except Fault as fault:
         raise _error(fault) from fault
     return dq, dk, dv
