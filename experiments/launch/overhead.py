@@ -107,7 +107,7 @@ def empty_operator() -> Callable[..., Any]:
         return (*made, None, None, None, None, None, None)
 
     schemas = {op: str(getattr(torch.ops.fa, op).default._schema).partition("(")[2] for op in ("forward", "backward")}
-    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, *t: tuple(x.new_empty(x.shape) for x in t[:3])}
+    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, q, k, v, *_: tuple(map(operator._like, (q, k, v)))}
     made = {op: torch.library.custom_op(f"fa_empty::{op}", bodies[op], mutates_args=(), schema=f"({schemas[op]}") for op in bodies}
     made["forward"].register_autograd(gradients, setup_context=operator._save)
     op: Callable[..., Any] = torch.ops.fa_empty.forward.default

@@ -210,7 +210,7 @@ class Cuda(Backend):
                 self.xp.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
                 continue
             # Pointers into the bytes objects; the driver reads them before it returns.
-            pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)
+            pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)  # type: ignore[misc]  # never repeated's
             function = loaded.functions[step.entry].kernel.ptr
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
 

@@ -222,7 +222,9 @@ def ready(
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
     fits = pitch == dim and all(_fits(problem.shape(name), each, size, plain) for name, each in zip(given, strides, strict=True))
-    every = dict(zip(given, (each[:3] for each in strides), strict=True)) | outputs | {"logsumexp": (heads * seq, seq, 1)}
+    every = (
+        dict(zip(given, ((each[0], each[1], each[2]) for each in strides), strict=True)) | outputs | {"logsumexp": (heads * seq, seq, 1)}
+    )
     return Ready(
         launch=made,
         fixed=made.fixed(every) if fits else None,

@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from harness.torch_op import attention, call, operator, sdpa  # noqa: E402
 
+#: What fa::forward takes beside q, k and v.
+OPTIONS = (False, None, "naive", True, None, False)
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
@@ -68,6 +71,17 @@ def test_compile_fullgraph(device: Any, dynamic: bool) -> None:
             x = tensors(device, (2, rows, 32), 1)[0]
             for found, expected in zip(outcome(compiled, x), outcome(block, x), strict=True):
                 assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_broken_graph_does_not_trace_the_call_itself(device: Any) -> None:
+    """Where torch.compile leaves the operator to eager mode, its tracer stays out of the Python that launches."""
+    q, k, v = tensors(device)
+
+    def broken(q: Any, k: Any, v: Any) -> Any:
+        return sum(torch.ops.fa.forward.default(each, k, v, *OPTIONS)[0] for each in (q, q) if print(end="") is None)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(broken, backend="eager")(q, k, v), broken(q, k, v))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -153,7 +167,8 @@ def test_backward_is_deterministic(device: Any) -> None:
     assert torch.equal(grads[0], grads[1]) and torch.allclose(grads[0].float(), grads[2].float(), atol=0.05)
     call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
-    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v), False, None, None, True, True)
+    do = q.detach().new_ones(()).expand(q.shape)  # as sum() gives it
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True)
     assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
 
 
