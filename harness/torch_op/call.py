@@ -118,7 +118,7 @@ class Ready:
 
     def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any) -> None:
         """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order, and logsumexp, contiguous, of either pass."""
-        stream = None if self.index is None else _RAW_STREAM(self.index)
+        stream = self.stream()
         if self.fixed:
             addresses, bits = [], 0
             for tensor in (*given, *made, lse):
@@ -154,6 +154,10 @@ class Ready:
         self.launch(views, self.starts(space), stream)
         for tensor, wide in padded:
             tensor.copy_(wide)
+
+    def stream(self) -> int | None:
+        """torch's current stream on the GPU; None on the CPU."""
+        return None if self.index is None else _RAW_STREAM(self.index)
 
     def workspace(self) -> Any:
         """Memory of all workspaces."""
