@@ -111,12 +111,9 @@ def _parse(path: Path, data: Table) -> Sweep:
             found += some
         return tuple(found)
 
-    if "training" in data:
-        stated = cpu = ()
-    else:
-        stated = shapes(data.get("shapes"))
-        cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data else stated
     models = _models(data, wrong)
+    stated = shapes(data.get("shapes")) if not models[0] else ()
+    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data and not models[0] else stated
     name = path.parent.name if path.name == "sweep.toml" else path.stem
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()

@@ -244,11 +244,11 @@ def speeds(
 def _speed(name: str, size: Size, times: Sequence[float], curve: Sequence[float], peak: int) -> Speed:
     """The line of one contender: seconds of a step by turns, the losses of all steps."""
     tokens, middle, fifths = size.batch * size.seq, statistics.median(times), statistics.quantiles(times, n=5)
-    rates = [round(tokens / seconds) for seconds in (middle, fifths[3], fifths[0])]
+    rate, low, high = (round(tokens / seconds) for seconds in (middle, fifths[3], fifths[0]))
     fine = all(map(math.isfinite, curve)) and curve[-1] < curve[0]
     why = "" if fine else f"its loss went from {curve[0]:.3g} to {curve[-1]:.3g}"
     loss = round(curve[-1], 6) if math.isfinite(curve[-1]) else None
-    return Speed(name, "PASS" if fine else "FAIL", *rates, round(middle * 1e3, 4), peak or None, loss, len(curve), why)
+    return Speed(name, "PASS" if fine else "FAIL", rate, low, high, round(middle * 1e3, 4), peak or None, loss, len(curve), why)
 
 
 def table(found: Sequence[Speed]) -> bytes:

@@ -129,7 +129,6 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
         assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of its own internals
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     """The second derivative, forward mode and torch.func.grad are errors, never zero; logsumexp is a constant."""
     q, k, v = tensors(device, grad=True)
@@ -250,6 +249,18 @@ def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     assert torch.allclose(o, torch_sdpa(q, k, v), atol=1e-4)
 
 
+def test_a_second_cuda_device() -> None:
+    """The second GPU's tensors, while the first is current, give the first one's bits, in both passes."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs; torch sees {torch.cuda.device_count()}")
+    found = []
+    for index in (0, 1):
+        q, k, v = tensors(torch.device("cuda", index), (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
+        o = attention(q, k, v, causal=True)
+        found.append([t.cpu() for t in (o.detach(), *torch.autograd.grad(o.float().square().sum(), (q, k, v)))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and torch.cuda.current_device() == 0
+
+
 def test_runs_on_torchs_current_stream(gpu: Any) -> None:
     """On another stream it waits for that stream's work, forward and backward: inputs that arrive late are seen."""
     q, k, v = tensors(gpu, (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
@@ -295,6 +306,7 @@ def test_cuda_graph(gpu: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.slow
 def test_the_same_bits_again(gpu: Any, dtype: Any) -> None:
     """250 forward and 50 backward calls at batch 60, other work between them, give the same bits."""
     q, k, v = tensors(gpu, (60, 4, 256, 64), grad=True, dtype=dtype)

@@ -44,11 +44,11 @@ def test_both_curves_are_the_same(device: Any) -> None:
 def test_the_experiment_measures_each_in_turn(fa_cli: Run, tmp_path: Path, device: Any) -> None:
     """A line for each attention with its rates and the same loss; files, figure and the environment's model."""
     (tmp_path / "small.toml").write_text(SWEEP)
-    asked = ("--compute", "naive,fa2", "--peers", "torch-math", "--json")
+    asked = ("--compute", "fa2", "--peers", "torch-math", "--json")
     done = fa_cli("experiment", "small.toml", "--device", str(device), "--full", *asked)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert [row["attention"] for row in rows] == ["naive", "fa2", "naive deterministic", "fa2 deterministic", "torch-math"]
+    assert [row["attention"] for row in rows] == ["fa2", "fa2 deterministic", "torch-math"]
     assert all(row["status"] == "PASS" and 0 < row["p20"] <= row["tokens_per_s"] <= row["p80"] for row in rows)
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-2
     assert all((row["step_peak_bytes"] is None) == (device.type == "cpu") for row in rows)
