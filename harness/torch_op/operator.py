@@ -49,7 +49,8 @@ def attention(
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    call = _FORWARD_OP if torch.compiler.is_compiling() else _Eager.apply if trains else _below_forward
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    call = _FORWARD_OP if traced else _Eager.apply if trains else _below_forward
     o, lse = call(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
     return (o, lse) if return_lse else o
 
@@ -165,8 +166,8 @@ for _device in ("CPU", "CUDA"):
 _FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.default
 
 
-# Outside of a trace the operators are called below their autograd entry, which is Python and costs more than all of a call else. The
-# gradient is the same. Under torch.func this way raises, as register_autograd does.
+# Outside of torch.compile and torch.func the operators are called below their autograd entry, which is Python and costs more than all of
+# a call else. The gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
 
 
 def _below_forward(*arguments: Any) -> Any:

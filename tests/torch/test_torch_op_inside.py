@@ -144,6 +144,16 @@ def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
         torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, of a missing batching rule
+def test_a_gradient_flows_through_vmap(device: Any) -> None:
+    """vmap loops over the operator, and its gradient is that of the calls one by one."""
+    (x,) = tensors(device, (3, 1, 2, 9, 8), 1, grad=True)
+    y = torch.vmap(lambda each: attention(each, each, each))(x)
+    expected = torch.stack([attention(each, each, each) for each in x])
+    (one,), (other,) = (torch.autograd.grad(o.square().sum(), x) for o in (y, expected))
+    assert torch.equal(y, expected) and torch.allclose(one, other, atol=1e-6)
+
+
 def test_meta_tensors_and_export() -> None:
     """Shapes without numbers, as tracing has them; torch.export keeps the operator in its graph."""
     q, k, v = tensors("cpu")
