@@ -10,22 +10,26 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import backends, child, environment, files, peers, results, run
 from .backends import Backend, ContextLost
 from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
-from .choose import choose
-from .fault import DiskFault, EnvironmentFault, UsageFault
+from .choose import AUTO, choose
+from .fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from .kernel import catalogue
 from .measure import ceilings
-from .problem import MODES, Problem
+from .peers.base import installed
+from .problem import MODES, PASSES, Problem
 from .row import CEILING, TYPES, Row, append_row, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
+
+if TYPE_CHECKING:
+    from .torch_op.training import Speed
 
 SEED = 42
 #: What messages of CUDA libraries say when the CUDA context is lost.
@@ -61,6 +65,7 @@ class Outcome:
     rows: list[Row]
     files: list[Path]
     notes: list[str] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)  # of a sweep of trainings, which has no rows
 
 
 class _Lost(Exception):
@@ -80,6 +85,8 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     stops every row.
     """
     sweep = load(options.name)
+    if sweep.training:
+        return _train(sweep, options, progress)
     options = replace(options, deterministic=options.deterministic or sweep.deterministic)
     mode = options.mode or sweep.mode
     backend = backends.pick(options.device)
@@ -114,6 +121,41 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
         rows = _in_a_fresh_process(options, table, run_id)
     progress("")
     return Outcome(rows, [table, folder / "env.json", *_draw(folder, pictures, sweep)], notes)
+
+
+def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> Outcome:
+    """The speeds of a sweep of trainings, into speed.csv, env.json and a figure. Raises UsageFault for options that ask for shapes."""
+    if asked := [name for name in ("mode", "only", "skip", "resume") if getattr(options, name)]:
+        why = "it trains one model, forward and backward, and has no shapes"
+        raise UsageFault(f"{sweep.name} takes no --{asked[0]}", why, f"fa-cli experiment {sweep.name} --compute … --peers …")
+    if not installed("torch"):
+        raise EnvironmentFault("PyTorch is not installed", "the model is one of torch's", install_extra("torch"))
+    from .torch_op import training  # torch takes a second to load
+
+    backend = backends.pick(options.device)
+    small = backend.name == "cpu" and not options.full
+    notes = ["on the CPU the sweep's small [cpu] model was trained; --full trains the stated one"] if small else []
+    size = training.Size(**((sweep.cpu_training if small else sweep.training) or {}))
+    device = "cpu" if backend.name == "cpu" else f"cuda:{options.device.partition(':')[2] or 0}"
+    problem = Problem.of(size.batch, size.heads, size.seq, size.dim, dtype=size.dtype, causal=True)
+    deterministic, paths = options.deterministic or sweep.deterministic, {kernel.path for kernel in catalogue()}
+    specs = options.computes or sweep.kernels or (AUTO,)
+    found, left_out = choose(specs, PASSES, [problem], backend.device(), deterministic=deterministic)
+    ours = {each.name: each.kernels["forward"].path for each in found if not each.peer}
+    named = {name: name if path in paths else str(path) for name, path in ours.items()}
+    others = options.peers if options.peers is not None else sweep.peers
+    ways = training.contenders(device, named, others, deterministic)
+    if options.dry_run:
+        return Outcome([], [], [*notes, *left_out, f"{size.describe()}, by {', '.join(ways)}; nothing is run or written"])
+    folder, pictures = _place(sweep, options)
+    speeds = training.speeds(size, device, ways, progress=progress)
+    progress("")
+    record = environment.environment(**backend.environment(), run_id=results.new_run_id(), model=size.describe())
+    files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
+    from .report import training as figure
+
+    picture = figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")
+    return Outcome([], [folder / "speed.csv", folder / "env.json", picture], [*notes, *left_out], speeds)
 
 
 def _shape(

@@ -10,6 +10,9 @@
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
 
+A sweep of trainings has no shapes, but a model: [training] with the keys of TRAINING_KEYS, and a smaller [cpu.training]
+(experiments/training/sweep.toml).
+
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
 `peers` of a shape are for that shape in place of the sweep's.
 """
@@ -21,6 +24,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .fault import DataFault, Fault, UsageFault
 from .kernel.header import Table
@@ -29,7 +33,8 @@ from .problem import PASSES, Problem
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
-KEYS = {"title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "cpu"}
+KEYS = {"title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "training", "cpu"}
+TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
@@ -49,6 +54,8 @@ class Sweep:
     cpu_shapes: tuple[tuple[str, Problem], ...]
     deterministic: bool = False
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)  # test name -> "kernels", "peers" -> names
+    training: Mapping[str, Any] | None = None  # the sizes of a model, TRAINING_KEYS, in place of shapes
+    cpu_training: Mapping[str, Any] | None = None
 
     def names(self, what: str, test: str) -> tuple[str, ...] | None:
         """The "kernels" or "peers" of a test; None where neither its shape nor the sweep says any."""
@@ -80,7 +87,7 @@ def _parse(path: Path, data: Table) -> Sweep:
     def wrong(why: str) -> DataFault:
         return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
 
-    if unknown := set(data) - KEYS | set(data.get("cpu", {})) - {"shapes"}:
+    if unknown := set(data) - KEYS | set(data.get("cpu", {})) - {"shapes", "training"}:
         raise wrong(f"unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(KEYS))}")
     mode = data.get("mode", "forward")
     if mode not in (*PASSES, "both"):
@@ -104,14 +111,42 @@ def _parse(path: Path, data: Table) -> Sweep:
             found += some
         return tuple(found)
 
-    stated = shapes(data.get("shapes"))
-    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data else stated
+    models = _models(data, wrong)
+    stated = shapes(data.get("shapes")) if not models[0] else ()
+    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data and not models[0] else stated
     name = path.parent.name if path.name == "sweep.toml" else path.stem
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()
     return Sweep(
-        name, data.get("title", name), mode, kernels, peers, bool(data.get("ceilings")), stated, cpu, bool(data.get("deterministic")), own
+        name,
+        data.get("title", name),
+        mode,
+        kernels,
+        peers,
+        bool(data.get("ceilings")),
+        stated,
+        cpu,
+        bool(data.get("deterministic")),
+        own,
+        *models,
     )
+
+
+def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """The model of a sweep of trainings, and the CPU's; None where it has shapes."""
+    if "training" not in data:
+        return None, None
+    if "shapes" in data:
+        raise wrong("it has both shapes and a [training]")
+    found = []
+    for model in (data["training"], data.get("cpu", {}).get("training", data["training"])):
+        fits = isinstance(model, dict) and set(model) == set(TRAINING_KEYS)
+        if not fits or any(not isinstance(model[key], int) or model[key] < 1 for key in TRAINING_KEYS[:-1]):
+            raise wrong(f"a training has {', '.join(TRAINING_KEYS)}, whole numbers and a name; is {model!r}")
+        if model["dtype"] not in ("float32", "float16", "bfloat16"):
+            raise wrong(f"the dtype of a training is {model['dtype']!r}; known: float32, float16, bfloat16")
+        found.append(model)
+    return found[0], found[1]
 
 
 def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:

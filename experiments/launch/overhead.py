@@ -2,8 +2,8 @@
 
 A warm call through harness/backends/launch.py, as an operator or a ring makes it, against its parts and an empty kernel; and the
 PyTorch operator against an empty one of the same signature, which allocates the same outputs. The aim on an H200 is 15 us for a kernel
-of one launch, and of the operator 15 us forward and 40 us backward above the empty one. --device cpu gives the time to look up and to
-pack only: there the host is the device.
+of one launch, and of the operator 15 us forward and 40 us backward above the empty one. With --device cpu nothing is launched: the
+Python of a call is timed, on a driver that does nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness import backends
 from harness.backends import launch
 from harness.backends.launch import View
-from harness.kernel.kernel import find
+from harness.kernel.kernel import Device, find
 from harness.problem import READS, WRITES, Problem
 
 CONTENDERS = (("fa2", "float32", "forward"), ("mma_qreg_async", "bfloat16", "forward"), ("mma_qreg_async", "bfloat16", "backward"))
@@ -107,53 +110,115 @@ def empty_operator() -> Callable[..., Any]:
         return (*made, None, None, None, None, None, None)
 
     schemas = {op: str(getattr(torch.ops.fa, op).default._schema).partition("(")[2] for op in ("forward", "backward")}
-    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, *t: tuple(x.new_empty(x.shape) for x in t[:3])}
+    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, q, k, v, *_: tuple(map(operator._like, (q, k, v)))}
     made = {op: torch.library.custom_op(f"fa_empty::{op}", bodies[op], mutates_args=(), schema=f"({schemas[op]}") for op in bodies}
     made["forward"].register_autograd(gradients, setup_context=operator._save)
     op: Callable[..., Any] = torch.ops.fa_empty.forward.default
     return op
 
 
-def operator(name: str, dtype: str, index: int) -> None:
-    """The lines of attention() by one kernel, beside the empty operator, without a gradient, with one, and backward."""
+def operator(name: str, dtype: str, device: Any, wait: Callable[[], Any]) -> None:
+    """The lines of attention() by one kernel, beside the empty operator, without a gradient, with one, and backward; then its parts."""
     import torch
 
     from harness.torch_op import attention
 
-    with torch.cuda.device(index):
-        wait, empty = torch.cuda.synchronize, torch.ops.fa_empty.forward.default
-        q, k, v, do = (torch.randn(1, 1, 128, 64, device="cuda", dtype=getattr(torch, dtype)) for _ in range(4))
-        click.echo(f"the operator: {name} {dtype}")
-        for trains in (False, True):
-            for tensor in (q, k, v):
-                tensor.requires_grad_(trains)
-            how = "forward, inputs want gradients" if trains else "forward"
-            nothing = sample(f"  empty {how}", lambda t=trains: empty(q, k, v, False, None, name, True, None, t), wait)
-            above = sample(f"  attention {how}", lambda: attention(q, k, v, kernel=name), wait) - nothing
-            click.echo(f"{'    above the empty one':58}{above:8.2f}")
-        outputs = (empty(q, k, v, False, None, name, True, None, True)[0], attention(q, k, v, kernel=name))
-        found = [
-            sample(f"  {what} backward", lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), wait)
-            for what, o in zip(("empty", "attention"), outputs, strict=True)
-        ]
-        click.echo(f"{'    above the empty one':58}{found[1] - found[0]:8.2f}")
+    empty = torch.ops.fa_empty.forward.default
+    q, k, v, do = (torch.randn(1, 1, 128, 64, device=device, dtype=getattr(torch, dtype)) for _ in range(4))
+    click.echo(f"the operator: {name} {dtype}")
+    for trains in (False, True):
+        for tensor in (q, k, v):
+            tensor.requires_grad_(trains)
+        how = "forward, inputs want gradients" if trains else "forward"
+        nothing = sample(f"  empty {how}", lambda t=trains: empty(q, k, v, False, None, name, True, None, t), wait)
+        above = sample(f"  attention {how}", lambda: attention(q, k, v, kernel=name), wait) - nothing
+        click.echo(f"{'    above the empty one':58}{above:8.2f}")
+    outputs = (empty(q, k, v, False, None, name, True, None, True)[0], attention(q, k, v, kernel=name))
+    found = [
+        sample(f"  {what} backward", lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), wait)
+        for what, o in zip(("empty", "attention"), outputs, strict=True)
+    ]
+    click.echo(f"{'    above the empty one':58}{found[1] - found[0]:8.2f}")
+    o, lse = attention(*(t.detach() for t in (q, k, v)), kernel=name, return_lse=True)
+    tensors = [t.detach() for t in (q, k, v, o, do)]
+    parts("forward", name, tensors[:3], lse, wait)
+    parts("backward", name, tensors, lse, wait)
+
+
+def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], Any]) -> None:
+    """What a call of the operator is made of, each part alone, and all of it between torch's dispatcher and the driver."""
+    from harness.torch_op import call, operator
+
+    q, k, v = given[:3]
+    options = (False, None, name, True, None)
+    key = (name, call.edited(name), *operator._kind(q, k, v, *given[3:]), False, None, None, True, pass_ == "backward")
+    ready = call.ready(pass_, *key)
+    assert ready is not None and ready.fixed is not None
+    forward = pass_ == "forward"
+    made = (operator._like(q),) if forward else tuple(map(operator._like, (q, k, v)))
+    addresses = [t.data_ptr() for t in (*given, *made, lse)]
+    fixed = addresses + (ready.starts(ready.workspace()) if ready.room else [])
+    stream = ready.stream()
+    click.echo(f"  parts, {pass_}")
+    sample("    shapes, strides and the rest of the key", lambda: operator._kind(q, k, v, *given[3:]), wait)
+    sample("    the key to what is kept", lambda: call.ready(pass_, *key), wait)
+    sample("    outputs", (lambda: operator._outputs(q)) if forward else (lambda: [operator._like(t) for t in given[:3]]), wait)
+    sample("    addresses", lambda: [t.data_ptr() for t in (*given, *made, lse)], wait)
+    if ready.room:
+        sample("    workspaces", lambda: ready.starts(ready.workspace()), wait)
+    sample("    torch's current stream", ready.stream, wait)
+    sample("    write addresses and enqueue", lambda: ready.fixed(fixed, stream), wait)
+    body, begin = (operator._forward, given) if forward else (operator._backward, [given[4], *given[:4], lse])
+    op = operator._below_forward if forward else operator._below_backward
+    last = (False,) if forward else ()
+    sample("    all of it", lambda: body(*begin, *options, *last), wait)
+    sample("    and torch's dispatcher", lambda: op(*begin, *options, *last), wait)
+
+
+def unlaunched() -> backends.Backend:
+    """The CUDA backend on a driver that does nothing, so that the Python of a call is timed without a GPU."""
+    from harness.backends.cuda import Cuda
+
+    class Unlaunched(Cuda):
+        def __init__(self) -> None:
+            self._index, self._thread, nothing = 0, threading.local(), "".format  # a C function of any arguments
+            runtime = SimpleNamespace(getDevice=int, memsetAsync=nothing, memGetInfo=nothing)
+            null = SimpleNamespace(ptr=0)
+            self.xp = SimpleNamespace(
+                cuda=SimpleNamespace(driver=SimpleNamespace(launchKernel=nothing), runtime=runtime, get_current_stream=lambda: null)
+            )
+            self._device = Device("cuda", "no GPU", "sm_90", 132, 50 << 20, 232448)
+
+        def load(self, kernel: Any, problem: Any, overrides: Any = None) -> Any:
+            functions = {entry: SimpleNamespace(kernel=SimpleNamespace(ptr=0)) for entry in kernel.entries}
+            return backends.Loaded(kernel, kernel.plan(problem, self._device, overrides), functions)
+
+    return Unlaunched()
 
 
 @click.command()
-@click.option("--device", default="auto", help="auto, cuda, cuda:N, or cpu for the packing alone.")
+@click.option("--device", default="auto", help="auto, cuda, cuda:N, or cpu for the Python alone.")
 def main(device: str) -> None:
     """Print median, 20th and 80th percentile of host microseconds a call."""
     backend = backends.pick(device)
     wait = None if backend.name == "cpu" else backend.xp.cuda.get_current_stream().synchronize
-    click.echo(f"host time on {backend.device().name}, B1_H1_S128_D64{'' if wait else ': packing only'}")
+    click.echo(f"host time on {backend.device().name}, B1_H1_S128_D64{'' if wait else ': nothing is launched'}")
     click.echo(f"{'us a call':58}{'median':>8}{'p20':>8}{'p80':>8}")
     for name, dtype, pass_ in CONTENDERS:
         kernel(backend, name, dtype, pass_, wait)
     if wait:
         empty(backend, wait)
-        empty_operator()
+    import torch
+
+    from harness.torch_op import call
+
+    if not wait:
+        made = unlaunched()
+        call._backend = lambda device: made
+    empty_operator()
+    with torch.cuda.device(int(device.partition(":")[2] or 0)) if wait else nullcontext():
         for name, dtype in (("mma_qreg_async", "bfloat16"), ("fa2", "float32")):
-            operator(name, dtype, int(device.partition(":")[2] or 0))
+            operator(name, dtype, "cuda" if wait else "cpu", torch.cuda.synchronize if wait else lambda: None)
 
 
 if __name__ == "__main__":

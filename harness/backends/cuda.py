@@ -14,6 +14,7 @@ import threading
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,30 @@ class Cuda(Backend):
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue the steps on this GPU, whichever GPU is current, without waiting. Raises as launch does."""
+        self._here(partial(self._submit, loaded, steps), loaded, steps, stream)
+
+    def repeated(
+        self, loaded: Loaded, words: memoryview, fills: Sequence[tuple[int, int]], calls: Sequence[Call]
+    ) -> Callable[[int | None], None]:
+        """As the protocol says. The driver is given pointers to the parameters where they lie."""
+        launch, memset = self.xp.cuda.driver.launchKernel, self.xp.cuda.runtime.memsetAsync
+        made = []
+        for call in calls:
+            own = [(ctypes.c_char * memoryview(p).nbytes).from_buffer(p) for p in call.parameters]
+            pointers = (ctypes.c_void_p * len(own))(*map(ctypes.addressof, own))
+            size = (*call.grid, call.block, 1, 1, call.shared)
+            made.append((loaded.functions[call.entry].kernel.ptr, size, ctypes.addressof(pointers), (pointers, own)))
+
+        def enqueue(stream: int) -> None:
+            for at, size in fills:
+                memset(words[at], 0, size, stream)
+            for function, sizes, pointers, _ in made:
+                launch(function, *sizes, stream, pointers, 0)
+
+        return partial(self._here, enqueue, loaded, calls)
+
+    def _here(self, enqueue: Callable[[int], None], loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
+        """Enqueue on this GPU, whichever is current."""
         runtime = self.xp.cuda.runtime
         current = runtime.getDevice()
         if current != self._index:
@@ -171,7 +196,7 @@ class Cuda(Backend):
             if not hasattr(self._thread, "has_context"):  # a call of the runtime, not of the driver, gives a thread its context
                 runtime.memGetInfo()
                 self._thread.has_context = True
-            self._submit(loaded, steps, self.xp.cuda.get_current_stream().ptr if stream is None else stream)
+            enqueue(self.xp.cuda.get_current_stream().ptr if stream is None else stream)
         except RuntimeError as error:  # CuPy's CUDADriverError
             raise _run_fault(loaded.kernel, steps, error) from None
         finally:
@@ -185,7 +210,7 @@ class Cuda(Backend):
                 self.xp.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
                 continue
             # Pointers into the bytes objects; the driver reads them before it returns.
-            pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)
+            pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)  # type: ignore[misc]  # never repeated's
             function = loaded.functions[step.entry].kernel.ptr
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
 

@@ -1,14 +1,15 @@
 """Addresses, strides, sizes and a stream become fa::Args and kernel launches: nothing is allocated, copied, checked, timed or waited for.
 
 This is the lowest interface to a kernel. Checked buffers (harness/check/tensors.py) are built on it; a caller that owns tensors passes
-their addresses here. Parameters are immutable bytes of one call, so launches in flight and other threads share no mutable state:
-cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the host backend has run by then.
+their addresses here. Parameters are immutable bytes of one call, or memory that no other call has until this one returns, so launches in
+flight and other threads share no mutable state: cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the
+host backend has run by then.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -80,17 +81,63 @@ class Launcher:
 
     def steps(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> list[Step]:
         """What a call enqueues; the same steps may be enqueued repeatedly. Parameters as of a call."""
-        words: list[int] = []
-        for name in ARGS_TENSORS:
-            words += tensors.get(name, _ABSENT)
-        words += workspaces
-        words += [0] * (ARGS_WORKSPACES - len(workspaces))
-        args = (_WORDS.pack(*words) + self.sizes,)
+        args = (self.packed(tensors, workspaces),)
         made: list[Step] = [Fill(workspaces[index], size) for index, size in self.zeroed]
         for launch, plain in zip(self.loaded.plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
             made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given))
         return made
+
+    def packed(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> bytes:
+        """fa::Args of a call."""
+        words: list[int] = []
+        for name in ARGS_TENSORS:
+            words += tensors.get(name, _ABSENT)
+        words += workspaces
+        words += [0] * (ARGS_WORKSPACES - len(workspaces))
+        return _WORDS.pack(*words) + self.sizes
+
+    def fixed(self, strides: Mapping[str, tuple[int, int, int]]) -> Fixed:
+        """A launcher for tensors whose strides stay. strides: of each of the pass, in the order in which its addresses will be given."""
+        return Fixed(self, strides)
+
+
+class Fixed:
+    """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes addresses over them and enqueues.
+
+    A call takes its parameters out of those that are free, and so has them alone: pop and append of a list are atomic.
+    """
+
+    def __init__(self, launcher: Launcher, strides: Mapping[str, tuple[int, int, int]]) -> None:
+        self._launcher, self._strides = launcher, dict(strides)
+        spaces = len(launcher.loaded.plan.workspaces)
+        #: The words of fa::Args that hold an address, in the order of a call.
+        self._at = [4 * ARGS_TENSORS.index(name) for name in strides] + [4 * len(ARGS_TENSORS) + i for i in range(spaces)]
+        self._free: list[tuple[memoryview, Callable[[int | None], None]]] = []
+
+    def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
+        """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
+        try:
+            parameters = self._free.pop()
+        except IndexError:
+            parameters = self._parameters()
+        words, enqueue = parameters
+        for at, address in zip(self._at, addresses, strict=True):
+            words[at] = address
+        enqueue(stream)
+        self._free.append(parameters)
+
+    def _parameters(self) -> tuple[memoryview, Callable[[int | None], None]]:
+        """fa::Args in words, with no address yet, and the function that enqueues the pass with what they hold."""
+        made, first = self._launcher, 4 * len(ARGS_TENSORS)
+        views = {name: View(0, *strides) for name, strides in self._strides.items()}
+        args = memoryview(bytearray(made.packed(views)))
+        words = args.cast("q")
+        calls = []
+        for launch, plain in zip(made.loaded.plan.launches, made.plain, strict=True):
+            given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
+            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, tuple(given) or (args,)))
+        return words, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:

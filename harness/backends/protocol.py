@@ -52,13 +52,16 @@ class Loaded:
 
 
 class Call(NamedTuple):
-    """One launch: grid in blocks, block in threads, dynamic shared memory in bytes, and its packed parameters (launch.py packs them)."""
+    """One launch: grid in blocks, block in threads, dynamic shared memory in bytes, and its packed parameters (launch.py packs them).
+
+    Those of a repeated call are read anew each time, and their owner may write them in between.
+    """
 
     entry: str
     grid: tuple[int, int, int]
     block: int
     shared: int
-    parameters: tuple[bytes, ...]
+    parameters: tuple[bytes | memoryview, ...]
 
 
 class Fill(NamedTuple):
@@ -108,6 +111,15 @@ class Backend(Protocol):
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue the steps on a stream, given by its handle (None: the current one), without waiting. All others use it."""
         ...
+
+    def repeated(
+        self, loaded: Loaded, words: memoryview, fills: Sequence[tuple[int, int]], calls: Sequence[Call]
+    ) -> Callable[[int | None], None]:
+        """A function of a stream that enqueues as submit does, with what the parameters of calls, writable memory, hold by then.
+
+        fills: what is zeroed first, as the index in words of its address, and its bytes.
+        """
+        return lambda stream: self.submit(loaded, [*(Fill(words[at], size) for at, size in fills), *calls], stream)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race; ContextLost on a GPU."""

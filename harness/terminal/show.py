@@ -124,6 +124,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
 
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     """experiment: a line a row, and where the files are."""
+    if outcome.speeds:
+        return _trainings(outcome, as_json, verbosity)
     passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     if as_json:
         document({"passed": passed, "rows": outcome.rows})
@@ -159,6 +161,27 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
     return 0 if passed else 1
+
+
+def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
+    """experiment of a sweep of trainings: a line an attention."""
+    wrong = sum(speed.status in ("FAIL", "ERROR") for speed in outcome.speeds)
+    if as_json:
+        document({"passed": not wrong, "rows": outcome.speeds})
+        return 1 if wrong else 0
+    for text in outcome.notes:
+        note(text)
+    if verbosity > QUIET:
+        columns = ("attention", "tokens/s", "p20", "p80", "ms a step", "peak MB a step", "loss", "verdict", "why")
+        rows = [
+            (s.attention, s.tokens_per_s, s.p20, s.p80, s.step_ms, s.step_peak_bytes and s.step_peak_bytes / 1e6, s.loss, s.status, s.why)
+            for s in outcome.speeds
+        ]
+        table(columns, rows)
+        for path in outcome.files:
+            print(f"written  {path}")
+    line("FAIL" if wrong else "PASS", f"{len(outcome.speeds) - wrong} of {len(outcome.speeds)} rows passed")
+    return 1 if wrong else 0
 
 
 def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from .. import backends, choose
-from ..backends.launch import Launcher, View, launcher
+from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
 from ..kernel.expression import round_up
 from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, is_path
-from ..problem import DTYPE_BYTES, PASSES, WRITES, Problem
+from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -98,9 +98,12 @@ def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
 
 @dataclass(frozen=True)
 class Ready:
-    """A launcher for tensors of certain shapes, and all of a call that does not depend on their addresses."""
+    """A launcher for tensors of certain shapes and strides, and all of a call that does not depend on their addresses."""
 
     launch: Launcher
+    fixed: Fixed | None  # the same for these strides; None where they, or head_dim, ask for copies
+    unaligned: int  # the bits of an address that ask for one
+    given: tuple[str, ...]  # the inputs in the order of a call, without logsumexp
     device: Any
     index: int | None  # the GPU's, None for the CPU
     outputs: Mapping[str, tuple[int, int, int]]  # the strides of the outputs (logsumexp left out) as torch makes them: contiguous
@@ -113,32 +116,57 @@ class Ready:
     spaces: tuple[int, ...]  # where each of them starts
     zeroed: bool  # whether one of them is zeroed by whoever allocates it
 
-    def __call__(self, given: Mapping[str, Any], made: Mapping[str, Any], lse: Any) -> None:
-        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) by name, and logsumexp, contiguous, of either pass."""
+    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any) -> None:
+        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order, and logsumexp, contiguous, of either pass."""
+        stream = self.stream()
+        if self.fixed:
+            addresses, bits = [], 0
+            for tensor in (*given, *made, lse):
+                address = tensor.data_ptr()
+                addresses.append(address)
+                bits |= address
+            if not bits & self.unaligned:
+                space = self.room and self.workspace()  # lives until the pass is enqueued
+                self.fixed(addresses + self.starts(space) if self.room else addresses, stream)
+                return
+        self.copying(given, made, lse, stream)
+
+    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any, stream: int | None) -> None:
+        """The same, with copies of what no kernel can read or write where it lies."""
         heads, rows = self.scores
         views = {"logsumexp": View(lse.data_ptr(), heads * rows, rows, 1)}
         held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
-        for name, tensor in given.items():
+        for name, tensor in zip(self.given, given, strict=True):
             view = self.view(tensor)
             if view is None:
                 held.append(self.rows_like(tensor).copy_(tensor))
                 view = View(held[-1].data_ptr(), *held[-1].stride()[:3])
             views[name] = view
-        padded = {}
-        for name, tensor in made.items():
+        padded = []
+        for name, tensor in zip(self.outputs, made, strict=True):
             if self.pitch == self.dim:
                 views[name] = View(tensor.data_ptr(), *self.outputs[name])
             else:
-                padded[name] = self.rows_like(tensor)
-                views[name] = View(padded[name].data_ptr(), *padded[name].stride()[:3])
-        addresses: list[int] = []
-        if self.room:
-            space = (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
-            start = space.data_ptr()
-            addresses = [start + offset for offset in self.spaces]
-        self.launch(views, addresses, None if self.index is None else _RAW_STREAM(self.index))
-        for name, rows_ in padded.items():
-            made[name].copy_(rows_)
+                wide = self.rows_like(tensor)
+                padded.append((tensor, wide))
+                views[name] = View(wide.data_ptr(), *wide.stride()[:3])
+        space = self.workspace()
+        self.launch(views, self.starts(space), stream)
+        for tensor, wide in padded:
+            tensor.copy_(wide)
+
+    def stream(self) -> int | None:
+        """torch's current stream on the GPU; None on the CPU."""
+        return None if self.index is None else _RAW_STREAM(self.index)
+
+    def workspace(self) -> Any:
+        """Memory of all workspaces."""
+        return (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
+
+    def starts(self, space: Any) -> list[int]:
+        """The address of each workspace."""
+        start = space.data_ptr()
+        return [start + offset for offset in self.spaces]
 
     def view(self, tensor: Any) -> View | None:
         """Where a tensor is; None where its rows are not as a kernel wants them."""
@@ -164,6 +192,7 @@ def ready(
     spec: str,
     stamp: tuple[int, ...],
     shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
     dtypes: tuple[Any, ...],
     devices: tuple[Any, ...],
     causal: bool,
@@ -172,7 +201,9 @@ def ready(
     deterministic: bool,
     trains: bool,
 ) -> Ready | None:
-    """What a call needs, from q's, k's and v's shapes, dtypes and devices on; None where a tensor is empty and there is nothing to launch.
+    """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
+
+    None where a tensor is empty and there is nothing to launch.
 
     stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not
     belong together, UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
@@ -191,21 +222,42 @@ def ready(
         starts.append(room)
         room += round_up(space.bytes, 256)
     size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
-    outputs = {name: problem.shape(name) for name in WRITES[pass_] if name != "logsumexp"}
+    pitch = dim if plain else round_up(dim * size, 16) // size
+    given = tuple(name for name in READS[pass_] if name != "logsumexp")
+    outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
+    fits = pitch == dim and all(_fits(problem.shape(name), each, size, plain) for name, each in zip(given, strides, strict=True))
+    every = (
+        dict(zip(given, ((each[0], each[1], each[2]) for each in strides), strict=True)) | outputs | {"logsumexp": (heads * seq, seq, 1)}
+    )
     return Ready(
         launch=made,
+        fixed=made.fixed(every) if fits else None,
+        unaligned=0 if plain else 15,
+        given=given,
         device=devices[0],
         index=devices[0].index if devices[0].type == "cuda" else None,
-        outputs={name: (shape[1] * shape[2] * dim, shape[2] * dim, dim) for name, shape in outputs.items()},
+        outputs=outputs,
         scores=(heads, seq),
         size=size,
         dim=dim,
-        pitch=dim if plain else round_up(dim * size, 16) // size,
+        pitch=pitch,
         plain=plain,
         room=room,
         spaces=tuple(starts),
         zeroed=any(space.init == "zero_once" for space in made.loaded.plan.workspaces),
     )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The strides of batch, head and row, as torch makes them."""
+    return shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
+
+
+def _fits(shape: tuple[int, ...], strides: tuple[int, ...], size: int, plain: bool) -> bool:
+    """Whether a kernel takes these strides as they are: contiguous where its parameters are plain, else rows at multiples of 16 bytes."""
+    if plain:
+        return all(count == 1 or stride == want for count, stride, want in zip(shape, strides, (*_contiguous(shape), 1), strict=True))
+    return strides[3] == 1 and not any(stride * size & 15 for stride in strides[:3])
 
 
 def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:

@@ -44,12 +44,14 @@ def attention(
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
-    kind = q.device.type
+    kind = "cuda" if q.is_cuda else q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    o, lse = _FORWARD_OP(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    call = _FORWARD_OP if traced else _Eager.apply if trains else _below_forward
+    o, lse = call(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
     return (o, lse) if return_lse else o
 
 
@@ -61,12 +63,18 @@ attention_flash = partial(attention, kernel="fa2")
 
 def _outputs(q: Any) -> tuple[Any, Any]:
     """O and logsumexp of a call, not filled: contiguous whatever the strides of q, in torch's tracing as in a real call."""
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _kind(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], ...]:
-    """Shapes, dtypes and devices."""
-    return (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+def _like(tensor: Any) -> Any:
+    """A contiguous tensor of this shape, not filled."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
+    """Shapes, strides (those of the others too), dtypes and devices."""
+    strides = (q.stride(), k.stride(), v.stride(), *(t.stride() for t in others)) if others else (q.stride(), k.stride(), v.stride())
+    return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
 def _error(fault: Fault) -> Exception:
@@ -90,7 +98,7 @@ def _forward(
         o, lse = _outputs(q)
         if call is None:
             return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
-        call({"Q": q, "K": k, "V": v}, {"O": o}, lse)
+        call((q, k, v), (o,), lse)
     except Fault as fault:
         raise _error(fault) from fault
     return o, lse
@@ -110,12 +118,13 @@ def _backward(
     causal_shift: int | None,
 ) -> tuple[Any, Any, Any]:
     try:
-        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, True)
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        if do.dtype != q.dtype:
+            do = do.to(q.dtype)
+        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v, o, do), causal, scale, causal_shift, deterministic, True)
+        dq, dk, dv = _like(q), _like(k), _like(v)
         if call is None:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        given = {"Q": q, "K": k, "V": v, "O": o, "dO": do if do.dtype == q.dtype else do.to(q.dtype)}
-        call(given, {"dQ": dq, "dK": dk, "dV": dv}, lse.contiguous())
+        call((q, k, v, o, do), (dq, dk, dv), lse.contiguous())
     except Fault as fault:
         raise _error(fault) from fault
     return dq, dk, dv
@@ -128,9 +137,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.options = options[:-1]
 
 
-def _gradients(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
-    causal, scale, kernel, deterministic, shift = ctx.options
-    made = _BACKWARD_OP(do, *ctx.saved_tensors, causal, scale, kernel, deterministic, shift)
+def _gradients(ctx: Any, do: Any, _: Any, call: Any = None) -> tuple[Any, ...]:
+    made = (call or _BACKWARD_OP)(do, *ctx.saved_tensors, *ctx.options)
     return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
 
 
@@ -148,6 +156,37 @@ _BACKWARD = torch.library.custom_op(
     schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 _FORWARD.register_fake(lambda q, *_: _outputs(q))
-_BACKWARD.register_fake(lambda do, q, k, v, *_: tuple(t.new_empty(t.shape) for t in (q, k, v)))
+_BACKWARD.register_fake(lambda do, q, k, v, *_: (_like(q), _like(k), _like(v)))
 _FORWARD.register_autograd(_gradients, setup_context=_save)
+# custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
+_DIRECT = torch.library.Library("fa", "FRAGMENT")
+for _device in ("CPU", "CUDA"):
+    _DIRECT.impl("forward", torch._disable_dynamo(_forward), _device)
+    _DIRECT.impl("backward", torch._disable_dynamo(_backward), _device)
 _FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.default
+
+
+# Outside of torch.compile and torch.func the operators are called below their autograd entry, which is Python and costs more than all of
+# a call else. The gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
+
+
+def _below_forward(*arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _FORWARD_OP(*arguments)
+
+
+def _below_backward(*arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _BACKWARD_OP(*arguments)
+
+
+class _Eager(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _below_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
+        return _gradients(ctx, do, _, None if torch.is_grad_enabled() else _below_backward)  # a second derivative is an error

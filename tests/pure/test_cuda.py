@@ -239,6 +239,24 @@ def test_a_given_stream_and_the_backend_s_own_device_are_used(fake: Fake, tmp_pa
     assert fake.current == 0
 
 
+def test_what_is_repeated_reads_its_parameters_anew(fake: Fake, tmp_path: Path) -> None:
+    """On the backend's own device: memory that is zeroed first, then each launch with what its parameters hold by then."""
+    backend, loaded, _ = ready(fake, tmp_path, bytes(448), bytes(8), index=1)
+    fake.current = 0
+    args = memoryview(bytearray(448))
+    words, call = args.cast("q"), Call("forward", (64, 2, 3), 128, 256, (args, args[32:40]))
+    enqueue = backend.repeated(loaded, words, [(36, 48)], [call])
+    for turn in (1, 2):
+        words[4], words[36] = 0x7F0000001000 * turn, 0x1000 * turn
+        enqueue(0x77)
+        launched = (0xF00, 1, (64, 2, 3, 128, 1, 1), 256, 0x77, [bytes(args), bytes(args[32:40])])
+        assert fake.launches[-2:] == [("memset", 1, 0x1000 * turn, 0, 48, 0x77), launched]
+    assert fake.current == 0 and len(fake.launches) == 4
+    fake.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+    with pytest.raises(KernelFault, match="refused to launch"):
+        enqueue(0x77)
+
+
 def test_a_kernel_is_loaded_on_the_backend_s_own_device(fake: Fake, tmp_path: Path) -> None:
     """CuPy compiles for the device that is current when a function is asked for."""
     first, _ = cuda.Cuda(0), cuda.Cuda(1)

@@ -37,6 +37,25 @@ class Nowhere:
         self.submitted.append((steps, stream))
 
 
+class Repeats(Nowhere):
+    """The same, of what is repeated; between is called once, before what is enqueued is read."""
+
+    repeats = 0
+    between: Any = None
+
+    def repeated(self, loaded: Loaded, words: memoryview, fills: Any, calls: Any) -> Any:
+        self.repeats += 1
+
+        def enqueue(stream: int | None) -> None:
+            between, self.between = self.between, None
+            if between:
+                between()
+            made = [call._replace(parameters=tuple(bytes(p) for p in call.parameters)) for call in calls]
+            self.submitted.append(([*(Fill(words[at], size) for at, size in fills), *made], stream))
+
+        return enqueue
+
+
 def views(pass_: str, first: int = 1 << 40) -> dict[str, View]:
     """A view of each tensor of a pass, every word of its own."""
     return {name: View(first + 4096 * i, 1000 + i, 100 + i, 10 + i) for i, name in enumerate((*READS[pass_], *WRITES[pass_]))}
@@ -99,6 +118,33 @@ def test_calls_share_nothing_that_changes() -> None:
     launcher.steps(views("forward", first=7 << 40))
     assert [p for step in first for p in step.parameters] == kept  # type: ignore[union-attr]
     assert all(type(p) is bytes for step in first for p in step.parameters)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("name", "pass_"), [("mma_qreg_async", "forward"), ("mma_qreg_async", "backward"), ("naive", "backward")])
+def test_fixed_strides_give_the_steps_of_a_call(name: str, pass_: str) -> None:
+    """The same bytes and fills, call after call, whatever the order of the addresses; what is repeated is prepared once."""
+    chosen, backend = find(name, pass_), Repeats()
+    problem = PROBLEM if name != "naive" else PROBLEM.with_(dtype="float32")
+    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    names = list(reversed([*READS[pass_], *WRITES[pass_]]))
+    fixed = launcher.fixed({name: views(pass_)[name][1:] for name in names})
+    for turn in range(3):
+        given, spaces = views(pass_, (turn + 1) << 40), [(turn << 30) + 256 * i for i in range(len(launcher.loaded.plan.workspaces))]
+        fixed([*(given[name].address for name in names), *spaces], turn)
+        assert backend.submitted[-1] == (launcher.steps(given, spaces), turn)
+    assert backend.repeats == 1
+
+
+def test_a_call_has_its_parameters_alone() -> None:
+    """One that begins while another enqueues is given others: the first one's stay as they are."""
+    chosen, backend = find("fa2", "forward"), Repeats()
+    problem = Problem.of(1, 2, 64, 64)
+    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    fixed = launcher.fixed(dict.fromkeys((*READS["forward"], *WRITES["forward"]), (0, 0, 0)))
+    backend.between = lambda: fixed([7] * 5)
+    fixed([5] * 5)
+    inner, outer = (np.frombuffer(steps[0].parameters[0], ARGS)["Q"]["data"].item() for steps, _ in backend.submitted)
+    assert (inner, outer, backend.repeats) == (7, 5, 2)
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from harness.torch_op import attention, call, operator, sdpa  # noqa: E402
 
+#: What fa::forward takes beside q, k and v.
+OPTIONS = (False, None, "naive", True, None, False)
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
@@ -70,6 +73,17 @@ def test_compile_fullgraph(device: Any, dynamic: bool) -> None:
                 assert torch.allclose(found, expected, atol=1e-5)
 
 
+def test_a_broken_graph_does_not_trace_the_call_itself(device: Any) -> None:
+    """Where torch.compile leaves the operator to eager mode, its tracer stays out of the Python that launches."""
+    q, k, v = tensors(device)
+
+    def broken(q: Any, k: Any, v: Any) -> Any:
+        return sum(torch.ops.fa.forward.default(each, k, v, *OPTIONS)[0] for each in (q, q) if print(end="") is None)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(broken, backend="eager")(q, k, v), broken(q, k, v))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(device: Any, reentrant: bool) -> None:
     """What is computed again in the backward pass is the same, bit for bit."""
@@ -115,7 +129,6 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
         assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of its own internals
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     """The second derivative, forward mode and torch.func.grad are errors, never zero; logsumexp is a constant."""
     q, k, v = tensors(device, grad=True)
@@ -129,6 +142,16 @@ def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
         torch.func.jvp(attention, tuple(still), tuple(still))
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, of a missing batching rule
+def test_a_gradient_flows_through_vmap(device: Any) -> None:
+    """vmap loops over the operator, and its gradient is that of the calls one by one."""
+    (x,) = tensors(device, (3, 1, 2, 9, 8), 1, grad=True)
+    y = torch.vmap(lambda each: attention(each, each, each))(x)
+    expected = torch.stack([attention(each, each, each) for each in x])
+    (one,), (other,) = (torch.autograd.grad(o.square().sum(), x) for o in (y, expected))
+    assert torch.equal(y, expected) and torch.allclose(one, other, atol=1e-6)
 
 
 def test_meta_tensors_and_export() -> None:
@@ -153,7 +176,8 @@ def test_backward_is_deterministic(device: Any) -> None:
     assert torch.equal(grads[0], grads[1]) and torch.allclose(grads[0].float(), grads[2].float(), atol=0.05)
     call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
-    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v), False, None, None, True, True)
+    do = q.detach().new_ones(()).expand(q.shape)  # as sum() gives it
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True)
     assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
 
 
@@ -235,6 +259,18 @@ def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     assert torch.allclose(o, torch_sdpa(q, k, v), atol=1e-4)
 
 
+def test_a_second_cuda_device() -> None:
+    """The second GPU's tensors, while the first is current, give the first one's bits, in both passes."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs; torch sees {torch.cuda.device_count()}")
+    found = []
+    for index in (0, 1):
+        q, k, v = tensors(torch.device("cuda", index), (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
+        o = attention(q, k, v, causal=True)
+        found.append([t.cpu() for t in (o.detach(), *torch.autograd.grad(o.float().square().sum(), (q, k, v)))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and torch.cuda.current_device() == 0
+
+
 def test_runs_on_torchs_current_stream(gpu: Any) -> None:
     """On another stream it waits for that stream's work, forward and backward: inputs that arrive late are seen."""
     q, k, v = tensors(gpu, (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
@@ -280,6 +316,7 @@ def test_cuda_graph(gpu: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.slow
 def test_the_same_bits_again(gpu: Any, dtype: Any) -> None:
     """250 forward and 50 backward calls at batch 60, other work between them, give the same bits."""
     q, k, v = tensors(gpu, (60, 4, 256, 64), grad=True, dtype=dtype)

@@ -1,17 +1,26 @@
-"""experiments/training: the same training with our attention and with torch's, and what is written of it."""
+"""experiments/training: the same training with our attention and with torch's, what a step costs, and what is written of it."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
 torch = pytest.importorskip("torch")
+from harness.torch_op import sdpa, training  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., Result]
+SMALL = training.Size(layers=1, heads=2, dim=32, seq=64, batch=2, steps=8)
+SWEEP = 'title = "a small one"\n[training]\nlayers = 1\nheads = 2\ndim = 32\nseq = 64\nbatch = 2\nsteps = 8\ndtype = "float32"\n'
 
 
 @pytest.fixture(scope="module")
@@ -19,29 +28,87 @@ def train() -> Any:
     """The script, imported."""
     spec = importlib.util.spec_from_file_location("train", ROOT / "experiments" / "training" / "train.py")
     assert spec and spec.loader
-    module = sys.modules["train"] = importlib.util.module_from_spec(spec)  # where dataclasses looks for it
+    module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_both_curves_are_the_same(device: Any, train: Any) -> None:
+def test_both_curves_are_the_same(device: Any) -> None:
     """Float32 losses within rounding of each other, falling, and torch's function back in its place."""
-    size = dataclasses.replace(train.SIZES["cpu"], steps=8, batch=2)
-    ours, theirs = (train.losses(size, str(device), attend) for attend in (train.torch_op.sdpa, train.TORCH))
+    size = dataclasses.replace(SMALL, layers=2)
+    ours, theirs = (training.losses(size, str(device), attend) for attend in (sdpa, training.TORCH))
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
-    assert ours[-1] < ours[0] and torch.nn.functional.scaled_dot_product_attention is train.TORCH
+    assert ours[-1] < ours[0] and torch.nn.functional.scaled_dot_product_attention is training.TORCH
 
 
-def test_speed_of_each(device: Any, train: Any) -> None:
-    """A row for each contender, with tokens a second."""
-    rows = train.speed(dataclasses.replace(train.SIZES["cpu"], batch=1, layers=1), str(device), turns=2, steps=1)
-    assert {"fa-cli", "torch-math"} <= {row["attention"] for row in rows} and all(row["tokens_per_s"] > 0 for row in rows)
+def test_the_experiment_measures_each_in_turn(fa_cli: Run, tmp_path: Path, device: Any) -> None:
+    """A line for each attention with its rates and the same loss; files, figure and the environment's model."""
+    (tmp_path / "small.toml").write_text(SWEEP)
+    asked = ("--compute", "fa2", "--peers", "torch-math", "--json")
+    done = fa_cli("experiment", "small.toml", "--device", str(device), "--full", *asked)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["attention"] for row in rows] == ["fa2", "fa2 deterministic", "torch-math"]
+    assert all(row["status"] == "PASS" and 0 < row["p20"] <= row["tokens_per_s"] <= row["p80"] for row in rows)
+    assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-2
+    assert all((row["step_peak_bytes"] is None) == (device.type == "cpu") for row in rows)
+    folder = tmp_path / "experiment_results"
+    with open(folder / "speed.csv", newline="") as file:
+        assert [row["attention"] for row in csv.DictReader(file)] == [row["attention"] for row in rows]
+    assert json.loads((folder / "env.json").read_text())["model"].startswith("1 layers, 2 heads of 32")
+    assert (folder / "training_speed.png").stat().st_size > 5000
 
 
-def test_the_figure_is_drawn_of_the_record(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_does_not_fall_and_a_kernel_that_cannot_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that gives NaN fails; one that refuses the model's type costs its own line; the others go on."""
+    ways = training.contenders("cpu", {"mma_qreg_async": "mma_qreg_async"}, ("torch-math",), True)
+    ways["broken"] = lambda q, *_, **__: q * float("nan")
+    refused, fine, broken = training.speeds(SMALL, "cpu", ways, turns=2, steps=2)
+    assert refused.status == "REFUSED" and "does not take float32" in refused.why and refused.tokens_per_s is None
+    assert fine.status == "PASS" and fine.steps == 6
+    assert broken.status == "FAIL" and broken.why.endswith("to nan") and broken.loss is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mode", "both"), "takes no --mode"),
+        (("--only", "S16"), "takes no --only"),
+        (("--peers", "fa3"), "fa3 is no attention of a training"),
+        (("--compute", "nobody"), "unknown kernel 'nobody'"),
+    ],
+)
+def test_what_a_training_has_not_is_refused(fa_cli: Run, arguments: tuple[str, ...], message: str) -> None:
+    """Exit code 2, before anything is trained or written."""
+    done = fa_cli("experiment", "training", "--device", "cpu", *arguments)
+    assert done.exit_code == 2 and message in done.output
+
+
+def test_the_plan_names_the_model_and_the_attentions(fa_cli: Run, tmp_path: Path) -> None:
+    """--dry-run runs and writes nothing."""
+    done = fa_cli("experiment", "training", "--device", "cpu", "--dry-run")
+    assert done.exit_code == 0 and "2 layers, 2 heads of 32" in done.output and "by fa2, fa2 deterministic, torch-math" in done.output
+    assert not (tmp_path / "experiment_results").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SWEEP.replace("layers = 1", "layers = 0"), "a training has layers"),
+        (SWEEP.replace("steps = 8\n", ""), "a training has layers"),
+        (SWEEP.replace("float32", "int8"), "the dtype of a training is 'int8'"),
+        ("shapes = [{ batch = 1, heads = 2, seq = 16, dim = 16 }]\n" + SWEEP, "both shapes and a"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(fa_cli: Run, tmp_path: Path, text: str, message: str) -> None:
+    """A file that is no sweep, by name and reason."""
+    (tmp_path / "wrong.toml").write_text(text)
+    done = fa_cli("experiment", "wrong.toml", "--device", "cpu")
+    assert done.exit_code == 3 and message in done.output
+
+
+def test_the_figure_is_drawn_of_the_record(train: Any, tmp_path: Path) -> None:
     """The committed losses are those of both, and are drawn."""
     assert (train.HERE / "loss_cpu.csv").read_text().startswith("step,torch,fa_cli\n")
-    (tmp_path / "plots").mkdir()
-    monkeypatch.setattr(train, "ROOT", tmp_path)
-    train.draw("_cpu")
-    assert (tmp_path / "plots" / "training_loss_cpu.png").stat().st_size > 10000
+    train.draw("_cpu", pictures=tmp_path)
+    assert (tmp_path / "training_loss_cpu.png").stat().st_size > 10000

@@ -314,7 +314,7 @@ def _words() -> str:
     return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 
 
-def _aligned(data: bytes) -> Bytes:
+def _aligned(data: bytes | memoryview) -> Bytes:
     room = np.empty(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
     room[start : start + len(data)] = np.frombuffer(data, np.uint8)
