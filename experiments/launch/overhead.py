@@ -41,18 +41,34 @@ CALLS = 4000
 BURST = 100
 
 
-def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """One line: the host microseconds of a call. Returns their median."""
-    found = []
-    for i in range(CALLS + BURST):
-        began = time.perf_counter_ns()
-        call()
-        found.append((time.perf_counter_ns() - began) * 1e-3)
-        if i % BURST == BURST - 1:
+def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> None:
+    """One line: the host microseconds of a call."""
+    in_turn({what: call}, wait)
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], wait: Callable[[], Any]) -> None:
+    """A line for each call, their bursts in turn; of two, one more: the median over pairs of neighbouring bursts of the second above the first.
+
+    In turn because the host is not the same from second to second: a thread that wakes for autograd may take 30 us more or less.
+    """
+    found: dict[str, list[list[float]]] = {what: [] for what in calls}
+    for _ in range(CALLS // BURST + 1):
+        for what, call in calls.items():
+            burst = []
+            for _ in range(BURST):
+                began = time.perf_counter_ns()
+                call()
+                burst.append((time.perf_counter_ns() - began) * 1e-3)
             wait()
-    fifths, median = statistics.quantiles(found[BURST:], n=5), statistics.median(found[BURST:])
-    click.echo(f"{what:58}{median:8.2f}{fifths[0]:8.2f}{fifths[3]:8.2f}")
-    return median
+            found[what].append(burst)
+    for what, bursts in found.items():
+        every = [each for burst in bursts[1:] for each in burst]
+        fifths = statistics.quantiles(every, n=5)
+        click.echo(f"{what:58}{statistics.median(every):8.2f}{fifths[0]:8.2f}{fifths[3]:8.2f}")
+    if len(found) == 2:
+        above = [statistics.median(b) - statistics.median(a) for a, b in zip(*found.values(), strict=True)][1:]
+        fifths = statistics.quantiles(above, n=5)
+        click.echo(f"{'    above the empty one':58}{statistics.median(above):8.2f}{fifths[0]:8.2f}{fifths[3]:8.2f}")
 
 
 def kernel(backend: backends.Backend, name: str, dtype: str, pass_: str, wait: Callable[[], Any] | None) -> None:
@@ -130,15 +146,15 @@ def operator(name: str, dtype: str, device: Any, wait: Callable[[], Any]) -> Non
         for tensor in (q, k, v):
             tensor.requires_grad_(trains)
         how = "forward, inputs want gradients" if trains else "forward"
-        nothing = sample(f"  empty {how}", lambda t=trains: empty(q, k, v, False, None, name, True, None, t), wait)
-        above = sample(f"  attention {how}", lambda: attention(q, k, v, kernel=name), wait) - nothing
-        click.echo(f"{'    above the empty one':58}{above:8.2f}")
-    outputs = (empty(q, k, v, False, None, name, True, None, True)[0], attention(q, k, v, kernel=name))
-    found = [
-        sample(f"  {what} backward", lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), wait)
-        for what, o in zip(("empty", "attention"), outputs, strict=True)
-    ]
-    click.echo(f"{'    above the empty one':58}{found[1] - found[0]:8.2f}")
+        both = {
+            f"  empty {how}": lambda t=trains: empty(q, k, v, False, None, name, True, None, t),
+            f"  attention {how}": lambda: attention(q, k, v, kernel=name),
+        }
+        in_turn(both, wait)
+    outputs = {"empty": empty(q, k, v, False, None, name, True, None, True)[0], "attention": attention(q, k, v, kernel=name)}
+    in_turn(
+        {f"  {what} backward": lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for what, o in outputs.items()}, wait
+    )
     o, lse = attention(*(t.detach() for t in (q, k, v)), kernel=name, return_lse=True)
     tensors = [t.detach() for t in (q, k, v, o, do)]
     parts("forward", name, tensors[:3], lse, wait)

@@ -25,7 +25,7 @@ part() { # seconds, a log and a command: its command, output and exit code in th
 }
 
 many=()
-$python -c "import xdist" 2>/dev/null && many=(-n 6) || many=(-p no:xdist)
+$python -c "import xdist" 2>/dev/null && many=(-n 6 -p no:benchmark) || many=(-p no:xdist)
 tests="$python -m pytest -q -m= -k cuda -p no:cacheprovider --tb=short --durations=5"
 part 230 "$work/1.log" $tests "${many[@]}" tests/torch/test_torch_op.py tests/torch/test_torch_op_inside.py tests/torch/test_training.py &
 ours=$!

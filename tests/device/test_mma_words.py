@@ -223,8 +223,8 @@ def test_mma_bits(name: str, family: str, backend: Backend, tmp_path: Path) -> N
     if dtype == "float32":
         a, b = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
     wanted = tensor_core(a.astype(np.float64), b.astype(np.float64), c, dtype)
-    assert np.array_equal(got, wanted), f"{(got != wanted).sum()} of {got.size} elements differ from the model"
     recorded = golden(name.removeprefix("fa::") + (f" {family}" if family != "normal" else ""), got, backend)
+    assert np.array_equal(got, wanted), f"{(got != wanted).sum()} of {got.size} elements differ from the model"
     assert recorded is None or np.array_equal(got, recorded), "not the bits of the GPU"
     rounded = (a.astype(np.float64) @ b.astype(np.float64) + c).astype(np.float32)
     assert not np.array_equal(got, rounded), "it could not fail"
