@@ -54,6 +54,7 @@ class Ended:
 def command(*words: str, cwd: Path, kill_at: int | None = None, kill_after: float | None = None) -> Ended:
     """Run fa-cli in a forked child. kill_at: point 2 n is just before its n-th call of POINTS, 2 n + 1 just after. kill_after: seconds."""
     said, start = cwd / ".said", time.monotonic()
+    said.touch()
     read, write = os.pipe()
     with warnings.catch_warnings():  # this process's other threads are idle
         warnings.simplefilter("ignore", DeprecationWarning)
