@@ -198,6 +198,8 @@ def _keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Jso
 
     Rows of the run that the new ones measure again are replaced: of a cell whose row for the mode is missing, or of another mode.
     """
+    if not new:
+        return rows
     lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in samples).encode()
     table, again = folder / "results.csv", {results.cell(row) for row in new}
     kept = [row for row in rows if results.cell(row) not in again]
