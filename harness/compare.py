@@ -28,7 +28,7 @@ from statistics import NormalDist, median
 from . import environment
 from .fault import DataFault, UsageFault
 from .report.views import KEY, Key, geometric_mean, key_of, latest
-from .row import Row, read_rows
+from .row import Row, read_records, read_rows
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
@@ -277,18 +277,17 @@ def _samples(path: Path) -> dict[Key, Sample]:
     found: dict[Key, Sample] = {}
     if not path.exists():
         return found
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                samples = [float(value) for value in record["samples_ms"]]
-                turns = [int(count) for count in record.get("turns", ())]
-                key = (record["run_id"], *(record[name] for name in KEY))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataFault(f"{path}:{number}: not a line of samples", str(error), "fa-cli experiment writes such a file") from None
-            if not all(math.isfinite(sample) and sample > 0 for sample in samples):
-                raise DataFault(f"{path}:{number}: a sample is not a positive time", f"of {record['Kernel']}", "run the experiment again")
-            found[key] = samples, turns if sum(turns) == len(samples) else []
+    for number, line in enumerate(read_records(path).splitlines(), 1):
+        try:
+            record = json.loads(line)
+            samples = [float(value) for value in record["samples_ms"]]
+            turns = [int(count) for count in record.get("turns", ())]
+            key = (record["run_id"], *(record[name] for name in KEY))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataFault(f"{path}:{number}: not a line of samples", str(error), "fa-cli experiment writes such a file") from None
+        if not all(math.isfinite(sample) and sample > 0 for sample in samples):
+            raise DataFault(f"{path}:{number}: a sample is not a positive time", f"of {record['Kernel']}", "run the experiment again")
+        found[key] = samples, turns if sum(turns) == len(samples) else []
     return found
 
 
@@ -308,7 +307,7 @@ def _differences(a: Path, b: Path) -> tuple[str, ...]:
     """What of the machine and the code differs, from the two env.json; nothing where one is missing."""
     if not (a.exists() and b.exists()):
         return ()
-    record_a, record_b = (environment.read_env(path) for path in (a, b))
+    record_a, record_b = (environment.env_beside(path) for path in (a, b))
     flat_a, flat_b = ({**record, **(record.get("packages") or {})} for record in (record_a, record_b))
     names = sorted({*FACTS, *(record_a.get("packages") or {}), *(record_b.get("packages") or {})} - {"packages"})
     return tuple(f"{name}: {flat_a.get(name)} in A, {flat_b.get(name)} in B" for name in names if flat_a.get(name) != flat_b.get(name))

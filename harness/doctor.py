@@ -8,10 +8,9 @@ import os
 import platform
 import re
 import shutil
-import stat
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -22,6 +21,7 @@ from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
 from .fault import Fault, install_extra
+from .files import exposed
 from .ring import probe
 from .ring.start import on_ranks
 
@@ -60,8 +60,8 @@ def doctor() -> list[Check]:
         _mpi(),
         _tools(gpu is not None),
         _injection(),
-        _cache("cache", cache_dir(), "FA_CLI_CACHE_DIR", needed=gpu is None),
-        *([_cache("cupy cache", _cupy_cache(), "CUPY_CACHE_DIR", needed=True)] if gpu is not None else []),
+        _cache("cache", cache_dir(), "FA_CLI_CACHE_DIR", gpu is None, FAIL if gpu is None else WARN),
+        *([_cache("cupy cache", _cupy_cache(), "CUPY_CACHE_DIR", True, WARN)] if gpu is not None else []),
         _disk(),
         _memory(),
     ]
@@ -263,24 +263,27 @@ def _cupy_cache() -> Path:
     return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 
-def _cache(name: str, folder: Path, variable: str, needed: bool) -> Check:
-    """A folder of compiled code: writable by its owner only, since the code in it is run."""
+def _cache(name: str, folder: Path, variable: str, needed: bool, exposed_is: str) -> Check:
+    """A folder of compiled code, with all below it: writable by its owner only, since the code in it is run. exposed_is: FAIL where the
+    backend refuses such a folder."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         detail = f"{folder} cannot be written, so compiled kernels cannot be kept"
         return Check(name, FAIL if needed else WARN, detail, f"set {variable} to a folder of yours")
-    about = there.stat()
-    if there == folder and _others_may_write(about):
-        hint = f"chmod go-w {folder}, or set {variable} to a folder of yours"
-        return Check(name, WARN, f"{folder} is writable by others, and the code in it is run", hint)
+    for path in _below(folder) if there == folder else ():
+        if why := exposed(path.lstat() if path != folder else path.stat()):
+            hint = f"if that was you: chmod -R go-w {folder}; else rm -r {folder}, or set {variable} to a folder of yours"
+            return Check(name, exposed_is, f"{path} may be another user's: {why}, and the code there is run", hint)
     return Check(name, OK, str(folder))
 
 
-def _others_may_write(about: os.stat_result) -> bool:
-    another_group = about.st_gid != os.getgid()  # many systems give each user a group of their own, writable
-    return bool(about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and another_group) or about.st_uid not in (0, os.geteuid()))
+def _below(folder: Path) -> Iterator[Path]:
+    """A folder and all that is in it, links aside."""
+    yield folder
+    for root, folders, names in os.walk(folder):
+        yield from (path for name in (*folders, *names) if not (path := Path(root, name)).is_symlink() and path.exists())
 
 
 def _room(name: str, free: Callable[[], int], of: str, hint: str) -> Check:

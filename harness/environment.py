@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from .files import Json, json_bytes, read_json, write_files
+from .fault import Dropped
+from .files import Json, json_bytes, read_exact, read_json, write_files
 
 #: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
 PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
@@ -66,3 +69,21 @@ def write_env(path: Path, record: Mapping[str, object] | None = None) -> None:
 def read_env(path: Path) -> Json:
     """The record that :func:`write_env` wrote. Raises DataFault."""
     return read_json(path, "fa-cli experiment writes it beside results.csv")
+
+
+def env_beside(table: Path) -> Json:
+    """The record beside a table; an empty one where there is none, and with a warning where an interrupted write has torn it.
+
+    Raises DataFault for a whole record that is not an object, and for what is not a regular file.
+    """
+    path = table.parent / "env.json"
+    if not os.path.lexists(path):
+        return {}
+    try:
+        json.loads(read_exact(path).tobytes())
+    except ValueError:
+        warnings.warn(f"{path}: an interrupted write left no whole record; it is not used", Dropped, stacklevel=2)
+        return {}
+    except RecursionError:
+        pass  # refused below
+    return read_env(path)

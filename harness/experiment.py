@@ -1,13 +1,14 @@
 """An experiment: a sweep's shapes x kernels and peers -> rows, samples, an environment record, figures and a summary.
 
-Every shape's contenders are checked first, then measured in round-robin turns, warm and (on a GPU) cold. Rows are appended and flushed
-as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that loses the CUDA context costs
-its own row: a fresh process measures the rest.
+Every shape's contenders are checked first, then measured in round-robin turns, warm and (on a GPU) cold. The rows of a shape and their
+samples are appended together as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that loses
+the CUDA context costs its own row: a fresh process measures the rest. One experiment at a time holds the folder.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +26,7 @@ from .kernel import catalogue
 from .measure import ceilings
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
-from .row import CEILING, TYPES, Row, append_row, read_rows
+from .row import CEILING, TYPES, Row, encoded, mend, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Outcome:
 
 
 class _Lost(Exception):
-    """The CUDA context is lost; the row that says so is written."""
+    """The CUDA context is lost; the row that says so is written. Its text is the run_id."""
 
 
 def experiment(name: str = "forward", **options: Any) -> list[Row]:
@@ -98,29 +99,42 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     if options.dry_run:
         return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
     folder, pictures = _place(sweep, options)
-    table = folder / "results.csv"
-    before = read_rows(table) if options.resume and table.exists() else []
-    run_id = before[-1].run_id or results.new_run_id() if before else results.new_run_id()
-    rows = [row for row in before if row.run_id == run_id]
-    if options.record and not options.resume:
-        for stale in (table, folder / "samples.jsonl", folder / "env.json"):
-            stale.unlink(missing_ok=True)
-    _write_environment(folder / "env.json", backend, run_id, options.resume)
+    shaped = list(zip(shapes, contenders, strict=True))
     try:
-        if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
-            rows += _keep(folder, ceilings.rows(backend, run_id), [])
-        for number, ((test, problem), computes) in enumerate(zip(shapes, contenders, strict=True)):
-            left = [c for c in computes if not _done(rows, test, c, mode, problem)]
+        with files.locked(folder, "use another --output-dir"):
+            rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
+            progress("")
+            drawn = _draw(folder, pictures, sweep)
+    except _Lost as lost:  # a fresh process takes the lock
+        rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
+        progress("")
+        with files.locked(folder, "use another --output-dir"):
+            drawn = _draw(folder, pictures, sweep)
+    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes)
 
-            def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
-                progress(f"{step} {text}")
 
-            for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
-                rows += _keep(folder, results.with_peak(found, rows), samples)
-    except _Lost:
-        rows = _in_a_fresh_process(options, table, run_id)
-    progress("")
-    return Outcome(rows, [table, folder / "env.json", *_draw(folder, pictures, sweep)], notes)
+def _measured(
+    options: Options,
+    sweep: Sweep,
+    mode: str,
+    backend: Backend,
+    folder: Path,
+    shaped: Sequence[tuple[tuple[str, Problem], list[Contender]]],
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """The rows of the run, those of a resumed one included, each kept in the folder as soon as its shape is done. Raises _Lost."""
+    run_id, rows = _begin(folder, backend, options)
+    if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
+        rows = _keep(folder, rows, ceilings.rows(backend, run_id), [])
+    for number, ((test, problem), computes) in enumerate(shaped):
+        left = [c for c in computes if not _done(rows, test, c, mode, problem, backend.name == "cuda")]
+
+        def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
+            progress(f"{step} {text}")
+
+        for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
+            rows = _keep(folder, rows, results.with_peak(found, rows), samples)
+    return rows
 
 
 def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> Outcome:
@@ -151,7 +165,8 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     speeds = training.speeds(size, device, ways, progress=progress)
     progress("")
     record = environment.environment(**backend.environment(), run_id=results.new_run_id(), model=size.describe())
-    files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
+    with files.locked(folder, "use another --output-dir"):
+        files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
     from .report import training as figure
 
     picture = figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")
@@ -182,7 +197,7 @@ def _shape(
             status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
             yield results.rows_without(test, contender, mode, problem, backend, run_id, SEED, status, str(error)), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
-                raise _Lost from error
+                raise _Lost(run_id) from error
     for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
         progress(f"measures {len(good)} {timing}")
         good = run.time_together(good, backend, timing)
@@ -191,21 +206,65 @@ def _shape(
     yield results.with_torch([row for row, _ in found]), samples
 
 
-def _keep(folder: Path, rows: list[Row], samples: list[files.Json]) -> list[Row]:
-    for row in rows:
-        append_row(folder / "results.csv", row)
-    files.append_lines(folder / "samples.jsonl", samples)
-    return rows
+def _begin(folder: Path, backend: Backend, options: Options) -> tuple[str, list[Row]]:
+    """The run_id, and the rows it has already where it is resumed. Torn tables are cut to their whole lines, env.json names the run.
+
+    env.json is written before the first row: the run to resume is the one that it names, whether that has rows or not.
+    """
+    table, samples = folder / "results.csv", folder / "samples.jsonl"
+    if options.record and not options.resume:
+        run_id = results.new_run_id()
+        anew = {table.name: encoded(table, [], anew=True), samples.name: b"", "env.json": _environment({}, backend, run_id)}
+        files.write_files(folder, anew)
+        return run_id, []
+    mend(table, quoted=True)
+    mend(samples)
+    before = read_rows(table) if table.exists() else []
+    encoded(table, [])  # before any work is done: a file of another version is not appended to
+    last = environment.env_beside(table)
+    named = last.get("run_id") or (before[-1].run_id if before else None)
+    if options.resume and isinstance(named, str):
+        rows = [row for row in before if row.run_id == named]
+        cells = {results.cell(row) for row in rows}
+        if samples.exists() and len(kept := results.samples_kept(samples, named, cells.__contains__)) != samples.stat().st_size:
+            files.write_files(folder, {samples.name: kept})  # of rows that are lost: they are measured again
+        if not last:
+            files.write_files(folder, {"env.json": _environment({}, backend, named)})
+        return named, rows
+    run_id = results.new_run_id()
+    files.write_files(folder, {"env.json": _environment(last, backend, run_id)})
+    return run_id, []
 
 
-def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem) -> bool:
-    """Whether a resumed run has this cell already. Rows of a shape are written last pass last, so the mode's own row is enough."""
+def _keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Json]) -> list[Row]:
+    """All rows of the run, after the new ones and their samples went into the folder, both or neither.
+
+    Rows of the run that the new ones measure again are replaced: of a cell whose row for the mode is missing, or of another mode.
+    """
+    if not new:
+        return rows
+    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in samples).encode()
+    table, again = folder / "results.csv", {results.cell(row) for row in new}
+    kept = [row for row in rows if results.cell(row) not in again]
+    if len(kept) == len(rows):
+        files.append_files(folder, {"samples.jsonl": lines, table.name: encoded(table, new)})
+    else:
+        others = [row for row in read_rows(table) if row.run_id != new[0].run_id or results.cell(row) not in again]
+        lines = results.samples_kept(folder / "samples.jsonl", new[0].run_id, lambda cell: cell not in again) + lines
+        files.write_files(folder, {"samples.jsonl": lines, table.name: encoded(table, [*others, *new], anew=True)})
+    return kept + new
+
+
+def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem, cold: bool) -> bool:
+    """Whether a resumed run has this cell already: the mode's own row, with a time also the cold one where there is one."""
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
-    return any(
-        (row.Test, row.Kernel, row.Type) == (test, contender.name, TYPES[mode])
-        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
+    found = [
+        row.timing
         for row in rows
-    )
+        if (row.Test, row.Kernel, row.Type) == (test, contender.name, TYPES[mode])
+        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
+    ]
+    return bool(found) and (not cold or found[0] is None or "cold" in found)
 
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
@@ -292,19 +351,19 @@ def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
     return folder, pictures
 
 
-def _write_environment(path: Path, backend: Backend, run_id: str, resumed: bool) -> None:
-    """The record of this run; those of earlier runs into the same table stay, under their run_id."""
-    earlier: files.Json = {}
-    if path.exists():
-        last = environment.read_env(path)
-        if resumed and last.get("run_id") == run_id:
-            return
-        earlier = last.pop("earlier", {}) | {str(last.get("run_id")): last}
+def _environment(last: files.Json, backend: Backend, run_id: str) -> bytes:
+    """env.json of this run; the records of earlier runs into the same table stay, under their run_id."""
+    last = dict(last)
+    found = last.pop("earlier", None)
+    earlier = (found if isinstance(found, dict) else {}) | ({str(last.get("run_id")): last} if last else {})
     facts = {"run_id": run_id, **backend.environment(), **({"earlier": earlier} if earlier else {})}
-    environment.write_env(path, environment.environment(**facts))
+    return files.json_bytes(environment.environment(**facts))
 
 
 def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
     from . import report  # pandas and seaborn take a second to load
 
+    if pictures != folder:
+        with suppress(DiskFault):  # another sweep of record draws there
+            files.settle(pictures)
     return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title)

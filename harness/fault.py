@@ -55,6 +55,10 @@ class DiskFault(Fault):
     exit_code = 6
 
 
+class Dropped(UserWarning):
+    """Says what was left out of a table or record that an interrupted write had torn."""
+
+
 def install_extra(name: str) -> str:
     """The hint that installs an optional dependency group of this package. No index has the package: its source is a path."""
     return f"pip install '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from .backends import Backend
 from .check.contender import Contender, PassResult
@@ -14,7 +16,7 @@ from .files import Json
 from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
-from .row import CEILING, SHAPE, TYPES, Row
+from .row import CEILING, SHAPE, TYPES, Row, read_records
 from .run import Result
 
 
@@ -50,6 +52,34 @@ def samples_of(result: Result, row: Row) -> Json:
         "before": dict(timing.before),
         "after": dict(timing.after),
     }
+
+
+#: What a row is of, within its run; a row without a timing stands for all of them.
+Cell = tuple[object, ...]
+
+
+def cell(row: Row) -> Cell:
+    """What a row is of, within its run: test, kernel, pass and shape (a tf32 kernel's float32 files are float32)."""
+    shape = (getattr(row, name) for name in SHAPE if name != "dtype")
+    return (row.Test, row.Kernel, row.Type, row.dtype.replace("tf32", "float32"), *shape)
+
+
+def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -> bytes:
+    """samples.jsonl without the lines of a run whose cell is not to be kept; nothing where there is no such file.
+
+    A line that is no record of ours stays.
+    """
+    kept = []
+    for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
+        try:
+            record = json.loads(line)
+            shape = (record[name] for name in SHAPE if name != "dtype")
+            of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
+            stays = record["run_id"] != run_id or keep(of)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            stays = True
+        kept += [line] if stays else []
+    return "".join(kept).encode()
 
 
 def with_torch(rows: Sequence[Row]) -> list[Row]:

@@ -6,12 +6,14 @@ import csv
 import io
 import os
 import typing
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .fault import DataFault
-from .files import disk_fault
+from .fault import DataFault, Dropped
+from .files import TABLE_LIMIT, append_files, make_folder, read_exact, write_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,46 +93,36 @@ def columns() -> list[str]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, with the header where the file is new. One write, then fsync: a row is complete or absent.
+    """Append a row to a CSV file, with the header where the file is new. A row is complete or absent.
 
     Raises DataFault where the file has another header, DiskFault where it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(0)
-                first = file.readline().decode("utf-8", "replace").rstrip("\r\n")
-                if first != _line(columns()).rstrip("\r\n"):
-                    raise DataFault(
-                        f"{path} is not a results file of this version",
-                        "its first line is another",
-                        "write to another folder: --output-dir",
-                    )
-                file.seek(-1, os.SEEK_END)
-                start = "" if file.read(1) == b"\n" else "\n"  # ends the partial line of an interrupted write
-            else:
-                start = _line(columns())
-            data = (start + _line([_text(getattr(row, name)) for name in columns()])).encode()
-            if os.write(file.fileno(), data) != len(data):
-                os.ftruncate(file.fileno(), end)
-                raise OSError(28, "No space left on device")
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise disk_fault(path.parent, error) from None
+    make_folder(path.parent)
+    mend(path, quoted=True)
+    append_files(path.parent, {path.name: encoded(path, [row])})
+
+
+def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
+    """Rows as the bytes to append to a CSV file, or to write it anew. Raises DataFault where the file has another header."""
+    header = _line(columns())
+    if not anew and os.path.lexists(path) and (there := read_exact(path, limit=TABLE_LIMIT).tobytes()):
+        if there.partition(b"\n")[0].rstrip(b"\r") != header.encode().rstrip(b"\n"):
+            raise DataFault(
+                f"{path} is not a results file of this version", "its first line is another", "write to another folder: --output-dir"
+            )
+        header = ""
+    return (header + "".join(_line([_text(getattr(row, name)) for name in columns()]) for row in rows)).encode()
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV file written by :func:`append_row`, also by a version that had fewer columns: those are None.
 
-    Raises DataFault naming file and line where it is not one.
+    A torn end is left out with the warning Dropped; an empty file has no rows. Raises DataFault naming file and line where it is not one.
     """
     hint = "fa-cli experiment writes such a file"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFault(f"{path} cannot be read", getattr(error, "strerror", None) or str(error), hint) from None
+    text = read_records(path, hint, quoted=True)
+    if not text:
+        return []
     lines = csv.reader(io.StringIO(text, newline=""))
     header = next(lines, [])
     if _OLDEST not in header or header != columns()[: len(header)]:
@@ -142,6 +134,50 @@ def read_rows(path: Path) -> list[Row]:
         except (ValueError, KeyError) as error:
             raise DataFault(f"{path}:{lines.line_num}: not a row of results", str(error), hint) from None
     return rows
+
+
+def read_records(path: Path, hint: str = "", quoted: bool = False) -> str:
+    """The whole lines of a table, as text. What an interrupted write has torn is left out, with the warning Dropped.
+
+    quoted: a line break between double quotes is part of its line, as in CSV. Raises DataFault as read_exact, and for what is not UTF-8.
+    """
+    kept, dropped = whole_records(read_exact(path, hint=hint, limit=TABLE_LIMIT).tobytes(), quoted)
+    if dropped:
+        warnings.warn(f"{path}: {_torn(dropped)}", Dropped, stacklevel=3)
+    try:
+        return kept.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataFault(f"{path} cannot be read", str(error), hint) from None
+
+
+def mend(path: Path, quoted: bool = False) -> None:
+    """Cut a table that is there back to its whole lines, with the warning Dropped. Raises DataFault, DiskFault."""
+    if os.path.lexists(path):
+        kept, dropped = whole_records(read_exact(path, limit=TABLE_LIMIT).tobytes(), quoted)
+        if dropped:
+            write_files(path.parent, {path.name: kept})
+            warnings.warn(f"{path}: {_torn(dropped)}", Dropped, stacklevel=2)
+
+
+def whole_records(data: bytes, quoted: bool = False) -> tuple[bytes, int]:
+    """The whole lines of a table, and how many bytes are in none: of an unfinished last line, and of lines with NUL bytes."""
+    kept: list[bytes] = []
+    record, open_quote = b"", False
+    for piece in io.BytesIO(data):
+        if b"\0" in piece:  # the file system lost power after it had grown the file
+            record, open_quote = b"", False
+            continue
+        record += piece
+        open_quote ^= quoted and piece.count(b'"') % 2 == 1
+        if not open_quote and piece.endswith(b"\n"):
+            kept.append(record)
+            record = b""
+    whole = b"".join(kept)
+    return whole, len(data) - len(whole)
+
+
+def _torn(dropped: int) -> str:
+    return f"an interrupted write left {dropped} bytes that are no whole line; they are dropped"
 
 
 def _line(cells: list[str]) -> str:

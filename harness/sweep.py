@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .fault import DataFault, Fault, UsageFault
+from .files import JSON_LIMIT, read_text
 from .kernel.header import Table
 from .kernel.kernel import KERNELS
 from .problem import PASSES, Problem
@@ -75,10 +76,7 @@ def load(spec: str) -> Sweep:
         known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
         raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
     try:
-        text = path.read_text(encoding="utf-8")
-        return _parse(path, tomllib.loads(text))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFault(f"{path} cannot be read", str(error), "fa-cli list shows the sweeps there are") from None
+        return _parse(path, tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT)))
     except tomllib.TOMLDecodeError as error:
         raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
 

@@ -25,7 +25,7 @@ from .check.oracle import oracle_for
 from .choose import choose
 from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
-from .files import disk_fault, json_bytes, make_folder, write_files
+from .files import json_bytes, locked, make_folder, read_text, write_files
 from .kernel import Kernel, Plan
 from .measure.sampling import POLICY, Timing, measure
 from .problem import Problem
@@ -263,10 +263,8 @@ def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
         writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
     path = folder / "tune.csv"
     make_folder(folder)
-    try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-    except OSError as error:
-        raise disk_fault(folder, error) from None
-    text = before + out.getvalue().removeprefix(head) if before.startswith(head) else out.getvalue()
     record = environment.environment(**backend.environment())
-    write_files(folder, {path.name: text.encode(), "env.json": json_bytes(record)})
+    with locked(folder, "use another --output-dir"):
+        before = read_text(path) if path.exists() else ""
+        text = before + out.getvalue().removeprefix(head) if before.startswith(head) else out.getvalue()
+        write_files(folder, {path.name: text.encode(), "env.json": json_bytes(record)})

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..fault import EnvironmentFault, install_extra
+from ..fault import DataFault, EnvironmentFault, install_extra
+from ..files import read_json
 from ..kernel.kernel import INCLUDE, Kernel, Plan
 from .protocol import CompileError, cache_dir
 
@@ -144,10 +145,10 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
     key = "\0".join((kernel.source_hash, version(), *options(kernel, plan, arch)))
     file = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = read_json(file)  # a regular file: a FIFO there does not block
         saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
         return Compiled(**saved)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (DataFault, ValueError, TypeError, KeyError, AttributeError):
         pass  # missing, or not in this format
     found = replace(compile_(kernel, plan, arch), cubin=b"")
     record = asdict(found)
@@ -158,7 +159,8 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
 
 def _write(file: Path, text: str) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (file.parent.parent, file.parent):  # the cache is this user's alone: libraries in it are executed
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as out:
             out.write(text)
         os.replace(out.name, file)  # atomic, also with several writers

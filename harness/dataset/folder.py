@@ -1,7 +1,8 @@
 """Problem <-> data/<folder>/*.bin + meta.json: generating, reading and writing. Every file is checked before it is used.
 
-Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json describes them. It is renamed into place first, so the
-hashes in it reveal an interrupted write. outputs.json is written last: it is the commit point of the outputs.
+Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json describes them. An interrupted write is completed or
+discarded when the folder is next opened (harness/files.py). Hashes, in meta.json of the inputs and in outputs.json of a run, reveal what
+was changed otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..array import Array
 from ..fault import DataFault, UsageFault
-from ..files import Json, json_bytes, locked, make_folder, read_exact, read_json, sha256, write_files
+from ..files import Json, disk_fault, json_bytes, locked, make_folder, read_exact, read_json, settle, sha256, write_files
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
 from .storage import STORAGE
@@ -92,13 +93,16 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
     cannot be written, UsageFault where the problem is too large for this machine.
     """
     folder = root / problem.folder
-    if not force and folder.exists() and any((folder / f).exists() for f in (META, "Q.bin")):
+    if folder.is_dir():
+        settle(folder)
+    if not force and _holds_data(folder):
         return _unchanged(folder, problem, seed)
     check_size(problem, root)
-    created = not folder.exists()
-    make_folder(folder)
-    try:
-        with locked(folder):
+    created = _make(folder)
+    with locked(folder):
+        if not force and _holds_data(folder):  # another run's, since it was looked at
+            return _unchanged(folder, problem, seed)
+        try:
             data = generate(problem, seed)
             hashes = {f"{name}.bin": sha256(array.view(np.uint8).data) for name, array in data.items()}
             meta = {
@@ -113,11 +117,29 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
             }
             files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
             write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
-    finally:
-        if created:
-            with suppress(OSError):  # not empty: it was written
-                folder.rmdir()
+        except BaseException:
+            if created:  # by this run, which holds it: an empty folder of another run's is not removed
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
     return open_(folder)
+
+
+def _holds_data(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (META, "Q.bin"))
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder and its parents; returns whether it is new. Raises DiskFault."""
+    make_folder(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        make_folder(folder)  # raises where it is a file
+        return False
+    except OSError as error:
+        raise disk_fault(folder, error) from None
+    return True
 
 
 def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
@@ -143,6 +165,7 @@ def open_(folder: Path) -> Dataset:
     if not folder.is_dir():
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise DataFault(f"{folder} is not a data folder", why, "fa-cli gen-data makes one")
+    settle(folder)
     named = Problem.from_folder(folder.name)
     tensors = tuple(name for name in INPUTS if os.path.lexists(folder / f"{name}.bin"))
     if not os.path.lexists(folder / META):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from .. import environment
-from ..fault import DataFault
-from ..files import Json, disk_fault, make_folder, write_files
+from ..fault import DataFault, DiskFault
+from ..files import Json, make_folder, settle, write_files
 from ..row import read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
@@ -39,10 +40,14 @@ def read(folder: Path) -> tuple[list[Row], Json]:
     Raises DataFault where the rows are missing or are not ours.
     """
     table = folder / "results.csv" if folder.is_dir() else folder
-    if not table.is_file():
-        raise DataFault(f"{table} is missing", "there are no rows to draw", "fa-cli experiment writes them; give its --output-dir")
-    record = table.parent / "env.json"
-    return read_rows(table), environment.read_env(record) if record.exists() else {}
+    hint = "fa-cli experiment writes them; give its --output-dir"
+    if not table.exists():
+        raise DataFault(f"{table} is missing", "there are no rows to draw", hint)
+    with suppress(DiskFault):  # an experiment holds it: what it has written whole is drawn
+        settle(table.parent)
+    if not (rows := read_rows(table)):
+        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", hint)
+    return rows, environment.env_beside(table)
 
 
 def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
@@ -71,20 +76,13 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
             ]
         for kind, part, function, heading_ in drawn:
             if figure := function(part, heading_, footer):
-                made.append(_save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
+                made.append(save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
     for panels in ladders(rows):
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
         apart = "_causal" * first.causal + "_cpu" * first.cpu
-        made.append(_save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
+        made.append(save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
     return made
-
-
-def _save(figure: plot.Figure, path: Path) -> Path:
-    try:
-        return save(figure, path)
-    except OSError as error:
-        raise disk_fault(path.parent, error) from None
 
 
 def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:

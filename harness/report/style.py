@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from PIL import Image
 
 from .. import peers
+from ..files import write_files
 from ..kernel.kernel import catalogue
 from .views import HOST_TIME, View, problem_of
 
@@ -249,9 +250,12 @@ def bytes_words(value: float) -> str:
 
 
 def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
-    """Write a figure as a PNG file of 256 colours, a third the size of one of all colours, and close it. Raises OSError."""
+    """Write a figure as a PNG file of 256 colours, a third the size of one of all colours, and close it. The file is whole or
+    not there. Raises DiskFault."""
     whole = io.BytesIO()
     figure.savefig(whole, dpi=dpi)
     plt.close(figure)
-    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, dpi=(dpi, dpi), optimize=True)
+    reduced = io.BytesIO()
+    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
+    write_files(path.parent, {path.name: reduced.getbuffer()})
     return path

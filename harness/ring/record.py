@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..environment import environment
 from ..fault import DataFault
-from ..files import json_bytes, make_folder, write_files
+from ..files import json_bytes, locked, make_folder, read_text, write_files
 from ..problem import MODES
 from .job import Outcome
 
@@ -37,12 +37,13 @@ def write(folder: Path, outcome: Outcome) -> list[Path]:
     Raises DataFault where a table has other columns, DiskFault where the folder cannot be written.
     """
     make_folder(folder)
+    facts = environment(device=outcome.device, device_name=outcome.device_name, ranks=outcome.ranks)
     tables = {"ring.csv": (RING, _rows(outcome)), "ring_steps.csv": (STEPS, _steps(outcome) if outcome.passed else [])}
     if outcome.passed and not outcome.simulated:
         tables["ring_timeline.csv"] = (TIMELINE, _timeline(outcome))
-    made = {name: _added(folder / name, columns, rows) for name, (columns, rows) in tables.items()}
-    facts = environment(device=outcome.device, device_name=outcome.device_name, ranks=outcome.ranks)
-    write_files(folder, made | {"env.json": json_bytes(facts)})
+    with locked(folder, "use another --output-dir"):
+        made = {name: _added(folder / name, columns, rows) for name, (columns, rows) in tables.items()}
+        write_files(folder, made | {"env.json": json_bytes(facts)})
     return [folder / name for name in (*made, "env.json")]
 
 
@@ -96,7 +97,7 @@ def _timeline(outcome: Outcome) -> list[dict[str, Cell]]:
 
 def _added(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Cell]]) -> bytes:
     """The table with the rows behind what it holds."""
-    there = path.read_text(encoding="utf-8") if path.exists() else ""
+    there = read_text(path) if path.exists() else ""
     if there and there.partition("\n")[0] != ",".join(columns):
         raise DataFault(f"{path} has other columns", "its first line is another version's", "write to another folder: --output-dir")
     out = io.StringIO()

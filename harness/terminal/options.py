@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ..fault import DiskFault, Fault, UsageFault
+from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import Problem
 
 #: The value of an option, of the type that its click type or callback gives it.
@@ -55,7 +56,10 @@ class FaCli(click.Group):
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         obj: dict[str, Value] = {"verbosity": 0, "arguments": list(arguments)}
         try:
-            code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", Dropped)
+                warnings.showwarning = _note_dropped(warnings.showwarning)
+                code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             code = error.exit_code
@@ -67,6 +71,18 @@ class FaCli(click.Group):
         except Exception as error:
             code = explain(error, obj["verbosity"])
         sys.exit(code or 0)
+
+
+def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """What shows a warning: what was dropped from a torn file as a note, any other as before."""
+
+    def show(message: Warning | str, category: type[Warning], *more: Any) -> None:
+        if issubclass(category, Dropped):
+            click.echo(f"note: {message}", err=True)
+        else:
+            otherwise(message, category, *more)
+
+    return show
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:

@@ -103,7 +103,7 @@ def test_compare_json(fa_cli: Run, tmp_path: Path) -> None:
     [
         (["a", "c"], 2, "different devices"),
         (["a", "a", "--fail-if", "slower"], 2, "slower:5%"),
-        (["a", "nowhere"], 3, "cannot be read"),
+        (["a", "nowhere"], 3, "is missing"),
         (["a"], 2, "Missing argument"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from harness import backends
 from harness.backends import CompileError
 from harness.backends.host import backend as host
+from harness.backends.host import cache
 from harness.backends.host.backend import Host
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
@@ -236,7 +237,9 @@ def test_hundreds_of_loads_in_one_process(tmp_path: Path) -> None:
     for number in range(300):
         copy = tmp_path / f"{number}.so"
         shutil.copy(loaded.functions["library"].path, copy)  # a copy is another library to the loader
-        library = host._keep_open(f"test {number}", host._Library(copy, chosen))
+        descriptor = os.open(copy, os.O_RDONLY)
+        opened = cache.Opened(copy, cache.load(descriptor), descriptor)
+        library = host._keep_open(f"test {number}", host._Library(opened, chosen))
         other = replace(loaded, functions={"library": library})
         assert Bound(backend, other, problem, {"Q": x, "K": x, "V": x}).run()["O"].all()
         copy.unlink()

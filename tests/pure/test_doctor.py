@@ -16,6 +16,7 @@ import pytest
 from harness import doctor
 from harness.doctor import Check
 from harness.fault import EnvironmentFault
+from harness.files import exposed
 from harness.kernel.kernel import KERNELS, Device
 
 
@@ -186,22 +187,38 @@ def test_an_injected_library_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
     assert "/opt/libspy.so" in checks()["injection"].detail
 
 
-def test_a_cache_others_may_write_is_a_warning(tmp_path: Path) -> None:
+def test_a_cache_others_may_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend refuses it, also for a folder or file below; CuPy does not, and it is a warning."""
     cache = tmp_path / "cache"
     assert checks()["cache"].status == "OK", "one that is not there yet is as good as made"
     cache.mkdir(mode=0o755)
     assert checks()["cache"].status == "OK"
     cache.chmod(0o757)
+    assert checks()["cache"].status == "FAIL"
+    assert f"chmod -R go-w {cache}" in checks()["cache"].hint
+    cache.chmod(0o755)
+    inner = cache / "host" / "ab"
+    inner.mkdir(parents=True)
+    inner.chmod(0o775)
+    assert checks()["cache"].status == "FAIL" and str(inner) in checks()["cache"].detail
+    inner.chmod(0o755)
+    (inner / "x.so").touch()
+    assert checks()["cache"].status == "OK"
+    (inner / "x.so").chmod(0o666)
+    assert checks()["cache"].status == "FAIL" and "x.so" in checks()["cache"].detail
+    gpu(monkeypatch)
+    wheels(monkeypatch, cupy_cuda13x="14.2.0")
     assert checks()["cache"].status == "WARN"
-    assert checks()["cache"].hint.startswith(f"chmod go-w {cache}")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
+    assert checks()["cupy cache"].status == "WARN" and "x.so" in checks()["cupy cache"].detail
 
 
-def test_a_cache_of_another_user_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o755)
-    owner = (tmp_path / "cache").stat()
+def test_a_file_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o644)
+    owner = (tmp_path / "file").stat()
     planted = SimpleNamespace(st_mode=owner.st_mode, st_gid=owner.st_gid, st_uid=4242)
-    assert doctor._others_may_write(planted)  # type: ignore[arg-type]
-    assert not doctor._others_may_write(owner)
+    assert "user 4242" in exposed(planted)  # type: ignore[arg-type]
+    assert not exposed(owner)
 
 
 def test_a_cache_that_cannot_be_made_fails_where_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_imports_have_no_circle() -> None:
             "subprocess",
             {
                 "harness/backends/host/backend.py",
+                "harness/backends/host/cache.py",
                 "harness/backends/host/report.py",
                 "harness/child.py",
                 "harness/environment.py",
@@ -68,7 +69,7 @@ def test_imports_have_no_circle() -> None:
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:
-    """Only cuda.py imports CuPy (and nccl.py its NCCL), only host.py starts a compiler, pandas is report.py's, matplotlib the figures'."""
+    """Only cuda.py imports CuPy (and nccl.py its NCCL), only host/ starts a compiler, pandas is report.py's, matplotlib the figures'."""
     users = {path.relative_to(ROOT).as_posix() for path in SOURCES if package in imports(path)}
     assert users <= home
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"

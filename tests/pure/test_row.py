@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from rows import plain
 
 from harness import row
-from harness.fault import DataFault, DiskFault
+from harness.fault import DataFault, DiskFault, Dropped
 from harness.row import Row, append_row, columns, read_rows
 
 #: Typed out here on purpose: the contract, which users' scripts rely on.
@@ -87,7 +89,7 @@ def test_other_files_are_refused(tmp_path: Path, old: str, new: str, word: str) 
     with pytest.raises(DataFault) as caught:
         read_rows(path)
     assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
-    with pytest.raises(DataFault, match="cannot be read"):
+    with pytest.raises(DataFault, match="is missing"):
         read_rows(tmp_path / "none.csv")
 
 
@@ -117,7 +119,7 @@ def test_a_file_from_before_a_column_is_read(tmp_path: Path, monkeypatch: pytest
 
 
 def test_append_to_another_file(tmp_path: Path) -> None:
-    """A file with another header is left alone; what an interrupted write left is closed, not continued."""
+    """A file with another header is left alone; what an interrupted write left is dropped, and that is said."""
     path = tmp_path / "r.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DataFault, match="not a results file"):
@@ -127,8 +129,43 @@ def test_append_to_another_file(tmp_path: Path) -> None:
     append_row(path, plain())
     with open(path, "a") as file:
         file.write("half a ro")
-    append_row(path, plain())
-    assert path.read_text().splitlines()[2:] == ["half a ro", path.read_text().splitlines()[1]]
+    with pytest.warns(Dropped, match="9 bytes that are no whole line"):
+        append_row(path, plain())
+    assert read_rows(path) == [plain(), plain()]
+
+
+@pytest.mark.parametrize("tear", [b"half,a ro", b'x,"a quoted\n', b"\0" * 4096, b"fa2,\0\0\0\n", "ünïcode".encode()[:-1]], ids=range(5))
+def test_whole_rows_of_a_torn_file_are_read(tmp_path: Path, tear: bytes) -> None:
+    """Mid-row, in a quoted line break, filled with zeros, in a character: the rows before it are read, and the rest is said."""
+    path = tmp_path / "r.csv"
+    row = plain(ErrorMessage='of "two"\nlines')
+    append_row(path, row)
+    whole = path.read_bytes()
+    path.write_bytes(whole + tear)
+    with pytest.warns(Dropped, match=f"{len(tear)} bytes"):
+        assert read_rows(path) == [row]
+    with pytest.warns(Dropped):
+        append_row(path, plain())
+    assert read_rows(path) == [row, plain()] and path.read_bytes().startswith(whole)
+
+
+def test_a_file_torn_in_its_header_has_no_rows(tmp_path: Path) -> None:
+    """And an empty one: the next row writes the header."""
+    path = tmp_path / "r.csv"
+    for left in (b"", CONTRACT.encode()[:50]):
+        path.write_bytes(left)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Dropped)
+            assert read_rows(path) == []
+            append_row(path, plain())
+        assert read_rows(path) == [plain()]
+
+
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "r.csv")
+    for call in (lambda: read_rows(tmp_path / "r.csv"), lambda: append_row(tmp_path / "r.csv", plain())):
+        with pytest.raises(DataFault, match="not a regular file"):
+            call()
 
 
 def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +173,16 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.csv"
     append_row(path, plain())
     before, write = path.read_bytes(), os.write
+
+    def full(descriptor: int, content: memoryview) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):  # not the staged copy: in the midst of the append
+            if len(content) < 50:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(descriptor, content[: len(content) - 20])
+        return write(descriptor, content)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:20]))
+        patch.setattr(os, "write", full)
         with pytest.raises(DiskFault, match="no room"):
             append_row(path, plain())
     assert path.read_bytes() == before

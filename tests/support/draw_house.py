@@ -56,7 +56,7 @@ STEPS = (
     ("check", "check.oracle.Oracle.judge", "error against budget: Verdict"),
     ("measure", "measure.sampling.measure", "only what passed, in turns: Timing"),
     ("verbs", "results.rows_of", "experiment: a line a timing: Row"),
-    ("row", "row.append_row", "experiment: results.csv"),
+    ("row", "row.encoded", "experiment: results.csv"),
     ("report", "report.redraw", "experiment: figures, summary.md"),
     ("terminal", "terminal.show.results", "table or JSON, exit code"),
 )

@@ -1,7 +1,7 @@
 """The host backend: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
 
-It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. This is the
-only module that starts a compiler.
+It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. The compiler
+is started by cache.py.
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ from __future__ import annotations
 import _ctypes
 import contextlib
 import ctypes
+import functools
 import hashlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from ...array import ArrayModule, Bytes
-from ...fault import DiskFault, EnvironmentFault, UsageFault
+from ...fault import EnvironmentFault, UsageFault
 from ...files import Json
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
-from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
+from ..protocol import Backend, Fill, Loaded, Step
+from . import cache
 from .machine import fenced, processor, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
@@ -98,7 +97,9 @@ class Host(Backend):
 
     def environment(self) -> Json:
         """Processor, compiler and threads."""
-        version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        version = subprocess.run(
+            [*compiler(), "--version"], capture_output=True, text=True, errors="replace", check=False
+        ).stdout.partition("\n")[0]
         return {"device": self.name, "device_name": processor(), "compiler": version, "threads": self.workers, "schedule_seed": self.seed}
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
@@ -178,7 +179,7 @@ class Host(Backend):
 # -- compiling --------------------------------------------------------------------------------------------------------
 
 
-@cache
+@functools.cache
 def compiler() -> tuple[str, ...]:
     """The C++ compiler's command: FA_CLI_CXX, g++, clang++ or `python -m ziglang c++`. Raises EnvironmentFault where there is none."""
     chosen = os.environ.get("FA_CLI_CXX")
@@ -196,7 +197,7 @@ def compiler() -> tuple[str, ...]:
     )
 
 
-@cache
+@functools.cache
 def _toolchain() -> str:
     """What a compiled library depends on besides its source: the compiler binary and this processor's features."""
     path = Path(compiler()[0]).resolve()
@@ -214,49 +215,17 @@ def _dialect() -> list[str]:
     return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
 
 
-def _build(key: str, steps: Sequence[Sequence[str]], sources: Mapping[str, str], kernel: Kernel | None) -> Path:
-    """A shared library from the cache, or built into it. steps: arguments of compiler runs, in which {dir} is a scratch folder.
-
-    A library whose hash differs from the one recorded beside it is built again. Two processes may build at once: the last rename wins.
-    """
-    folder = cache_dir() / "host" / key[:2]
-    library, note = folder / f"{key}.so", folder / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(note.read_text())["sha256"] == hashlib.sha256(library.read_bytes()).hexdigest():
-            return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            for name, text in sources.items():
-                Path(scratch, name).write_text(text)
-            for step in steps:
-                command = [*compiler(), *(argument.replace("{dir}", scratch) for argument in step)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    log = done.stderr.replace(f"{scratch}/", "")
-                    if kernel:
-                        raise CompileError(kernel, command, log)
-                    raise EnvironmentFault("the host engine does not compile", log, "fa-cli doctor")
-            built = Path(scratch, "out.so")
-            digest = hashlib.sha256(built.read_bytes()).hexdigest()
-            os.replace(built, library)
-            Path(scratch, "note").write_text(json.dumps({"sha256": digest}))
-            os.replace(Path(scratch, "note"), note)
-    except OSError as error:
-        raise DiskFault(f"cannot write the kernel cache {folder}", str(error), "set FA_CLI_CACHE_DIR to a writable folder") from None
-    return library
-
-
 def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-@cache
+@functools.cache
 def _engine() -> ctypes.CDLL:
     source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
     step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w", f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
-    path = _build(_hash("engine", source, _toolchain(), *step), [step], {}, None)
-    engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find the engine's symbols by name
+    key = _hash("engine", source, _toolchain(), *step)
+    # kernels find the engine's symbols by name
+    engine = cache.library(key, compiler(), [step], {}, ["fa_host_run", "fa_host_module_shared"], mode=ctypes.RTLD_GLOBAL).dll
     engine.fa_host_module_shared.argtypes = [ctypes.c_void_p] + [ctypes.POINTER(ctypes.c_longlong)] * 2
     return engine
 
@@ -264,10 +233,8 @@ def _engine() -> ctypes.CDLL:
 class _Library:
     """A loaded kernel library."""
 
-    def __init__(self, path: Path, kernel: Kernel) -> None:
-        _engine()
-        self.path = path
-        self.dll = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+    def __init__(self, opened: cache.Opened, kernel: Kernel) -> None:
+        self.path, self.dll, self.descriptor = opened.path, opened.dll, opened.descriptor
         self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
         self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
@@ -286,7 +253,9 @@ def _keep_open(key: str, library: _Library) -> _Library:
         kept = _open.setdefault(key, library)
         for old in list(_open)[:-_OPEN_AT_MOST]:
             if sys.getrefcount(_open[old]) == 2:  # the table's and this call's: no Loaded holds it
-                _ctypes.dlclose(_open.pop(old).dll._handle)
+                unused = _open.pop(old)
+                _ctypes.dlclose(unused.dll._handle)
+                os.close(unused.descriptor)
     return kept
 
 
@@ -306,10 +275,13 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     if found := _open.get(key):
         return found
     compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
-    return _keep_open(key, _Library(_build(key, [compile_, link], {"unit.cpp": unit}, kernel), kernel))
+    _engine()  # before a library that needs its symbols
+    wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
+    opened = cache.library(key, compiler(), [compile_, link], {"unit.cpp": unit}, wanted, kernel)
+    return _keep_open(key, _Library(opened, kernel))
 
 
-@cache
+@functools.cache
 def _words() -> str:
     return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 

@@ -1,0 +1,138 @@
+"""Sets of files: written and appended whole, completed after a kill, and nothing that only looks like a journal is believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import files
+from harness.fault import DataFault, DiskFault
+
+
+class Killed(BaseException):
+    """In place of SIGKILL; what cleans up sees it, so a test that uses it lets nothing be cleaned up."""
+
+
+def stop_at(patch: pytest.MonkeyPatch, name: str, allowed: int) -> None:
+    """From the call after so many on, a function of os does nothing and raises."""
+    left, call = [allowed], getattr(os, name)
+
+    def counted(*given: Any, **more: Any) -> Any:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        return call(*given, **more)
+
+    patch.setattr(files.os, name, counted)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("call", range(9))
+def test_an_append_is_to_all_files_or_to_none(tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at each fsync: before the journal the old bytes, after it the next lock writes the new ones, once."""
+    old, new = {"a": b"1\n", "b": b""}, {"a": b"1\n2\n", "b": b"x" * 5000}
+    for name, data in old.items():
+        (tmp_path / name).write_bytes(data)
+    with monkeypatch.context() as patch:
+        stop_at(patch, "fsync", call)
+        with suppress(Killed):
+            files.append_files(tmp_path, {"a": b"2\n", "b": b"x" * 5000})
+    files.settle(tmp_path)
+    files.settle(tmp_path)
+    assert contents(tmp_path) == (old if call < 3 else new), f"after {call} calls"
+
+
+def test_a_full_disk_takes_an_append_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC at each write: exit 6, and the files are as they were."""
+    (tmp_path / "a").write_bytes(b"1\n")
+    before, write = contents(tmp_path), os.write
+    for allowed in range(5):
+        left = [allowed]
+
+        def full(descriptor: int, data: memoryview, left: list[int] = left) -> int:
+            if not left[0]:
+                write(descriptor, data[:1])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left[0] -= 1
+            return write(descriptor, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "write", full)
+            with pytest.raises(DiskFault, match="no room"):
+                files.append_files(tmp_path, {"a": b"2\n", "b": b"3\n"})
+        found = contents(tmp_path)
+        assert found == before or found == before | {"b": b""}
+
+
+def journal(folder: Path, **changes: object) -> None:
+    """A journal of one staged file `a`, with what is wrong in it."""
+    (folder / ".a.0123abcd.tmp").write_bytes(b"new")
+    entry = {"name": "a", "staged": ".a.0123abcd.tmp", "sha256": files.sha256(b"new"), "offset": None} | changes
+    (folder / files.JOURNAL).write_text(json.dumps({"files": [entry]}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "../out"},
+        {"name": "../out", "staged": ".../out.0123abcd.tmp"},
+        {"name": "b"},
+        {"staged": "a"},
+        {"sha256": files.sha256(b"other")},
+        {"sha256": 5},
+        {"offset": -1},
+        {"offset": 1},
+        {"offset": True},
+        {"offset": 0},
+    ],
+    ids=str,
+)
+def test_a_journal_that_is_not_ours_changes_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """Names that lead elsewhere, other hashes, offsets that would cut what is there: discarded."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"old")
+    journal(folder, **wrong)
+    files.settle(folder)
+    assert contents(folder) == {"a": b"old"} and os.listdir(tmp_path) == ["folder"]
+    journal(folder)
+    files.settle(folder)
+    assert contents(folder) == {"a": b"new"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 1}', '{"files": [1]}', '{"files": [{}]}', "\0" * 100])
+def test_a_journal_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / files.JOURNAL).write_text(text)
+    (tmp_path / ".a.0123abcd.tmp").touch()
+    (tmp_path / ".mine.notours.tmp").touch()
+    files.settle(tmp_path)
+    assert os.listdir(tmp_path) == [".mine.notours.tmp"]
+
+
+def test_a_folder_that_is_held(tmp_path: Path) -> None:
+    """A reader does not touch what a run that holds the folder has staged; one whose files are being renamed is exit 6."""
+    (tmp_path / ".a.0123abcd.tmp").touch()
+    with files.locked(tmp_path):
+        (tmp_path / ".a.0123abcd.tmp").touch()
+        files.settle(tmp_path)
+        assert (tmp_path / ".a.0123abcd.tmp").exists()
+        journal(tmp_path)
+        with pytest.raises(DiskFault, match="is in use"):
+            files.settle(tmp_path)
+    assert contents(tmp_path) == {"a": b"new"}
+
+
+def test_a_fifo_is_not_appended_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(DataFault, match="not a regular file"):
+        files.append_files(tmp_path, {"b": b"1", "a": b"2"})
+    assert os.listdir(tmp_path) == ["a"]
