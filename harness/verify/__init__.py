@@ -16,6 +16,7 @@ from .judge import Backends as Backends
 from .judge import CaseResult as CaseResult
 from .judge import compile_ahead as compile_ahead
 from .judge import run_case as run_case
+from .large import NoRoom as NoRoom
 from .sanitizer import run_under_sanitizer as run_under_sanitizer
 from .sanitizer import sanitizer_child_needed as sanitizer_child_needed
 from .verify import verify as verify

@@ -228,7 +228,7 @@ def _families(chosen: Kernel) -> Iterator[Case]:
     for i, (dtype, family) in enumerate(itertools.product(_dtypes(chosen), ("large_v", "nan", "inf"))):
         if chosen.pass_ == "backward" if family != "large_v" else dtype == "float16":
             continue
-        heads = 2 if chosen.gqa else 1
+        heads = GROUPS[1] if chosen.gqa else 1
         causal = chosen.causal and (family != "large_v" or i % 2 == 0)
         problem = Problem.of(1, heads, 129, _dim(chosen), 1, 193 if chosen.cross else 129, dtype, causal)
         yield Case(0, problem, 1.0, 0, inputs=family)

@@ -37,16 +37,16 @@ def draw(seed: int, number: int) -> Case:
     keys = queries if of.random() < 0.5 else _length(of)
     batch, heads_kv = of.choice((1, 1, 2, 3, 17)), of.choice((1, 1, 2, 3))
     group = of.choice((1, 1, 1, 2, 3, 8))
+    kept = of.choice(("queries", "keys"))
     while batch * heads_kv * group * queries * keys * dim > WORK:
         if batch * heads_kv * group > 2:
             batch, heads_kv, group = (batch + 1) // 2, (heads_kv + 1) // 2, (group + 1) // 2
-        elif queries > 64 and (queries >= keys or keys <= 64):
-            queries = keys = max(64, queries * 2 // 3) if queries == keys else queries * 2 // 3
-        elif keys > 64:
-            keys = max(64, keys * 2 // 3)
+        elif queries == keys:
+            queries = keys = keys * 3 // 4
+        elif kept == "keys":
+            queries = max(1, queries * 3 // 4)
         else:
-            batch = heads_kv = group = 1
-            break
+            keys = max(1, keys * 3 // 4)
     causal = of.random() < 0.5
     edge = of.choice((62, 63, 1, 0, of.randint(-64, 64))) + 64 * of.randint(-2, 2)
     shift = of.choice((None, None, edge, of.randint(-queries, keys - 1)))

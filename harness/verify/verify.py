@@ -38,7 +38,7 @@ def verify(
     what a range leaves out, and what the device has no room for. Raises UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
-    every = dict.fromkeys(each.name for each in kernel.catalogue())
+    every = dict.fromkeys(each.name for each in kernel.catalogue() if each.pass_ in MODES[mode])
     wanted = () if mode == "both" else MODES[mode]
     found, left_out = kernels(list(computes) or every, MODES[mode], wanted, deterministic=deterministic)
     for text in left_out:
@@ -58,6 +58,8 @@ def verify(
                 results.append(run_case(backends.of(each), chosen, each, "" if given else which, deterministic))
                 progress(results[-1])
             except NoRoom as fault:
+                if case is not None:
+                    raise
                 note(f"{fault.what}: {fault.why}")
     if given and not results:
         raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
