@@ -7,12 +7,12 @@ levels at once (a tail tile and bfloat16, grouped heads and the causal mask) is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..fault import UsageFault
 from ..kernel import Kernel
-from ..problem import Problem
+from ..problem import DTYPE_BYTES, Problem
 from .covering import Level, covering
 from .inputs import FAMILIES
 
@@ -198,13 +198,18 @@ def _dtypes(chosen: Kernel) -> list[str]:
     return ["float32" if d == "tf32" else d for d in chosen.dtypes]
 
 
+def _smallest(chosen: Kernel) -> str:
+    """The storage type of the fewest bytes, bfloat16 before float16."""
+    return min(_dtypes(chosen), key=lambda dtype: (DTYPE_BYTES[dtype], dtype))
+
+
 def _seed_shapes(chosen: Kernel, device: str) -> Iterator[Problem]:
     masks = [False, True] if chosen.causal and device == "cuda" else [False]
     dtypes = _dtypes(chosen)
-    shapes = SEED_SHAPES
+    shapes: Sequence[tuple[int, int, int]] = SEED_SHAPES
     if device == "cpu":  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
         small = [(b, h, s) if s <= 256 else (1, max(1, h // 4), 512) for b, h, s in SEED_SHAPES]
-        shapes = tuple(dict.fromkeys(small))
+        shapes = list(dict.fromkeys(small))
     for i, (batch, heads, length) in enumerate(shapes):
         dtype = dtypes[i % len(dtypes)]
         for causal in masks:
@@ -217,7 +222,7 @@ def _dim(chosen: Kernel) -> int:
 
 def _long(chosen: Kernel) -> Iterator[Problem]:
     """Many tiles: 2049 queries and keys, and a few queries of 65537 keys (more than float16 counts to), in the smallest type."""
-    dtype = _dtypes(chosen)[-1]
+    dtype = _smallest(chosen)
     yield Problem.of(1, 1, 2049, _dim(chosen), dtype=dtype, causal=chosen.causal)
     if chosen.cross:
         yield Problem.of(1, 1, 3, _dim(chosen), seq_kv=65537, dtype=dtype)
@@ -249,7 +254,7 @@ def _beyond(chosen: Kernel) -> Iterator[Case]:
     Three batches of 32 heads and 129 rows are repeated. Neither 2^31 nor 2^32 elements are a multiple of three batches, so an index that
     wraps around reads other values.
     """
-    dtype, dim = _dtypes(chosen)[-1], min(128, chosen.head_dims[-1])
+    dtype, dim = _smallest(chosen), min(128, chosen.head_dims[-1])
     two = len(chosen.forms) > 1
     yield Case(0, Problem.of(2, 32768, 3, min(16, dim), dtype=dtype, causal=chosen.causal), 1.0, 0, two)
     problem = Problem.of(3, 32, 129, dim, dtype=dtype, causal=chosen.causal)

@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def levels(self) -> set[Hashable]:
-        """What a sample of the kernel's pieces must have: types, masks, forms, schedules, groups, unequal lengths, inputs, signs, shifts."""
+        """What a sample of the pieces must have: types, masks, forms, schedules, groups, unequal lengths, inputs, signs, shifts."""
         found: set[Hashable] = {self.dtype, ("causal", self.causal), ("deterministic", self.deterministic)}
         for case in self.cases:
             p = case.problem
