@@ -133,10 +133,7 @@ def experiment(
 @main.command(
     epilog=f"{options.EXIT_CODES}\n\n"
     + options.examples(
-        "fa-cli verify fa2",
-        "fa-cli verify --matrix full",
-        "fa-cli verify --fuzz 300",
-        "fa-cli verify ./mine_forward.cu --device cpu --check race",
+        "fa-cli verify fa2 --matrix full", "fa-cli verify --fuzz 300", "fa-cli verify ./mine_forward.cu --device cpu --check race"
     )
 )
 @options.kernels

@@ -13,7 +13,7 @@ from ..kernel import Kernel
 from ..problem import Problem
 from .cases import Case
 from .inputs import FINITE
-from .judge import Backends, CaseResult, in_form, oracle_of, run_case
+from .judge import Backends, CaseResult, Lost, in_form, oracle_of, run_case
 from .shrink import shrink
 
 #: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
@@ -97,12 +97,12 @@ def fuzz(
             result = run_case(backends.of(case), chosen, one, "", deterministic, oracle)
             if result.exit_code == UsageFault.exit_code:
                 continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
-            if not result.passed and not result.lost and shrunk[chosen.label] < SHRUNK:
+            if not result.passed and not isinstance(result, Lost) and shrunk[chosen.label] < SHRUNK:
                 shrunk[chosen.label] += 1
                 result = shrink(result, _runner(chosen, backends, deterministic))
             progress(result)
             yield result
-            if result.lost:
+            if isinstance(result, Lost):
                 return
 
 

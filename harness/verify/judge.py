@@ -40,7 +40,6 @@ class CaseResult:
     repro: str
     max_errors: dict[str, float]
     exit_code: int = 0
-    lost: bool = False  # the CUDA context with it: this process can run nothing more on the GPU
 
     def same_failure(self, other: CaseResult) -> bool:
         """Whether both failed in the same way: with the same exit code and, where it is values that are wrong, in a common tensor."""
@@ -52,6 +51,10 @@ class CaseResult:
     def wrong(self) -> set[str]:
         """The tensors that are wrong."""
         return {part.partition(" is wrong at ")[0] for part in self.message.split("; ") if " is wrong at " in part}
+
+
+class Lost(CaseResult):
+    """A failure that destroyed the CUDA context: this process can run nothing more on the GPU."""
 
 
 class Backends:
@@ -117,7 +120,7 @@ def run_case(
     repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
     repro += " --deterministic" * deterministic
     largest: dict[str, float] = {}
-    message, code, lost = "", 0, False
+    message, code, kind = "", 0, CaseResult
     try:
         oracle = oracle or oracle_of(backend, case, chosen.pass_)
         form = in_form(chosen, case)
@@ -131,6 +134,6 @@ def run_case(
     except large.NoRoom:
         raise
     except Fault as fault:
-        message, code, lost = str(fault), fault.exit_code, isinstance(fault, ContextLost)
+        message, code, kind = str(fault), fault.exit_code, Lost if isinstance(fault, ContextLost) else CaseResult
     seconds = time.perf_counter() - start
-    return CaseResult(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code, lost)
+    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code)

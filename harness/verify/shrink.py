@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .cases import Case
-from .judge import CaseResult
+from .judge import CaseResult, Lost
 
 #: Seconds and attempts after which the smallest case so far is good enough.
 SECONDS, ATTEMPTS = 20.0, 120
@@ -31,7 +31,7 @@ def shrink(failed: CaseResult, run: Callable[[Case], CaseResult]) -> CaseResult:
             tried.add(case)
             attempts += 1
             result = run(case)
-            if result.same_failure(failed) and not result.lost:
+            if result.same_failure(failed) and not isinstance(result, Lost):
                 best, found = result, True
                 break
     if best is failed:

@@ -15,7 +15,7 @@ from harness.problem import Problem
 from harness.verify.cases import Case
 from harness.verify.fuzz import WORK
 from harness.verify.inputs import FAMILIES, FINITE, inputs
-from harness.verify.judge import CaseResult
+from harness.verify.judge import CaseResult, Lost
 from harness.verify.shrink import shrink
 
 DRAWN = [verify.draw(5, number) for number in range(600)]
@@ -134,7 +134,7 @@ def test_shrinking_keeps_what_is_needed_and_ends(monkeypatch: pytest.MonkeyPatch
     def run(tried: Case) -> CaseResult:
         nonlocal count
         count += 1
-        return replace(failure(tried, True), lost=True)
+        return Lost(**vars(failure(tried, True)))
 
     start = failure(case, True)
     assert shrink(start, run) is start

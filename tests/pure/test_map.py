@@ -73,7 +73,7 @@ def test_every_room_is_in_the_table_in_its_order() -> None:
     found = ["verbs" if "verbs" in row else row.split("`")[1].removeprefix("harness/").rstrip("/").removesuffix(".py") for row in rows]
     assert tuple(found) == ROOMS
     verbs = next(line for line in TEXT.splitlines() if line.startswith("| the verbs"))
-    names = {f"{module.split('.')[0]}/" if "." in module else f"{module}.py" for module in INNER if room(module) == "verbs"}
+    names = {f"harness/{module.split('.')[0]}/" if "." in module else f"{module}.py" for module in INNER if room(module) == "verbs"}
     assert all(f"`{name}`" in verbs for name in names)
 
 
