@@ -132,22 +132,46 @@ def experiment(
 
 @main.command(
     epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples("fa-cli verify fa2", "fa-cli verify --matrix full", "fa-cli verify ./mine_forward.cu --device cpu --check race")
+    + options.examples(
+        "fa-cli verify fa2 --matrix full", "fa-cli verify --fuzz 300", "fa-cli verify ./mine_forward.cu --device cpu --check race"
+    )
 )
 @options.kernels
 @options.compute_kernels
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
-@click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
+@click.option(
+    "--fuzz", "count", type=click.IntRange(min=1), metavar="N", help="Instead of the matrix, N random cases; failures are shrunk."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=42, show_default=True, metavar="S", help="Of --fuzz: the same cases every time."
+)
+@click.option("--case", metavar="N|TEXT", help="Only this case: its number, or its text as a failure prints it.")
+@click.option(
+    "--sanitizer",
+    type=click.Choice(["memcheck", "racecheck", "initcheck", "synccheck"]),
+    help="On a GPU: under this tool of compute-sanitizer.",
+)
 @options.deterministic
 @options.device
 @options.checks
 @options.printing
 @click.pass_context
-def verify(context: Context, /, kernels: tuple[str, ...], compute: list[str], matrix: str, json: bool, **given: options.Value) -> int:
-    """Check kernels (all by default) over a matrix of shapes, dtypes, masks and input scales: errors only, no times, no files."""
+def verify(
+    context: Context,
+    /,
+    kernels: tuple[str, ...],
+    compute: list[str],
+    matrix: str,
+    sanitizer: str | None,
+    json: bool,
+    **given: options.Value,
+) -> int:
+    """Check kernels (all by default) over a matrix of shapes, dtypes, masks and inputs, or over random cases (--fuzz): errors only."""
     if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
+    if sanitizer and harness.verify.sanitizer_child_needed():
+        return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)

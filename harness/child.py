@@ -131,14 +131,17 @@ def run(
         return started.result(code)
 
 
-def again(arguments: Sequence[str], environment: Mapping[str, str], *, errors: bool = False) -> tuple[int, str]:
+def again(
+    arguments: Sequence[str], environment: Mapping[str, str], *, errors: bool = False, wrapper: Sequence[str] = ()
+) -> tuple[int, str]:
     """Run a Python command line (a script and its arguments) in a child process, on this process's streams.
 
+    wrapper: the words of a launcher, before the command line.
     Returns its exit code (negative: the signal) and, with errors, its stderr, which is then not shown. Raises KeyboardInterrupt where it
     was interrupted.
     """
     with command(partial(_script, list(arguments)), arguments[0], environment) as started:
-        return started.wait(stderr=subprocess.PIPE if errors else None)
+        return started.wait(wrapper, stderr=subprocess.PIPE if errors else None)
 
 
 @contextmanager

@@ -107,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 p_rows[key] = fa::exp(p_rows[key] - row_max);
                 tile_sum += p_rows[key];
             }
-            // Before the first visible key both maxima are -inf, and -inf - -inf is NaN; the old sum is 0 then.
-            old_sum = old_sum > 0 ? old_sum * fa::exp(old_max - row_max) : 0.0f;
-            const float row_sum = old_sum + tile_sum, inverse = row_sum > 0 ? 1 / row_sum : 0.0f;  // no visible key: O is 0
+            // Before the first visible key both maxima are -inf, and -inf - -inf is NaN; the old sum is 0 then. A NaN stays.
+            old_sum = old_sum == 0 ? 0.0f : old_sum * fa::exp(old_max - row_max);
+            const float row_sum = old_sum + tile_sum, inverse = row_sum == 0 ? 0.0f : 1 / row_sum;  // no visible key: O is 0
             m[query] = row_max, l[query] = row_sum;
 
             // O = rescale * O + inverse * P V, to global memory and back, once for each K/V tile.

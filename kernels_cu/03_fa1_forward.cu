@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 float row_max = first_tile ? -fa::infinity() : m[query], row_sum = first_tile ? 0.0f : l[query], old_sum = row_sum;
                 rescale_reg[r] =
                     fa::online_softmax<LANES>(row_max, row_sum, score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
-                inverse_reg[r] = row_sum > 0 ? 1 / row_sum : 0.0f;  // no visible key: O is 0
+                inverse_reg[r] = row_sum == 0 ? 0.0f : 1 / row_sum;  // no visible key: O is 0
                 rescale_reg[r] = rescale_reg[r] * old_sum * inverse_reg[r];
                 if (lane == 0 && q_first + r < args.seq_q) m[query] = row_max, l[query] = row_sum;
             }

@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward(const __grid_co
     for (int r = 0; r < ROWS; ++r) {
         if (q_first + r >= args.seq_q) break;
         float* o = fa::row_pointer<float>(args.O, batch, head, q_first + r);  // [head_dim]
-        const float inverse = row_sum[r] > 0 ? 1 / row_sum[r] : 0.0f;  // no visible key: O is 0, and logsumexp -inf
+        const float inverse = row_sum[r] == 0 ? 0.0f : 1 / row_sum[r];  // no visible key: O is 0, and logsumexp -inf
         fa::store_output<float, LANES>(o, out_reg[r], inverse, lane, args.head_dim);
         if (lane == 0) *fa::row_pointer<float>(args.logsumexp, batch, head, q_first + r) = row_max[r] + fa::log(row_sum[r]);
     }

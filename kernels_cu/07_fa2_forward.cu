@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     for (int r = 0; r < ROWS; ++r) {
         const float sum = fa::group_sum<LANES>(row_sum[r]);
         if (q_first + row + r >= q_end) continue;
-        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum > 0 ? 1.0f / sum : 0.0f, lane, args.head_dim);
-        if (lane == 0) logsumexp[r] = sum > 0 ? row_max[r] * scale + fa::log(sum) : -fa::infinity();
+        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : 1.0f / sum, lane, args.head_dim);
+        if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * scale + fa::log(sum);  // NaN stays NaN
     }
 }

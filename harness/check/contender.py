@@ -126,10 +126,14 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
 
 
 def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:
-    """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises."""
+    """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises.
+
+    NaN and infinity count as 0: a kernel gives NaN for them whatever the size of the scores.
+    """
     if chosen.logits == float("inf"):
         return
     q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
+    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))
     norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
     if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return

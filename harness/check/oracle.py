@@ -76,8 +76,8 @@ class Oracle:
         return found
 
 
-def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42, input_scale: float = 1.0) -> Oracle:
+def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42) -> Oracle:
     """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
     check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
-    return Oracle(problem, generate.inputs(problem, seed, names, input_scale), None, backend.xp)
+    return Oracle(problem, generate.inputs(problem, seed, names), None, backend.xp)

@@ -113,6 +113,11 @@ class Kernel:
         """Whether the scale is a parameter: it is in fa::Args, and among plain parameters only where args names it."""
         return self._is_told("scale")
 
+    @property
+    def takes_shift(self) -> bool:
+        """Whether the causal mask may have any causal_shift: a kernel of equal lengths may have key <= query as its mask."""
+        return self.cross and self._is_told("causal_shift")
+
     def _is_told(self, name: str) -> bool:
         return any(not launch.args or name in launch.args for launch in self.launches)
 
@@ -176,12 +181,8 @@ class Kernel:
             (problem.causal, self.causal, "the causal mask (--causal)"),
             (problem.heads_kv != problem.heads_q, self.gqa, "grouped heads (--kv-heads)"),
             (problem.seq_kv != problem.seq_q, self.cross, "unequal lengths (--seq-kv)"),
-            # a kernel of equal lengths may have key <= query as its mask; one without the parameter may compute it from the lengths
-            (
-                problem.causal_shift != problem.default_shift,
-                self.cross and self._is_told("causal_shift"),
-                "a causal_shift but seq_kv - seq_q",
-            ),
+            # one without the parameter may compute it from the lengths
+            (problem.causal_shift != problem.default_shift, self.takes_shift, "a causal_shift but seq_kv - seq_q"),
             (problem.scale != problem.head_dim**-0.5, self.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         ):
             if wanted and not promised:

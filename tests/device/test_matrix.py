@@ -11,10 +11,14 @@ import pytest
 import sample
 
 from harness import verify
+from harness.kernel import Device
 from harness.kernel.kernel import Kernel, catalogue
+from harness.problem import DTYPE_BYTES
 
 #: Work of a piece, by `work`, or one case that has more: some seconds on one core.
 PIECE_WORK = 2e9
+#: An H200, as far as plans see it.
+GPU = Device("cuda", "a GPU")
 #: Cases of a kernel that `make test` runs, and some more.
 LEAST = 12
 
@@ -39,11 +43,12 @@ class Piece:
 
     @property
     def levels(self) -> set[Hashable]:
-        """What a sample of the kernel's pieces must have: types, masks, forms, schedules, groups, queries and keys that differ."""
+        """What a sample of the pieces must have: types, masks, forms, schedules, groups, unequal lengths, inputs, signs, shifts."""
         found: set[Hashable] = {self.dtype, ("causal", self.causal), ("deterministic", self.deterministic)}
         for case in self.cases:
             p = case.problem
             found |= {("schedule", case.schedule), ("group", p.heads_q // p.heads_kv), ("cross", p.seq_q != p.seq_kv)}
+            found |= {("inputs", case.inputs), ("sign", (p.scale > 0) - (p.scale < 0)), ("shifted", p.causal_shift != p.default_shift)}
         return found
 
 
@@ -136,3 +141,35 @@ def test_the_matrix_is_what_it_says(chosen: Kernel, device: str) -> None:
         assert groups == set(itertools.product(verify.GROUPS, dtypes))
     if device == "cpu":
         assert {c.schedule for c in cases} == set(verify.SCHEDULES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
+def test_the_matrix_leaves_no_hole(chosen: Kernel, device: str) -> None:
+    """Scales of 0 and below, more batches and heads, shifted masks, many keys in 16 bits, other inputs, and on a GPU 64-bit indices."""
+    cases = verify.matrix(chosen, "full", device)
+    problems = [c.problem for c in cases]
+    dtypes = {"float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes}
+    for factor in (0.0, -1.0, 0.5, 1.0):
+        assert {p.dtype for p in problems if p.scale == factor * p.head_dim**-0.5} == dtypes, factor
+    assert {p.batch for p in problems} >= {1, 2, 3, 5, 17} and {p.heads_kv for p in problems} >= {1, 2, 3, 17}
+    assert {72, 7, 120} <= {p.head_dim for p in problems} or chosen.head_dims[-1] < 120
+    for dtype in dtypes:
+        assert any(p.seq_kv > 1000 for p in problems if p.dtype == dtype), dtype
+    assert any(257 < p.seq_q < 500 for p in problems) and any(p.seq_q == 2049 for p in problems)
+    if chosen.cross:
+        assert any(p.seq_kv > 1 << 16 for p in problems)
+    if chosen.takes_shift and chosen.causal:
+        shifted = [p for p in problems if p.causal_shift != p.default_shift]
+        assert all(p.causal for p in shifted) and {p.causal_shift % 64 for p in shifted} >= {1, 62, 63}
+    wanted = {"large_v", "nan", "inf"} if chosen.pass_ == "forward" else {"large_v"}
+    assert {(c.inputs, c.problem.dtype) for c in cases if c.inputs in ("nan", "inf")} == {
+        (family, dtype) for family in wanted - {"large_v"} for dtype in dtypes
+    }
+    assert {c.problem.dtype for c in cases if c.inputs == "large_v"} == dtypes - {"float16"}
+    if device == "cuda":
+        whole = [c.problem.with_(batch=c.problem.batch * c.copies) for c in cases]
+        assert any(p.batch * p.heads_q == 65536 for p in whole)
+        assert any(min(p.tensor_bytes(n) for n in ("Q", "K")) // DTYPE_BYTES[p.dtype] > 1 << 31 for p in whole)
+        for p, c in zip(whole, cases, strict=True):
+            assert c.copies == 1 or chosen.plan(p, GPU)  # no grid is too large

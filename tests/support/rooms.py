@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
 
-#: The rooms, the highest first; an import goes only down. A room is a folder of harness or one file; a file that is not named
+#: The rooms, the highest first; an import goes only down. A room is a folder of harness or one file; what is not named
 #: here is a verb, and verbs may import one another as long as there is no circle.
 ROOMS = (
     "terminal",

@@ -13,7 +13,7 @@ struct Merged {
 // From the logsumexp of both. -inf is a row that saw no key: its O has weight 0. Where neither saw one, O = 0 and logsumexp = -inf.
 __device__ __forceinline__ Merged merge_rows(float running, float step) {
     const float top = max(running, step);
-    if (top == -infinity()) return {top, 0.0f, 0.0f};  // -inf - -inf is NaN
+    if (running == -infinity() && step == -infinity()) return {top, 0.0f, 0.0f};  // -inf - -inf is NaN; top drops a NaN
     const float kept = exp(running - top), added = exp(step - top), sum = kept + added;
     return {top + log(sum), kept / sum, added / sum};
 }

@@ -113,9 +113,10 @@ template <int M> struct Softmax {
     }
 
     // After finish(): what O is multiplied with, and the natural logsumexp of the scaled scores; 0 and -inf for a row that saw no key.
-    __device__ __forceinline__ float inverse_sum(int m, int half) const { return row_sum[m][half] > 0 ? 1.0f / row_sum[m][half] : 0.0f; }
+    // A NaN among the scores is in row_sum (row_max drops it), so the comparison is with 0: "> 0" would take such a row for an empty one.
+    __device__ __forceinline__ float inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0.0f : 1.0f / row_sum[m][half]; }
     __device__ __forceinline__ float logsumexp(int m, int half, float scale) const {
-        return row_sum[m][half] > 0 ? row_max[m][half] * scale + log(row_sum[m][half]) : -infinity();
+        return row_sum[m][half] == 0 ? -infinity() : row_max[m][half] * scale + log(row_sum[m][half]);
     }
 };
 

@@ -116,9 +116,9 @@ template <class T, int Keys> struct WarpSoftmax {
 #pragma unroll
         for (int i = 0; i < steps; ++i) {
             const int row = lane_id() / 8 + 4 * i;
-            const float sum = group_sum<8>(sum_reg[i]), inverse = sum > 0 ? 1 / sum : 0.0f;
+            const float sum = group_sum<8>(sum_reg[i]), inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN stays NaN
             store_vec<2>(inverse_smem + row * 16 + 2 * lane, Vec<float, 2>{inverse, inverse});
-            if (lane == 0 && row < rows) logsumexp[row] = sum > 0 ? max_reg[i] * scale + log(sum) : -infinity();
+            if (lane == 0 && row < rows) logsumexp[row] = sum == 0 ? -infinity() : max_reg[i] * scale + log(sum);
         }
     }
 };

@@ -1,0 +1,261 @@
+"""What a case of verify is, its text on a command line, and the matrix of cases of a kernel.
+
+The matrix is a covering array of strength 2: every pair of levels of any two factors occurs in some case. A fault that needs two
+levels at once (a tail tile and bfloat16, grouped heads and the causal mask) is found without running the full product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..fault import UsageFault
+from ..kernel import Kernel
+from ..problem import DTYPE_BYTES, Problem
+from .covering import Level, covering
+from .inputs import FAMILIES
+
+#: Lengths around the tiles kernels use (32, 64, 128), between them, and odd ones.
+EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 385, 449, 1023, 1025)
+#: (seq_q, seq_kv): longer and shorter, so that under the causal mask some queries see no key.
+CROSS = (
+    (1, 239),
+    (239, 1),
+    (3, 799),
+    (799, 3),
+    (113, 203),
+    (128, 217),
+    (108, 256),
+    (256, 512),
+    (512, 256),
+    (1023, 1024),
+    (1024, 1023),
+)
+#: Ten shapes, small to large, as the sweeps `forward` and `backward` have them: batch, heads, length; head dim 64.
+SEED_SHAPES = (
+    (1, 1, 128),
+    (2, 4, 256),
+    (2, 8, 256),
+    (8, 16, 32),
+    (2, 8, 512),
+    (8, 16, 100),
+    (4, 8, 512),
+    (2, 8, 1024),
+    (4, 12, 1024),
+    (8, 16, 2048),
+)
+#: The quick matrix: a tile less one, whole tiles, a tile and one, and both ways across.
+QUICK = ((1, 1), (63, 63), (128, 128), (129, 129), (113, 203), (239, 1), (3, 799))
+QUICK_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128)
+HEAD_DIMS = (1, 7, 16, 24, 31, 40, 56, 59, 64, 72, 80, 96, 104, 111, 120, 128, 136, 160, 200, 256)
+GROUPS = (1, 3, 8)
+#: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
+SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
+#: Factors on the softmax scale 1/sqrt(dim): a kernel that ignores args.scale is wrong at the second; 0 makes all visible keys equal.
+QUICK_SOFTMAX_SCALES, SOFTMAX_SCALES = (1.0, 0.5), (1.0, 0.5, 0.0, -1.0)
+#: causal_shift modulo 64, a tile of keys; None is the bottom-right alignment.
+SHIFTS = (None, 1, 62, 63)
+#: (batch, key heads) of the cases of the full matrix with short rows, in turn.
+BATCHES = ((2, 2), (3, 5), (1, 3), (5, 1), (17, 1), (1, 17), (2, 3))
+SCHEDULES = (0, 7)
+MATRICES = ("quick", "full")
+_MOST = {"cpu": 200, "cuda": 300}
+#: Scores of a case with short rows on the CPU, over all heads.
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 24}
+#: Elements of each tensor of the cases beyond 32-bit indices.
+BEYOND = 1 << 31
+
+
+@dataclass(frozen=True)
+class Case:
+    """What kernels are run on, and how. number is its place in a matrix or a fuzz.
+
+    schedule: the CPU backend's seed, 0 is index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
+    batches, so many times over (large.py), which is how tensors beyond 2^31 elements are made.
+    """
+
+    number: int
+    problem: Problem
+    input_scale: float
+    schedule: int
+    deterministic: bool = False  # which form of a kernel that has two
+    inputs: str = "randn"
+    seed: int = 42
+    copies: int = 1
+
+    def describe(self) -> str:
+        """One line."""
+        text = self.problem.describe()
+        if self.input_scale != 1:
+            text += f" input x{self.input_scale:g}"
+        if self.inputs != "randn":
+            text += f" {self.inputs}"
+        if self.copies > 1:
+            text += f" {self.copies} times"
+        return text + (f" schedule {self.schedule}" if self.schedule else "") + " deterministic" * self.deterministic
+
+    def text(self) -> str:
+        """One word that :meth:`parse` makes the same case from, but for its number: B1_H2_S63_D16_float16,causal,shift=62,seed=7."""
+        p = self.problem
+        words = [p.folder, *["causal"] * p.causal]
+        words += [f"shift={p.causal_shift}"] * (p.causal_shift != p.default_shift) + [f"scale={p.scale!r}"] * (p.scale != p.head_dim**-0.5)
+        words += [f"inputs={self.inputs}"] * (self.inputs != "randn") + [f"times={self.input_scale!r}"] * (self.input_scale != 1)
+        words += [f"seed={self.seed}"] * (self.seed != 42) + [f"schedule={self.schedule}"] * (self.schedule != 0)
+        return ",".join(words + ["deterministic"] * self.deterministic + [f"copies={self.copies}"] * (self.copies != 1))
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case of a text. Raises UsageFault where it is none."""
+        shape, *words = text.split(",")
+        problem = Problem.from_folder(shape)
+        values = dict(word.partition("=")[::2] for word in words)
+        flags, wanted = ("causal", "deterministic"), ("shift", "scale", "inputs", "times", "seed", "schedule", "copies")
+        known = all(values[name] != "" if name in wanted else name in flags and not values[name] for name in values)
+        try:
+            if problem is None or not known or values.get("inputs", "randn") not in FAMILIES:
+                raise ValueError
+            given = values.get
+            p = problem
+            scale, shift = (float(values["scale"]) if "scale" in values else None), (int(values["shift"]) if "shift" in values else None)
+            problem = Problem.of(
+                p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv, p.dtype, "causal" in values, scale, causal_shift=shift
+            )
+            numbers = [int(given(name, default)) for name, default in (("schedule", "0"), ("seed", "42"), ("copies", "1"))]
+            if not (0 <= numbers[0] < 1 << 63 and numbers[2] >= 1):
+                raise ValueError
+            factor = float(given("times", "1"))
+            return cls(0, problem, factor, numbers[0], "deterministic" in values, given("inputs", "randn"), *numbers[1:])
+        except ValueError:
+            why = f"a case is a number, or a shape and then any of: {', '.join(flags)}, {'=, '.join(wanted)}="
+            hint = f"--case B1_H2_S63_D16_float16,causal,shift=62,inputs=one_hot; inputs: {' '.join(FAMILIES)}"
+            raise UsageFault(f"{text!r} is no case", why, hint) from None
+
+
+def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
+    """The cases of a kernel: those its header promises. quick is some 50, full at most 200 on cpu and 300 on cuda."""
+    if which not in MATRICES:
+        raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
+    full = which == "full"
+    rows = list(covering(_factors(chosen, full, device), chosen.head_dims, 80 if full else 40))
+    cases: list[Case] = []
+    for i, row in enumerate(rows):
+        problem = _problem(row, i if full else None, device)
+        cases.append(Case(0, problem, row["scale"], row["schedule"], row.get("deterministic", False)))
+    if full:
+        two = len(chosen.forms) > 1
+        extra = [*_seed_shapes(chosen, device), *_long(chosen), *(_large(chosen) if device == "cuda" else ())]
+        cases += [Case(0, problem, 1.0, 0, two and i % 2 == 1) for i, problem in enumerate(extra)]
+        cases += _families(chosen)
+        cases += _beyond(chosen) if device == "cuda" else ()
+    assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
+    return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
+
+
+def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:
+    lengths = [(s, s) for s in EDGES] + list(CROSS) if full else list(QUICK)
+    if not chosen.cross:
+        lengths = [pair for pair in lengths if pair[0] == pair[1]]
+    softmax = SOFTMAX_SCALES if full else QUICK_SOFTMAX_SCALES
+    factors: dict[str, list[Level]] = {
+        "length": lengths,
+        "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]],
+        "causal": [False, True] if chosen.causal else [False],
+        "group": list(GROUPS) if chosen.gqa else [1],
+        "dtype": _dtypes(chosen),
+        "scale": [s for s in SCALES[chosen.pass_] if s <= 10 or chosen.logits == float("inf")],
+        "softmax": list(softmax) if chosen.takes_scale else [1.0],
+        "schedule": list(SCHEDULES) if device == "cpu" else [0],
+    }
+    if len(chosen.forms) > 1:
+        factors["deterministic"] = list(chosen.forms)
+    if full and chosen.causal and chosen.takes_shift:
+        factors["shift"] = list(SHIFTS)
+    return factors
+
+
+def _problem(row: dict[str, Level], turn: int | None, device: str) -> Problem:
+    """The problem of a row. Long rows have few heads, short ones those of BATCHES in turn (turn None, the quick matrix: two batches)."""
+    queries, keys = row["length"]
+    group, most = row["group"], _SCORES[device]
+    if queries * keys > 1 << 16:
+        batch, heads = 1, max(group, 2 if device == "cuda" else 1)
+    elif turn is None:
+        batch, heads = 2, {1: 2, 3: 6, 8: 8}[group]
+    else:
+        batch, heads_kv = BATCHES[turn % len(BATCHES)]
+        if batch * heads_kv * group * queries * keys > most:
+            batch, heads_kv = 2, 1
+        heads = heads_kv * group
+    scale, shift = row["dim"] ** -0.5 * row["softmax"], row.get("shift")
+    if shift is not None:
+        shift += (keys - queries) // 64 * 64
+    return Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"], scale, shift)
+
+
+def _dtypes(chosen: Kernel) -> list[str]:
+    """The storage types that it takes."""
+    return ["float32" if d == "tf32" else d for d in chosen.dtypes]
+
+
+def _smallest(chosen: Kernel) -> str:
+    """The storage type of the fewest bytes, bfloat16 before float16."""
+    return min(_dtypes(chosen), key=lambda dtype: (DTYPE_BYTES[dtype], dtype))
+
+
+def _seed_shapes(chosen: Kernel, device: str) -> Iterator[Problem]:
+    masks = [False, True] if chosen.causal and device == "cuda" else [False]
+    dtypes = _dtypes(chosen)
+    shapes: Sequence[tuple[int, int, int]] = SEED_SHAPES
+    if device == "cpu":  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
+        small = [(b, h, s) if s <= 256 else (1, max(1, h // 4), 512) for b, h, s in SEED_SHAPES]
+        shapes = list(dict.fromkeys(small))
+    for i, (batch, heads, length) in enumerate(shapes):
+        dtype = dtypes[i % len(dtypes)]
+        for causal in masks:
+            yield Problem.of(batch, heads, length, _dim(chosen), dtype=dtype, causal=causal)
+
+
+def _dim(chosen: Kernel) -> int:
+    return min(64, chosen.head_dims[-1])
+
+
+def _long(chosen: Kernel) -> Iterator[Problem]:
+    """Many tiles: 2049 queries and keys, and a few queries of 65537 keys (more than float16 counts to), in the smallest type."""
+    dtype = _smallest(chosen)
+    yield Problem.of(1, 1, 2049, _dim(chosen), dtype=dtype, causal=chosen.causal)
+    if chosen.cross:
+        yield Problem.of(1, 1, 3, _dim(chosen), seq_kv=65537, dtype=dtype)
+
+
+def _families(chosen: Kernel) -> Iterator[Case]:
+    """Inputs of other families: large rows of V, and forward a NaN and an infinity among the keys, which rows before it do not see."""
+    for i, (dtype, family) in enumerate(itertools.product(_dtypes(chosen), ("large_v", "nan", "inf"))):
+        if chosen.pass_ == "backward" if family != "large_v" else dtype == "float16":
+            continue
+        heads = GROUPS[1] if chosen.gqa else 1
+        causal = chosen.causal and (family != "large_v" or i % 2 == 0)
+        problem = Problem.of(1, heads, 129, _dim(chosen), 1, 193 if chosen.cross else 129, dtype, causal)
+        yield Case(0, problem, 1.0, 0, inputs=family)
+
+
+def _large(chosen: Kernel) -> Iterator[Problem]:
+    """Long rows, many batches, and as many heads as a grid may have blocks in y."""
+    dtypes = [d for d in chosen.dtypes if d in ("float32", "bfloat16")]
+    for dtype, causal in itertools.product(dtypes, [False, True] if chosen.causal else [False]):
+        yield Problem.of(1, 2, 4097, 64, dtype=dtype, causal=causal)
+        yield Problem.of(60, 4, 129, min(128, chosen.head_dims[-1]), dtype=dtype, causal=causal)
+        yield Problem.of(1, 65535, 3, 16, dtype=dtype, causal=causal)
+
+
+def _beyond(chosen: Kernel) -> Iterator[Case]:
+    """32768 heads in each of two batches, 65536 together; and more than 2^31 elements in every tensor, in the smallest type.
+
+    Three batches of 32 heads and 129 rows are repeated. Neither 2^31 nor 2^32 elements are a multiple of three batches, so an index that
+    wraps around reads other values.
+    """
+    dtype, dim = _smallest(chosen), min(128, chosen.head_dims[-1])
+    two = len(chosen.forms) > 1
+    yield Case(0, Problem.of(2, 32768, 3, min(16, dim), dtype=dtype, causal=chosen.causal), 1.0, 0, two)
+    problem = Problem.of(3, 32, 129, dim, dtype=dtype, causal=chosen.causal)
+    yield Case(0, problem, 1.0, 0, copies=BEYOND // (3 * 32 * 129 * dim) + 1)

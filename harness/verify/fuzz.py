@@ -1,0 +1,110 @@
+"""Random cases from a seed, each judged on every kernel that takes it, with one set of inputs and one reference for all of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from ..fault import UsageFault
+from ..kernel import Kernel
+from ..problem import Problem
+from .cases import Case
+from .inputs import FINITE
+from .judge import Backends, CaseResult, Lost, in_form, oracle_of, run_case
+from .shrink import shrink
+
+#: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
+WORK = 1 << 22
+#: Factors on Q and K, the first in most cases. A kernel whose header promises less leaves the larger ones out.
+FACTORS = (1.0, 1e-3, 3.0, 10.0, 30.0, 100.0, 1e4)
+#: The largest deviation of the scores, factor^2 |scale| sqrt(dim), at which a backward pass is judged: P is exp(S - logsumexp), and the
+#: rounding of a float32 logsumexp of 10^3 is a relative error of P that no budget foresees.
+STEEPEST = 100.0
+#: How many failures of a kernel are shrunk. Others of the same kernel are most likely the same fault.
+SHRUNK = 3
+_DTYPES = ("float32", "float16", "bfloat16", "float32", "float16", "bfloat16", "bfloat16", "float64")
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case `number` of a seed: it depends on nothing else, so one case is drawn without those before it."""
+    of = random.Random(f"{seed} {number}")
+    dtype = of.choice(_DTYPES)
+    dim = of.choice((16, 32, 64, 96, 128, of.randint(1, 128), of.randint(1, 64), of.randint(1, 256)))
+    queries = _length(of)
+    keys = queries if of.random() < 0.5 else _length(of)
+    batch, heads_kv = of.choice((1, 1, 2, 3, 17)), of.choice((1, 1, 2, 3))
+    group = of.choice((1, 1, 1, 2, 3, 8))
+    kept = of.choice(("queries", "keys"))
+    while batch * heads_kv * group * queries * keys * dim > WORK:
+        if batch * heads_kv * group > 2:
+            batch, heads_kv, group = (batch + 1) // 2, (heads_kv + 1) // 2, (group + 1) // 2
+        elif queries == keys:
+            queries = keys = keys * 3 // 4
+        elif kept == "keys":
+            queries = max(1, queries * 3 // 4)
+        else:
+            keys = max(1, keys * 3 // 4)
+    causal = of.random() < 0.5
+    edge = of.choice((62, 63, 1, 0, of.randint(-64, 64))) + 64 * of.randint(-2, 2)
+    shift = of.choice((None, None, edge, of.randint(-queries, keys - 1)))
+    factor = of.choice(FACTORS[:1] * 6 + FACTORS[1:])
+    scale = of.choice((1.0, 1.0, 1.0, -1.0, 0.0, 0.5, of.choice((-1, 1)) * 10 ** of.uniform(-3, 1))) * dim**-0.5
+    problem = Problem.of(batch, heads_kv * group, queries, dim, heads_kv, keys, dtype, causal, scale, shift)
+    family = of.choice((*["randn"] * len(FINITE), *FINITE))
+    schedule = of.choice((0, of.randrange(1, 1 << 31)))
+    factor = min(factor, 100.0) if dtype == "float16" else factor
+    return Case(number, problem, factor, schedule, of.random() < 0.5, family, of.randrange(1 << 31))
+
+
+def _length(of: random.Random) -> int:
+    """Queries or keys: very few, at the edge of a tile, any, and rarely many."""
+    edge = max(1, 32 * of.randint(1, 8) + of.randint(-1, 1))
+    return of.choice((of.randint(1, 8), edge, edge, of.randint(1, 150), of.randint(1, 600), of.choice((edge, edge, of.randint(600, 2100)))))
+
+
+def takes(chosen: Kernel, case: Case) -> bool:
+    """Whether a kernel's header covers a case (its logits are looked at when the data is there)."""
+    p = case.problem
+    if chosen.pass_ == "backward":
+        factor = 10 * case.input_scale if case.inputs == "one_key" else case.input_scale
+        if max(case.input_scale, factor) * case.input_scale * abs(p.scale) * math.sqrt(p.head_dim) > STEEPEST:
+            return False
+    try:
+        chosen.refuse(p)
+    except UsageFault:
+        return False
+    return True
+
+
+def fuzz(
+    found: Sequence[Kernel], cases: Sequence[Case], backends: Backends, deterministic: bool, progress: Callable[[CaseResult], None]
+) -> Iterator[CaseResult]:
+    """The result of each case on each of the kernels that takes it; a failure is that of the shrunk case.
+
+    It ends early where a kernel destroys the CUDA context: nothing more can run in this process.
+    """
+    shrunk: Counter[str] = Counter()
+    for case in cases:
+        takers = [chosen for chosen in found if takes(chosen, case)]
+        oracle = None
+        for chosen in takers:
+            if oracle is None:
+                oracle = oracle_of(backends.of(case), case, "backward" if any(k.pass_ == "backward" for k in takers) else "forward")
+            one = case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
+            result = run_case(backends.of(case), chosen, one, "", deterministic, oracle)
+            if result.exit_code == UsageFault.exit_code:
+                continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
+            if not result.passed and not isinstance(result, Lost) and shrunk[chosen.label] < SHRUNK:
+                shrunk[chosen.label] += 1
+                result = shrink(result, _runner(chosen, backends, deterministic))
+            progress(result)
+            yield result
+            if isinstance(result, Lost):
+                return
+
+
+def _runner(chosen: Kernel, backends: Backends, deterministic: bool) -> Callable[[Case], CaseResult]:
+    return lambda case: run_case(backends.of(case), chosen, case, "", deterministic)

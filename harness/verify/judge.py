@@ -1,0 +1,139 @@
+"""One kernel on one case: its inputs, the oracle, the verdict, and the command that runs the case alone."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..backends import Backend
+from ..backends.protocol import ContextLost
+from ..check import budget
+from ..check.contender import run_kernel
+from ..check.oracle import Oracle
+from ..dataset import generate
+from ..dataset.folder import check_size
+from ..fault import Fault
+from ..kernel import Kernel
+from ..run import open_backend
+from . import large
+from .cases import Case
+from .inputs import inputs
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of a case. message is empty where it passed; repro is the command that runs this case alone."""
+
+    kernel: str
+    pass_: str
+    case: Case
+    passed: bool
+    message: str
+    seconds: float
+    repro: str
+    max_errors: dict[str, float]
+    exit_code: int = 0
+
+    def same_failure(self, other: CaseResult) -> bool:
+        """Whether both failed in the same way: with the same exit code and, where it is values that are wrong, in a common tensor."""
+        if self.passed or other.passed or self.exit_code != other.exit_code:
+            return False
+        return self.exit_code != 1 or bool(self.wrong & other.wrong)
+
+    @property
+    def wrong(self) -> set[str]:
+        """The tensors that are wrong."""
+        return {part.partition(" is wrong at ")[0] for part in self.message.split("; ") if " is wrong at " in part}
+
+
+class Lost(CaseResult):
+    """A failure that destroyed the CUDA context: this process can run nothing more on the GPU."""
+
+
+class Backends:
+    """The backend of each case, opened when first needed: on the CPU one for each seed of the schedules.
+
+    given: a seed that replaces those of the cases. Raises as run.open_backend does.
+    """
+
+    def __init__(self, device: str, check: str | None, given: int | None) -> None:
+        self._device, self._check, self._given = device, check, given
+        self.first = open_backend(device, check, given)
+        self._by_seed: dict[int, Backend] = {given or 0: self.first}
+
+    def of(self, case: Case) -> Backend:
+        """The backend that runs a case. A GPU has no schedules."""
+        seed = case.schedule if self._given is None else self._given
+        if self.first.name == "cuda" or seed in self._by_seed:
+            return self._by_seed.get(seed, self.first)
+        return self._by_seed.setdefault(seed, open_backend(self._device, self._check, seed))
+
+
+def compile_ahead(backend: Backend, chosen: Kernel, cases: Iterable[Case]) -> None:
+    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
+    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
+    for each in cases:
+        with suppress(Fault):
+            wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)
+
+    def load(case: Case) -> None:
+        with suppress(Fault):
+            backend.load(in_form(chosen, case), case.problem)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(load, wanted.values()))
+
+
+def in_form(chosen: Kernel, case: Case) -> Kernel:
+    """The form of a kernel that a case is of."""
+    return chosen.made_deterministic() if case.deterministic and len(chosen.forms) > 1 else chosen
+
+
+def oracle_of(backend: Backend, case: Case, pass_: str) -> Oracle:
+    """The oracle of a case, for a backward pass also of the forward one. Raises UsageFault where the problem is too large.
+
+    Under compute-sanitizer (a backend without guard bands) it computes on the CPU, so that only the kernel under test is looked at.
+    """
+    check_size(case.problem)
+    names = ("Q", "K", "V") if pass_ == "forward" else generate.INPUTS
+    xp = backend.xp if backend.guard_bytes else np
+    return Oracle(case.problem, inputs(case.problem, case.seed, names, case.inputs, case.input_scale), None, xp)
+
+
+def run_case(
+    backend: Backend, chosen: Kernel, case: Case, which: str = "", deterministic: bool = False, oracle: Oracle | None = None
+) -> CaseResult:
+    """One case; a fault is a failed result, not an exception.
+
+    which: the matrix that the case has its number in; without one the command has its text. oracle: that of the case, if there is one.
+    Raises large.NoRoom.
+    """
+    start = time.perf_counter()
+    named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
+    repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
+    repro += " --deterministic" * deterministic
+    largest: dict[str, float] = {}
+    message, code, kind = "", 0, CaseResult
+    try:
+        oracle = oracle or oracle_of(backend, case, chosen.pass_)
+        form = in_form(chosen, case)
+        if case.copies > 1:
+            verdicts = large.judge(backend, form, oracle, case.copies)
+        else:
+            verdicts = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_)).verdicts
+        largest = {name: v.max_abs for name, v in verdicts.items()}
+        message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed)
+        code = 1 if message else 0
+    except large.NoRoom:
+        raise
+    except Fault as fault:
+        message, code, kind = str(fault), fault.exit_code, Lost if isinstance(fault, ContextLost) else CaseResult
+    seconds = time.perf_counter() - start
+    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code)

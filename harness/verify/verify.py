@@ -1,0 +1,98 @@
+"""The verb: kernels over a matrix of cases, one case alone, or random ones; errors only, no times, no files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import kernel
+from ..choose import kernels
+from ..fault import UsageFault
+from ..kernel import Kernel
+from ..problem import MODES
+from .cases import Case, matrix
+from .fuzz import draw, fuzz, takes
+from .judge import Backends, CaseResult, compile_ahead, run_case
+from .large import NoRoom
+
+
+def verify(
+    computes: Iterable[str],
+    which: str = "quick",
+    *,
+    mode: str = "both",
+    device: str = "auto",
+    check: str | None = None,
+    schedule_seed: int | None = None,
+    case: str | None = None,
+    deterministic: bool = False,
+    count: int = 0,
+    seed: int = 42,
+    progress: Callable[[CaseResult], None] = lambda result: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[CaseResult]:
+    """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
+
+    case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
+    two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. note is told
+    what a range leaves out, and what the device has no room for. Raises UsageFault for unknown kernels and cases.
+    """
+    backends = Backends(device, check, schedule_seed)
+    every = dict.fromkeys(each.name for each in kernel.catalogue() if each.pass_ in MODES[mode])
+    wanted = () if mode == "both" else MODES[mode]
+    found, left_out = kernels(list(computes) or every, MODES[mode], wanted, deterministic=deterministic)
+    for text in left_out:
+        note(text)
+    if count:
+        return _fuzz(found, count, seed, case, backends, deterministic, progress, note)
+    given = None if case is None or case.isdecimal() else Case.parse(case)
+    results = []
+    for chosen in found:
+        if given:
+            cases = [given] if takes(chosen, given) or len(found) == 1 else []
+        else:
+            cases = [each for each in matrix(chosen, which, backends.first.name) if case is None or each.number == int(case)]
+        compile_ahead(backends.first, chosen, [each for each in cases if each.copies == 1])
+        for each in cases:
+            try:
+                results.append(run_case(backends.of(each), chosen, each, "" if given else which, deterministic))
+                progress(results[-1])
+            except NoRoom as fault:
+                if case is not None:
+                    raise
+                note(f"{fault.what}: {fault.why}")
+    if given and not results:
+        raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
+    if case is not None and not results:
+        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
+    return results
+
+
+def _fuzz(
+    found: Sequence[Kernel],
+    count: int,
+    seed: int,
+    case: str | None,
+    backends: Backends,
+    deterministic: bool,
+    progress: Callable[[CaseResult], None],
+    note: Callable[[str], None],
+) -> list[CaseResult]:
+    """The results of `count` cases drawn from a seed, or of one of them."""
+    if case is not None and (not case.isdecimal() or int(case) >= count):
+        raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
+    cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
+    start = time.perf_counter()
+    for chosen in found:
+        compile_ahead(backends.first, chosen, [each for each in cases if takes(chosen, each)])
+    compiled = time.perf_counter()
+    results = list(fuzz(found, cases, backends, deterministic, progress))
+    seconds = time.perf_counter() - compiled
+    judged = len({result.case.number for result in results})
+    note(
+        f"fuzz with seed {seed}: {len(results)} runs of kernels on {judged} of {len(cases)} cases in {seconds:.1f} s, "
+        f"{judged / seconds:.1f} cases/s, after {compiled - start:.1f} s of compiling"
+    )
+    if not results:
+        raise UsageFault("no case was judged", "none of the kernels takes any of them", "use a larger --fuzz, or another --seed")
+    return results

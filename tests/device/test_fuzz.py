@@ -1,0 +1,106 @@
+"""verify --fuzz on the CPU backend: the day's cases on every kernel, and a planted fault that is found, shrunk and run again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import planted
+import pytest
+import sample
+from click.testing import Result
+from test_matrix import drawn
+
+from harness import verify
+from harness.fault import UsageFault
+from harness.kernel.kernel import Kernel, catalogue
+from harness.verify.cases import Case
+from harness.verify.judge import in_form
+
+CASES = 50
+Key = tuple[str, int, str, bool, bool]
+
+
+def key(chosen: Kernel, case: Case) -> Key:
+    """What a kernel is compiled for."""
+    width = next(w for w in chosen.head_dims if w >= case.problem.head_dim)
+    return chosen.label, width, case.problem.dtype, case.problem.causal, in_form(chosen, case) is not chosen
+
+
+@pytest.fixture(scope="module")
+def compiled() -> set[Key]:
+    """What the day's sample of the matrix compiles anyway."""
+    return {(chosen.label, p.width, p.dtype, p.causal, p.deterministic) for chosen in catalogue() for p in drawn(chosen)}
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_the_days_cases(part: int, compiled: set[Key]) -> None:
+    """None fails. Each case runs on the kernels that the day's sample of the matrix compiles for it; make test-all runs more."""
+    seed = int.from_bytes(sample.seed().encode(), "big") % (1 << 31)
+    backends = verify.Backends("cpu", None, None)
+    results = []
+    for case in (verify.draw(seed, number) for number in range(part, CASES, 5)):
+        takers = [chosen for chosen in catalogue() if verify.takes(chosen, case) and key(chosen, case) in compiled]
+        results += list(verify.fuzz(takers, [case], backends, False, lambda result: None))
+    assert len(results) >= CASES // 5
+    failed = [f"{result.message}\n  {result.repro}" for result in results if not result.passed]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callable[..., Result]) -> None:
+    """The causal mask off by one: two queries at most, one batch, one head. The command it prints fails in the same way."""
+    fault = planted.faults()["causal off by one"]
+    path = fault.plant(tmp_path).path
+    words = ("verify", str(path), "--fuzz", 12, "--seed", 3, "--json")
+    result = fa_cli(*words)
+    assert result.exit_code == 1 and "fuzz with seed 3" in result.stderr
+    results = verify.verify([str(path)], device="cpu", count=12, seed=3)
+    failed = [each for each in results if not each.passed]
+    assert failed and all(each.case.problem.causal for each in failed)
+    small = failed[0].case.problem
+    assert small.batch * small.heads_q == 1 and small.seq_q * small.seq_kv <= 4 and failed[0].case.inputs == "randn"
+    assert "(shrunk from B" in failed[0].message
+    again = fa_cli(*shlex.split(failed[0].repro)[1:])
+    assert again.exit_code == 1 and failed[0].case.problem.folder in again.stdout
+    assert [each.case for each in verify.verify([str(path)], device="cpu", count=12, seed=3)] == [each.case for each in results]
+
+
+def test_one_case_of_a_fuzz_alone(fa_cli: Callable[..., Result]) -> None:
+    """By its number; a number that is not drawn, and a text, are refused with the way to give them."""
+    (result,) = verify.verify(["fa2_naive"], device="cpu", count=40, seed=3, case=str(next(n for n in range(40) if taken(n))))
+    assert result.passed and taken(result.case.number)
+    for case in ("40", "B1_H1_S8_D16"):
+        with pytest.raises(UsageFault, match="40 cases are drawn"):
+            verify.verify(["fa2_naive"], device="cpu", count=40, seed=3, case=case)
+    refused = fa_cli("verify", "mma", "--case", "B1_H1_S8_D16_float64")
+    assert refused.exit_code != 0 and "float64" in refused.stderr + refused.stdout
+
+
+def taken(number: int) -> bool:
+    """Whether fa2_naive takes a case of seed 3."""
+    return verify.takes(next(chosen for chosen in catalogue() if chosen.label == "fa2_naive_forward"), verify.draw(3, number))
+
+
+def test_a_nan_that_becomes_an_empty_row_is_seen(tmp_path: Path) -> None:
+    """A row sum of NaN is not greater than 0: taken for a row that saw no key, its logsumexp is -inf."""
+    hidden = planted.Planted("", "fa2_forward", (("sum == 0 ? -fa::infinity()", "!(sum > 0) ? -fa::infinity()"),), {"budget": []})
+    cases = [case for case in verify.matrix(hidden.plant(tmp_path), "full", "cpu") if case.inputs == "nan"]
+    assert {case.problem.dtype for case in cases} == {"float32", "float16", "bfloat16"}
+    backend = verify.Backends("cpu", None, None).first
+    for case in cases[:1]:
+        result = verify.run_case(backend, hidden.plant(tmp_path), case, "full")
+        assert result.wrong == {"logsumexp"}, result.message
+
+
+def test_copies_are_judged_to_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches 8 and more read the keys of 0 and more: the first copy is right, the last is not."""
+    folded = planted.Planted("", "fa2_naive_forward", (("args.K, batch, kv_head", "args.K, batch % 8, kv_head"),), {"budget": []})
+    case = Case.parse("B3_H2_S65_D32,causal,copies=4")
+    backend = verify.Backends("cpu", None, None).first
+    assert verify.run_case(backend, folded.plant(tmp_path), case).wrong == {"O", "logsumexp"}
+    right = next(chosen for chosen in catalogue() if chosen.label == "fa2_naive_forward")
+    assert verify.run_case(backend, right, case).passed
+    monkeypatch.setattr("harness.verify.large._free", lambda backend: 1 << 20)
+    with pytest.raises(verify.NoRoom, match="was not run on .*4 times"):
+        verify.verify(["fa2_naive"], device="cpu", case=case.text())

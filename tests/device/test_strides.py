@@ -1,0 +1,109 @@
+"""Batches and heads more than 2^32 elements apart: the base of a head is 64-bit arithmetic in every kernel, on every backend.
+
+On the CPU the memory between is mapped and never touched. A 32-bit index gives an address inside the first slab, so a fault is a wrong
+result, not a crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+import sample
+
+from harness.backends import Backend
+from harness.backends.launch import View, prepare
+from harness.check.oracle import oracle_for
+from harness.check.tensors import row_pitch
+from harness.dataset.storage import STORAGE
+from harness.kernel.kernel import Kernel, catalogue
+from harness.problem import READS, WRITES, Problem
+
+#: Elements from one batch or head to the next: 32 bits of it are FOLDED.
+FOLDED = 1 << 17
+APART = (1 << 32) + FOLDED
+#: Bytes of all: the farthest slab of 4-byte elements, and the slab.
+ROOM = 4 * APART + (1 << 24)
+
+
+def mapped(backend: Backend) -> Any:
+    """ROOM bytes of device memory, untouched; skips the test where a GPU has not as many."""
+    if backend.name == "cpu":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        return np.frombuffer(mmap.mmap(-1, ROOM, flags=flags), np.uint8)
+    cuda: Any = backend.xp
+    free = cuda.cuda.runtime.memGetInfo()[0]
+    if free < 1.1 * ROOM:
+        pytest.skip(f"needs {ROOM / 1e9:.0f} GB of device memory, {free / 1e9:.0f} GB are free")
+    return backend.memory(ROOM)
+
+
+def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str) -> set[str]:
+    """Run a kernel with the tensors' batches, or heads, APART; the outputs that are not within their budget."""
+    memory, start = mapped(backend), 0
+    oracle = oracle_for(problem, backend, chosen.pass_)
+    given = oracle.inputs_of(chosen.pass_)
+    loaded = backend.load(chosen, problem)
+    address, at, views = backend.address(memory), {}, {}
+    for name in (*READS[chosen.pass_], *WRITES[chosen.pass_]):
+        batches, heads, rows, *_ = problem.shape(name)
+        pitch = row_pitch(problem, name)
+        near = rows * pitch * (heads if axis == "batch" else batches)
+        batch, head = (APART, rows * pitch) if axis == "batch" else (rows * pitch, APART)
+        item = STORAGE[problem.tensor_dtype(name)]
+        views[name] = View(address + start, batch, head, pitch)
+        for b, h in np.ndindex(batches, heads):
+            first = start + (b * batch + h * head) * item.itemsize
+            piece = memory[first : first + rows * pitch * item.itemsize]
+            piece[:] = 0xFF
+            at[name, b, h] = piece
+            if name in given:
+                whole = np.full((rows, pitch), np.nan, np.float32).astype(item)
+                whole[:, : given[name].shape[-1] if name != "logsumexp" else 1] = given[name][b, h].reshape(rows, -1)
+                piece[:] = backend.xp.asarray(whole.reshape(-1).view(np.uint8))
+        start += -(-near * item.itemsize // 256) * 256
+    assert start < FOLDED * 2, "the slabs fit between two folded indices"
+    spaces = [backend.memory(max(1, space.bytes)) for space in loaded.plan.workspaces]
+    for space in spaces:
+        space[:] = 0
+    prepare(backend, loaded, problem)(views, [backend.address(space) for space in spaces])
+    outputs = {}
+    for name in WRITES[chosen.pass_]:
+        batches, heads, rows, *_ = problem.shape(name)
+        item = STORAGE[problem.tensor_dtype(name)]
+        found = [np.asarray(backend.get(at[name, b, h])).view(item).reshape(rows, -1) for b, h in np.ndindex(batches, heads)]
+        outputs[name] = np.ascontiguousarray(np.stack(found)[..., : problem.head_dim]).reshape(problem.shape(name))
+    verdicts = oracle.judge(outputs, chosen.arithmetic_for(problem.dtype), 64)
+    return {name for name, verdict in verdicts.items() if not verdict.passed}
+
+
+def problem_of(chosen: Kernel) -> Problem:
+    """Two tiles of queries and keys, two batches and two heads."""
+    dtype = "float32" if chosen.dtypes[-1] == "tf32" else chosen.dtypes[-1]
+    return Problem.of(2, 2, 65, 32, dtype="float32" if dtype == "float64" else dtype, causal=chosen.causal)
+
+
+KERNELS = catalogue()
+DRAWN = sample.sample("strides", KERNELS, lambda chosen: {chosen.pass_}, lambda chosen: 1, 4)
+
+
+@pytest.mark.parametrize("chosen", sample.parameters(KERNELS, DRAWN, lambda chosen: chosen.label))
+def test_batches_and_heads_beyond_32_bits(chosen: Kernel, backend: Backend) -> None:
+    """Every output is right, where batches are far apart and where heads are."""
+    for axis in ("batch", "head"):
+        assert not wrong(backend, chosen, problem_of(chosen), axis), axis
+
+
+@pytest.mark.parametrize("axis", ["batch", "head"])
+def test_a_32_bit_index_is_seen(axis: str, backend: Backend, tmp_path: Path) -> None:
+    """The base of O in 32 bits: rows are written where others belong."""
+    source = next(chosen for chosen in KERNELS if chosen.label == "fa2_naive_forward").path
+    right = "fa::row_pointer<float>(args.O, batch, head, q_first + r)"
+    folded = "(static_cast<float*>(args.O.data) + int(batch * args.O.batch + head * args.O.head) + (q_first + r) * args.O.row)"
+    path = tmp_path / "fa2_naive_forward.cu"
+    path.write_text(planted.edited(source.read_text(encoding="utf-8"), (right, folded)), encoding="utf-8")
+    assert wrong(backend, Kernel.read(path), problem_of(Kernel.read(path)), axis) == {"O"}

@@ -1,0 +1,145 @@
+"""The cases of verify as such: their text, what a fuzz draws, the families of inputs, and how a failing case shrinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from harness import verify
+from harness.dataset.storage import widen
+from harness.fault import UsageFault
+from harness.kernel import catalogue
+from harness.problem import Problem
+from harness.verify.cases import Case
+from harness.verify.fuzz import WORK
+from harness.verify.inputs import FAMILIES, FINITE, inputs
+from harness.verify.judge import CaseResult, Lost
+from harness.verify.shrink import shrink
+
+DRAWN = [verify.draw(5, number) for number in range(600)]
+
+
+def test_a_text_is_a_case() -> None:
+    """Every case of a fuzz and of the matrices is made again from its text, to the last bit of its scale."""
+    cases = DRAWN + [case for chosen in catalogue() if chosen.pass_ == "backward" for case in verify.matrix(chosen, "full", "cuda")]
+    for case in cases:
+        assert Case.parse(case.text()) == replace(case, number=0), case.text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1.5",
+        "B1_H1_S8",
+        "B1_H1_S8_D16,inputs=nosuch",
+        "B1_H1_S8_D16,what=3",
+        "B1_H1_S8_D16,shift=",
+        "B1_H1_S8_D16,shift=x",
+        "B1_H1_S8_D16,causal=1",
+        "B1_H1_S8_D16,copies=0",
+        "B1_H1_S8_D16,schedule=-1",
+    ],
+)
+def test_what_is_no_case_is_refused(text: str) -> None:
+    """With what a case is."""
+    with pytest.raises(UsageFault, match="is no case"):
+        Case.parse(text)
+
+
+def test_a_draw_depends_on_seed_and_number_only() -> None:
+    """So one case can be drawn alone."""
+    assert verify.draw(5, 77) == DRAWN[77]
+    assert verify.draw(6, 77) != DRAWN[77]
+    assert len({case.text() for case in DRAWN}) == len(DRAWN)
+
+
+def test_a_fuzz_draws_what_the_matrix_rounds_off() -> None:
+    """All families and types, shifts, scales of 0 and below, long rows, many batches, dims that no list has; none takes a CPU long."""
+    problems = [case.problem for case in DRAWN]
+    assert {case.inputs for case in DRAWN} == set(FINITE)
+    assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16", "float64"}
+    assert {p.scale > 0 for p in problems} == {True, False} and any(p.scale == 0 for p in problems)
+    assert len({p.causal_shift - p.default_shift for p in problems if p.causal}) > 50
+    assert {62, 63, 1} <= {p.causal_shift % 64 for p in problems if p.causal}
+    assert len({p.head_dim for p in problems}) > 100
+    assert max(p.seq_kv for p in problems) > 1024 and max(p.batch for p in problems) == 17
+    assert {p.heads_q // p.heads_kv for p in problems} >= {1, 2, 3, 8}
+    assert len({case.schedule for case in DRAWN}) > 200
+    for p in problems:
+        assert p.batch * p.heads_q * p.seq_q * p.seq_kv * p.head_dim <= 2 * WORK
+
+
+def test_each_kernel_is_judged_in_each_of_its_types() -> None:
+    """A header that takes a type is met in it, causal and not."""
+    for chosen in catalogue():
+        met = {(case.problem.dtype, case.problem.causal) for case in DRAWN if verify.takes(chosen, case)}
+        assert met == {("float32" if d == "tf32" else d, causal) for d in chosen.dtypes for causal in (False, True)}, chosen.label
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_families(dtype: str) -> None:
+    """Each is what its name says, the same every time, and finite where it is said to be."""
+    problem = Problem.of(2, 4, 33, 24, 2, 47, dtype)
+    plain = inputs(problem, 3, ("Q", "K", "V", "dO"))
+    found = {}
+    for family in FAMILIES:
+        tensors = inputs(problem, 3, ("Q", "K", "V", "dO"), family)
+        found[family] = {name: widen(np, array, dtype) for name, array in tensors.items()}
+        again = inputs(problem, 3, ("Q", "K", "V", "dO"), family)
+        assert all(np.array_equal(tensors[name].view(np.uint8), again[name].view(np.uint8)) for name in tensors)
+        assert all(np.isfinite(array).all() for array in found[family].values()) == (family in FINITE)
+        assert (family == "randn") == all(np.array_equal(tensors[name].view(np.uint8), plain[name].view(np.uint8)) for name in tensors)
+    assert ((found["one_hot"]["Q"] != 0).sum(-1) <= 1).all() and found["one_hot"]["K"].any()
+    assert (found["equal_keys"]["K"] == found["equal_keys"]["K"][:, :, :1]).all()
+    assert all((array == array[..., :1]).all() for array in found["constant_rows"].values())
+    assert not found["zero_queries"]["Q"].any() and np.signbit(found["zero_queries"]["Q"]).any()
+    assert (np.abs(found["one_key"]["K"]).max((1, 3)).argmax(-1) == np.abs(found["one_key"]["K"]).max((0, 1, 3)).argmax()).all()
+    assert np.abs(found["large_v"]["V"]).max() > (8000 if dtype == "float16" else 60000)
+    least = {"float16": 2.0**-14, "float64": 2.0**-1022}.get(dtype, 2.0**-126)
+    sizes = np.abs(found["subnormal"]["K"])
+    assert 0.15 < (sizes < least).mean() < 0.35 and ((sizes > 0) & (sizes < least)).any()
+    assert np.isnan(found["nan"]["K"]).sum() == np.isinf(found["inf"]["K"]).sum() == problem.batch
+
+
+def failure(case: Case, wrong: bool, tensor: str = "O", code: int = 1) -> CaseResult:
+    """A result as run_case gives it."""
+    message = f"{tensor} is wrong at batch 0: got 1, expected 2" if wrong else ""
+    return CaseResult("mine", "forward", case, not wrong, message, 0.0, "", {}, code if wrong else 0)
+
+
+def test_a_failing_case_shrinks_to_the_least_that_fails() -> None:
+    """Keys 65 or more under the causal mask fail in O; anything else fails in another way or not at all."""
+
+    def run(case: Case) -> CaseResult:
+        p = case.problem
+        return failure(case, True) if p.causal and p.seq_kv >= 65 else failure(case, p.batch == 1, "logsumexp")
+
+    problem = Problem.of(3, 6, 300, 80, 2, 411, "bfloat16", True, 0.3, 62)
+    case = Case(9, problem, 10.0, 7, True, "one_hot", 99)
+    done = shrink(run(case), run)
+    small = done.case.problem
+    assert (small.batch, small.heads_q, small.seq_q, small.seq_kv, small.head_dim, small.causal) == (1, 1, 1, 65, 1, True)
+    assert done.case == Case(9, small, 1.0, 0) and small.scale == 1.0 and small.causal_shift == small.default_shift
+    assert case.text() in done.message
+
+
+def test_shrinking_keeps_what_is_needed_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of this case alone stays as it is, after at most so many attempts; a lost context is not a smaller case."""
+    case = DRAWN[0]
+    count = 0
+
+    def run(tried: Case) -> CaseResult:
+        nonlocal count
+        count += 1
+        return Lost(**vars(failure(tried, True)))
+
+    start = failure(case, True)
+    assert shrink(start, run) is start
+    assert 5 < count <= 120
+    monkeypatch.setattr("harness.verify.shrink.ATTEMPTS", 3)
+    count = 0
+    shrink(start, run)
+    assert count == 3
