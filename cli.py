@@ -139,6 +139,7 @@ def experiment(
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option("--case", type=int, metavar="N", help="Only this case of the matrix.")
+@click.option("--repeat", type=click.IntRange(0), default=0, metavar="N", help="N launches more of the same inputs: the same bits each.")
 @options.deterministic
 @options.device
 @options.checks

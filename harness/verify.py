@@ -218,6 +218,7 @@ def verify(
     schedule_seed: int | None = None,
     case: int | None = None,
     deterministic: bool = False,
+    repeat: int = 0,
     progress: Callable[[CaseResult], None] = lambda result: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[CaseResult]:
@@ -241,7 +242,7 @@ def verify(
             schedule = schedule_seed if schedule_seed is not None else each.schedule
             if schedule not in backends:
                 backends[schedule] = open_backend(device, check, schedule)
-            results.append(run_case(backends[schedule], chosen, each, which, deterministic))
+            results.append(run_case(backends[schedule], chosen, each, which, deterministic, repeat))
             progress(results[-1])
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
@@ -268,18 +269,21 @@ def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
     return chosen.made_deterministic() if case.deterministic else chosen
 
 
-def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False) -> CaseResult:
-    """One case; a fault is a failed result, not an exception."""
+def run_case(
+    backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False, repeat: int = 0
+) -> CaseResult:
+    """One case: a launch, another on new inputs over the first's outputs, and `repeat` on the same inputs, which must give the same bits
+    where the kernel promises that. A fault is a failed result, not an exception."""
     start = time.perf_counter()
     repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
-    repro += " --deterministic" * deterministic
+    repro += " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
         oracle = oracle_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
-        done = run_kernel(backend, in_form(chosen, case), oracle, oracle.inputs_of(chosen.pass_))
+        done = run_kernel(backend, in_form(chosen, case), oracle, oracle.inputs_of(chosen.pass_)).relaunched(repeat)
         largest = {name: v.max_abs for name, v in done.verdicts.items()}
-        message = "; ".join(budget.message(v) for v in done.verdicts.values() if not v.passed)
+        message = "; ".join(budget.message(v) for v in done.verdicts.values() if not v.passed) or done.broken
         code = 1 if message else 0
     except Fault as fault:
         message, code = str(fault), fault.exit_code

@@ -60,6 +60,7 @@ def test_every_fault_can_be_planted(fault: planted.Planted, tmp_path: Path) -> N
         "poison",
         "race",
         "engine",
+        "launches",
         "memcheck",
         "racecheck",
     }
