@@ -224,8 +224,9 @@ def verify(
 ) -> list[CaseResult]:
     """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
 
-    case runs one case alone. A kernel with two forms is checked in both, or with deterministic in that one. A backward pass reads
-    the reference's O and logsumexp. note is told what a range leaves out. Raises UsageFault for unknown kernels.
+    case runs one case alone. repeat: launches more of the same inputs (run_case). A kernel with two forms is checked in both, or with
+    deterministic in that one. A backward pass reads the reference's O and logsumexp. note is told what a range
+    leaves out. Raises UsageFault for unknown kernels.
     """
     first = open_backend(device, check, schedule_seed)
     backends: dict[int, Backend] = {0: first} if schedule_seed is None else {schedule_seed: first}
@@ -270,10 +271,10 @@ def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
 
 
 def run_case(
-    backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False, repeat: int = 0
+    backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False, repeat: int | None = 0
 ) -> CaseResult:
     """One case: a launch, another on new inputs over the first's outputs, and `repeat` on the same inputs, which must give the same bits
-    where the kernel promises that. A fault is a failed result, not an exception."""
+    where the kernel promises that (None: the first alone). A fault is a failed result, not an exception."""
     start = time.perf_counter()
     repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
     repro += " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
@@ -281,7 +282,8 @@ def run_case(
     message, code = "", 0
     try:
         oracle = oracle_for(case.problem, backend, chosen.pass_, 42 + case.number, case.input_scale)
-        done = run_kernel(backend, in_form(chosen, case), oracle, oracle.inputs_of(chosen.pass_)).relaunched(repeat)
+        done = run_kernel(backend, in_form(chosen, case), oracle, oracle.inputs_of(chosen.pass_))
+        done = done if repeat is None else done.relaunched(repeat)
         largest = {name: v.max_abs for name, v in done.verdicts.items()}
         message = "; ".join(budget.message(v) for v in done.verdicts.values() if not v.passed) or done.broken
         code = 1 if message else 0

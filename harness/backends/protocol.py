@@ -99,6 +99,7 @@ class Backend(Protocol):
 
     def freeze(self, buffer: Bytes, frozen: bool) -> None:
         """Make a buffer that `memory` gave read-only, or writable again, where the backend can: a write is then a fault of the launch."""
+        return
 
     def threads(self) -> int:
         """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""

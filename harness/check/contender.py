@@ -50,7 +50,9 @@ class PassResult:
     def passed(self) -> bool:
         """Whether every tensor has passed, and no later launch broke a rule; for a peer, whether its error is within PEER_BUDGETS times
         the budget."""
-        return not self.broken and all(v.passed or (self.kernel is None and v.max_abs <= PEER_BUDGETS * v.budget) for v in self.verdicts.values())
+        return not self.broken and all(
+            v.passed or (self.kernel is None and v.max_abs <= PEER_BUDGETS * v.budget) for v in self.verdicts.values()
+        )
 
     @property
     def seconds(self) -> tuple[float, ...]:

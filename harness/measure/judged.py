@@ -23,8 +23,9 @@ from ..fault import KernelFault
 
 #: Launches of each kind in the second look at the times.
 DOUBTS = 12
-#: The elements of outputs that a turn's judged launches may have together, where that is more than two launches.
-ELEMENTS = 1 << 24
+#: The elements of outputs that a turn's judged launches may have together, where that is more than two launches; and from which on one
+#: launch of a turn is kept, for its copy of the outputs takes much memory.
+ELEMENTS, LARGE = 1 << 24, 1 << 28
 #: The most launches drawn in a turn, beside its last.
 MOST = 8
 
@@ -109,7 +110,8 @@ class Watch:
             return {}
         if count <= 1:
             return dict.fromkeys(range(count), self._next())
-        wanted = max(1, min(MOST, (count + 1) // 2, max(2, ELEMENTS // self.contender.elements)))
+        elements = self.contender.elements
+        wanted = min(MOST, (count + 1) // 2, max(2, ELEMENTS // elements) if elements < LARGE else 1)
         first = self._draw.randrange(count - 1)
         pair = [first, first + 1][:wanted]
         others = self._draw.sample([i for i in range(count) if i not in pair], wanted - len(pair))

@@ -64,7 +64,7 @@ class Policy:
 #: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
 POLICY = {
     "cuda": Policy(),
-    "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, apart=1.5),
+    "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, apart=2.0),
 }
 
 

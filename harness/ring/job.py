@@ -256,7 +256,9 @@ def _judged(
         else:
             timing = sampling.measure({"": result.timed}, backend, "warm", sampling.POLICY["cuda"])[""]
             if timing.broken:
-                raise KernelFault(f"{contender.name} {pass_} on one device is wrong", timing.broken, f"fa-cli run --compute {contender.name}")
+                raise KernelFault(
+                    f"{contender.name} {pass_} on one device is wrong", timing.broken, f"fa-cli run --compute {contender.name}"
+                )
             single[pass_] = timing.median_ms * 1e-3
         differences |= {name: _difference(spec.problem, name, outputs[name], array) for name, array in result.outputs.items()}
     device = backend.device()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import planted
 import pytest
 from click.testing import Result
 
+from harness.array import ArrayModule
 from harness.backends import Backend
 from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import oracle_for
-from harness.check.trial import Change, Trial
+from harness.check.trial import Change, Trial, _alike, _untouched
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
-from harness.measure.judged import Judged
-from harness.measure.sampling import POLICY, Timing, measure
+from harness.measure.judged import Judged, Watch
+from harness.measure.sampling import POLICY, Policy, Timing, measure
 from harness.problem import READS, Problem
 
 CHEATS = planted.faults("launches")
@@ -46,6 +49,42 @@ def test_a_cheat_is_caught_while_it_is_timed(name: str, backend: Backend, tmp_pa
     for words in fault.found_by["launches"]:
         assert re.search(words, timing.broken, re.DOTALL), f"no {words!r} in {timing.broken!r}"
     assert not result.with_timing(timing).passed
+
+
+#: Turns of many samples, as on a GPU.
+TURNS = Policy(0.0, 2e-3, 0.1, 2, 20, 60, 0.0, 1.0, apart=2.0, slow=1e9)
+
+
+@pytest.mark.parametrize("name", ["returns where O is written", "works in every second launch", SKIPS])
+def test_turns_of_many_samples(name: str, backend: Backend, tmp_path: Path) -> None:
+    """A few of each turn are judged, two of them one after the other; the right kernel is not accused."""
+    fault = CHEATS[name]
+    found = {"": fault.plant(tmp_path), "right": kernel.find("fa2_naive", "forward")}
+    runs = {label: first(backend, each, fault.problem).timed for label, each in found.items()}
+    timings = measure(runs, backend, "warm", TURNS)
+    assert re.search(fault.found_by["launches"][0], timings[""].broken, re.DOTALL), timings[""].broken
+    assert timings["right"].broken == "" and len(timings["right"].turns) > 1 and timings["right"].turns[0] > 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 50])
+def test_what_is_drawn_of_a_turn(count: int) -> None:
+    """At least one of each turn, half of it at most, two side by side; of turns of one launch, two in a row have new inputs."""
+
+    class Small:
+        elements = 1000
+
+    watch = Watch(cast("Judged", Small()), 2.0)
+    turns = [watch.drawn(count) for _ in range(30)]
+    assert all(turn and set(turn) <= set(range(count)) for turn in turns)
+    if count == 1:
+        fresh = [turn[0].fresh for turn in turns]
+        assert all(sum(fresh[i : i + 3]) == 2 for i in range(0, 30, 3))
+        assert all(any(a and b for a, b in itertools.pairwise(fresh[i : i + 3])) for i in range(0, 30, 3))
+        return
+    assert all(state.fresh for turn in turns for state in turn.values())
+    assert all(len(turn) == min(8, (count + 1) // 2) for turn in turns)
+    assert count < 3 or all(any(i + 1 in turn for i in turn) for turn in turns)
+    assert {state.poison for turn in turns for state in turn.values()} == ({False, True} if count > 2 else {False})
 
 
 @pytest.mark.parametrize(
@@ -96,6 +135,43 @@ def test_changes_undo_and_follow_each_other() -> None:
         for name, original, changed in (("Q", bits, now), ("logsumexp", lse, rows)):
             assert np.array_equal(change.of(np, name, original), changed)
             assert np.array_equal(change.back().of(np, name, changed), original)
+
+
+class Device(np.ndarray[Any, Any]):
+    """Stands for CuPy's arrays, which take none of numpy's, as operand or as index."""
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **given: Any) -> Any:
+        for each in (*inputs, *given.get("out", ())):
+            assert not isinstance(each, np.ndarray) or isinstance(each, Device), f"{ufunc} of a host array"
+        plain = [each.view(np.ndarray) if isinstance(each, Device) else each for each in inputs]
+        given |= {"out": tuple(each.view(np.ndarray) for each in given["out"])} if "out" in given else {}
+        return np.asarray(getattr(ufunc, method)(*plain, **given)).view(Device)
+
+    def __getitem__(self, key: Any) -> Any:
+        for each in key if isinstance(key, tuple) else (key,):
+            assert not isinstance(each, np.ndarray) or isinstance(each, Device), "a host array as an index"
+        return super().__getitem__(key)
+
+
+class OnDevice:
+    """The array module of Device."""
+
+    @staticmethod
+    def asarray(array: Any) -> Device:
+        return np.array(array).view(Device)
+
+
+def test_no_host_array_meets_one_of_the_device() -> None:
+    """CuPy raises TypeError where numpy would not: changes and comparisons are made of device arrays and scalars."""
+    problem = Problem.of(2, 4, 3, 5, 2)
+    change, xp = Change.drawn(problem), cast("ArrayModule", OnDevice)
+    for dtype in (np.uint16, np.uint32, np.uint64):
+        bits = np.arange(120).reshape(problem.shape("Q")).astype(dtype).view(Device)
+        for name in ("Q", "O"):
+            moved = change.of(xp, name, bits)
+            assert isinstance(moved, Device)
+            assert _alike(change.back().of(xp, name, moved), bits) and not _alike(moved, bits)
+        assert not _untouched({"O": bits}) and _untouched({"O": ~(bits & dtype(0))})
 
 
 def test_changed_inputs_have_the_changed_answer(backend: Backend) -> None:
