@@ -152,6 +152,7 @@ def experiment(
     type=click.Choice(["memcheck", "racecheck", "initcheck", "synccheck"]),
     help="On a GPU: under this tool of compute-sanitizer.",
 )
+@click.option("--repeat", type=click.IntRange(0), default=0, metavar="N", help="N launches more of the same inputs: the same bits each.")
 @options.deterministic
 @options.device
 @options.checks

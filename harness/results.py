@@ -159,7 +159,9 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     problem, passes = result.problem, _passes(result, mode)
     verdicts = {name: v for p in passes for name, v in p.verdicts.items()}
     worst = max(verdicts.values(), key=lambda v: v.max_abs)
-    over = "; ".join(f"{name}: {v.reason} at {v.place}" for name, v in verdicts.items() if not v.passed)
+    over = "; ".join(
+        [f"{name}: {v.reason} at {v.place}" for name, v in verdicts.items() if not v.passed] + [p.broken for p in passes if p.broken]
+    )
     loaded = [p.loaded for p in passes if p.loaded]
     kernels = [p.kernel for p in passes if p.kernel]
 

@@ -123,7 +123,7 @@ def tune(
                 right[i] = checked
     progress(f"measures {len(right)}")
     timings = measure({str(i): checked.timed for i, checked in right.items()}, backend, "warm", POLICY[backend.name]) if right else {}
-    base = next((timings[str(i)] for i in right if found[i].default), None)
+    base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
     for i in right:
         found[i] = _timed(found[i], timings[str(i)], base, problem)
     progress("")
@@ -237,6 +237,8 @@ def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tupl
 
 
 def _timed(row: Variant, timing: Timing, base: Timing | None, problem: Problem) -> Variant:
+    if timing.broken:
+        return replace(row, status=FAIL, why=timing.broken)
     row = replace(row, ms=timing.median_ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms, n_samples=len(timing.seconds))
     if row.device == "cpu":
         return row

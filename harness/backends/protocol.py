@@ -100,6 +100,14 @@ class Backend(Protocol):
         """A new buffer of `size` bytes of unspecified values. Raises UsageFault or MemoryError where there is no room."""
         ...
 
+    def freeze(self, buffer: Bytes, frozen: bool) -> None:
+        """Make a buffer that `memory` gave read-only, or writable again, where the backend can: a write is then a fault of the launch."""
+        return
+
+    def threads(self) -> int:
+        """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""
+        return 0
+
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...

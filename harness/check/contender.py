@@ -19,6 +19,7 @@ from ..problem import Problem
 from . import budget
 from .oracle import Oracle
 from .tensors import Bound
+from .trial import Trial
 
 #: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
 PEER_BUDGETS = 8.0
@@ -29,7 +30,8 @@ class PassResult:
     """One pass: outputs (host storage arrays), a verdict for each, what can be timed, and the timings taken so far (warm, cold).
 
     device_bytes: device memory of tensors and workspaces; None where it is not known. kernel and loaded are None for a peer; ran says
-    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it.
+    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it. broken: the rule that a
+    later launch broke, or empty (trial.py).
     """
 
     name: str
@@ -42,11 +44,15 @@ class PassResult:
     ran: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
     maps: Mapping[str, Array] = field(default_factory=dict)
+    broken: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor has passed; for a peer, whether its error is within PEER_BUDGETS times the budget."""
-        return all(v.passed or (self.kernel is None and v.max_abs <= PEER_BUDGETS * v.budget) for v in self.verdicts.values())
+        """Whether every tensor has passed, and no later launch broke a rule; for a peer, whether its error is within PEER_BUDGETS times
+        the budget."""
+        return not self.broken and all(
+            v.passed or (self.kernel is None and v.max_abs <= PEER_BUDGETS * v.budget) for v in self.verdicts.values()
+        )
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -55,7 +61,16 @@ class PassResult:
 
     def with_timing(self, timing: Timing) -> PassResult:
         """A copy with one more timing."""
-        return replace(self, timings={**self.timings, timing.timing: timing})
+        return replace(self, timings={**self.timings, timing.timing: timing}, broken=self.broken or timing.broken)
+
+    def relaunched(self, repeats: int = 0) -> PassResult:
+        """A copy that says whether the kernel is right in a launch on new inputs over old outputs, and in `repeats` on the same inputs.
+
+        For what is not timed: a launch that is timed is judged then. A peer and what has failed are returned as they are.
+        """
+        if not self.passed or not isinstance(self.timed, Trial):
+            return self
+        return replace(self, broken=self.timed.again() or (self.timed.repeat(repeats) if repeats else ""))
 
 
 @dataclass(frozen=True)
@@ -107,9 +122,11 @@ def run_kernel(
     outputs = bound.run()
     bound.free_copies()
     arithmetic = chosen.arithmetic_for(oracle.problem.dtype)
-    verdicts = oracle.judge(outputs, arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
+    tile = int(dict(loaded.plan.macros).get("BLOCK_Q", 64))
+    verdicts = oracle.judge(outputs, arithmetic, tile)
     maps = oracle.error_maps(outputs, verdicts)
-    return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded, maps=maps)
+    trial = Trial(bound, oracle, inputs, outputs, arithmetic, tile)
+    return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, chosen, loaded, maps=maps)
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:

@@ -2,13 +2,15 @@
 
 Rows start 16-byte aligned, so a row has a pitch. 0xFF bytes, NaN in every floating-point type, poison the columns between head_dim and
 the pitch, the guard bands around every tensor, the outputs before a run, and the workspaces. A read of memory that was never written
-then gives NaN, and a write out of bounds changes a guard band.
+then gives NaN, and a write out of bounds changes a guard band. On the CPU inputs are read-only while a kernel runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -55,6 +57,11 @@ class Tensor:
         """The tensor's own bytes."""
         own: Bytes = self._raw[self._start : self._start + self.bytes]
         return own
+
+    @property
+    def whole(self) -> Bytes:
+        """Its memory with the guard bands."""
+        return self._raw
 
     def rows(self) -> Array:
         """A view (batch, heads, rows, pitch) in the storage type; bfloat16 as uint16 on cupy, which has no such type."""
@@ -113,6 +120,7 @@ class Bound:
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])
         self._originals = {name: self.tensors[name].buffer.copy() for name in READS[self.pass_]}
+        self._freeze(True)
         self.workspaces = [(w, Tensor(backend, (w.elements,), w.dtype, 1)) for w in loaded.plan.workspaces]
         for space, tensor in self.workspaces:
             if space.init != "none":
@@ -125,24 +133,43 @@ class Bound:
         """Bytes of device memory that the tensors and workspaces take, without guard bands."""
         return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
 
+    def poison(self) -> None:
+        """Poison the outputs, and the workspaces that a kernel does not find zeroed; their guard bands stay as they are."""
+        for name in WRITES[self.pass_]:
+            self.tensors[name].buffer[:] = POISON
+        for space, tensor in self.workspaces:
+            if space.init == "none":
+                tensor.buffer[:] = POISON
+
+    def launch(self) -> None:
+        """Launch and wait. Raises KernelFault as Backend.launch does, and where an input was written or a thread goes on."""
+        threads = self.backend.threads()
+        with self.backend.range(self.label), self._named():
+            self.backend.launch(self.loaded, self.steps)
+        if self.backend.threads() > threads:
+            raise KernelFault(
+                f"{self.loaded.kernel.label} left a thread running after its launch",
+                "what it does later is not in its time, and not in order with the launches that follow",
+                "do all work in the threads of the launch",
+            )
+
+    def outside(self) -> str:
+        """The first tensor or workspace whose guard band has changed, or an empty text."""
+        every = (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces))
+        return next((name for name, tensor in every if not tensor.intact()), "")
+
     def run(self) -> dict[str, Array]:
         """Poison the outputs, launch, check guard bands and inputs; returns the outputs as host storage arrays.
 
-        Raises KernelFault where the kernel wrote outside its outputs or changed an input, and as Backend.launch does.
+        Raises KernelFault where the kernel wrote outside its outputs or changed an input, and as launch does.
         """
-        for name in WRITES[self.pass_]:
-            self.tensors[name].poison()
-        for space, tensor in self.workspaces:
-            if space.init == "none":
-                tensor.poison()
-        with self.backend.range(self.label):
-            self.backend.launch(self.loaded, self.steps)
+        self.poison()
+        self.launch()
         label = self.loaded.kernel.label
-        for name, tensor in (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces)):
-            if not tensor.intact():
-                raise KernelFault(
-                    f"{label} wrote outside {name}", "a guard band around it has changed", "fa-cli run --check asan names the line (cpu)"
-                )
+        if name := self.outside():
+            raise KernelFault(
+                f"{label} wrote outside {name}", "a guard band around it has changed", "fa-cli run --check asan names the line (cpu)"
+            )
         for name, original in self._originals.items():
             if not _same(self.tensors[name].buffer, original):
                 raise KernelFault(
@@ -161,14 +188,44 @@ class Bound:
             return flat.reshape(tensor.shape)
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
 
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inputs may be written here, by the harness."""
+        self._freeze(False)
+        try:
+            yield
+        finally:
+            self._freeze(True)
+
+    def _freeze(self, frozen: bool) -> None:
+        for name in READS[self.pass_]:
+            self.backend.freeze(self.tensors[name].whole, frozen)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A fault at an address of an input, which can only be a write where inputs are read-only, names the input."""
+        try:
+            yield
+        except KernelFault as fault:
+            found = re.search(r", address (0x[0-9a-f]+)", fault.why)
+            for name in READS[self.pass_] if found else ():
+                tensor, at = self.tensors[name], int(found[1], 16) if found else 0
+                if tensor.address <= at < tensor.address + tensor.bytes:
+                    hint = "write only to outputs and workspaces"
+                    what = f"{self.loaded.kernel.label} changed its input {name}"
+                    raise KernelFault(what, f"inputs are read-only while it runs: {fault.why}", hint) from None
+                if 0 <= at - self.backend.address(tensor.whole) < tensor.whole.size:
+                    raise KernelFault(f"{self.loaded.kernel.label} wrote outside {name}", fault.why, fault.hint) from None
+            raise
+
     def enqueue(self) -> Callable[[], float]:
         """Enqueue one run, unchecked. The function returned waits for it and gives its device seconds."""
-        with self.backend.range(self.label):
+        with self.backend.range(self.label), self._named():
             return self.backend.enqueue(self.loaded, self.steps)
 
     def call(self) -> float:
         """Host seconds to enqueue one run."""
-        with self.backend.range(self.label):
+        with self.backend.range(self.label), self._named():
             return self.backend.call(self.loaded, self.steps)
 
     def graph(self) -> Callable[[], Callable[[], float]] | None:

@@ -12,33 +12,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from ..files import Json
+from .judged import Judged, Watch
+from .judged import Timed as Timed
 
 #: A run at less than this part of the device's maximum SM clock was throttled, whatever the driver reports (nvbench's default).
 SLOW_CLOCK = 0.75
 #: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 TIMINGS = ("warm", "cold")
-
-
-class Timed(Protocol):
-    """What can be measured: a kernel or a peer, its tensors in place."""
-
-    def enqueue(self) -> Callable[[], float]:
-        """Enqueue a run between two events in its own stream. The function returned waits for it and gives device seconds."""
-        ...
-
-    def call(self) -> float:
-        """Host seconds to enqueue one run (which has ended when this returns)."""
-        ...
-
-    def graph(self) -> Callable[[], Callable[[], float]] | None:
-        """Capture the run as a CUDA graph; the function returned is enqueue by replaying it. None where it cannot be captured."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,8 @@ class Policy:
     turn are correlated: few blocks, say, stay on the multiprocessors where the first run put them. Where the noise of the turns' medians
     exceeds `uneven`, turns go on for `patience` seconds.
 
-    `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call.
+    `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
+    between the times on new and on repeated inputs (judged.Watch) that is looked into.
     """
 
     warm_up: float = 0.05
@@ -70,12 +58,13 @@ class Policy:
     uneven: float = 0.004
     patience: float = 5.0
     slow: float = 0.1
+    apart: float = 1.25
 
 
 #: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
 POLICY = {
     "cuda": Policy(),
-    "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0),
+    "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, apart=2.0),
 }
 
 
@@ -85,6 +74,7 @@ class Timing:
 
     timing: "warm" or "cold" (L2 flushed before each sample). launch: "direct" or "graph". throttled: why the device was throttled, or
     empty. before, after: the backend's state around the measurement. turns: the samples of each turn; empty where there were no turns.
+    broken: the rule that a launch broke while it was timed (judged.py), or empty; such samples are no speed.
     """
 
     timing: str
@@ -95,6 +85,7 @@ class Timing:
     before: Json = field(default_factory=dict)
     after: Json = field(default_factory=dict)
     turns: tuple[int, ...] = ()
+    broken: str = ""
 
     @property
     def median_ms(self) -> float:
@@ -149,35 +140,46 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
-    as a latency-critical application would launch it; Timing.launch records it. Raises what the contenders' runs raise.
+    as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
+    not timed further, and Timing.broken says which. Raises what the contenders' runs raise.
     """
     before = stage.state()
-    runs = {name: _Run.ready(contender, stage, policy) for name, contender in contenders.items()}
-    turns: dict[str, list[list[float]]] = {name: [] for name in runs}
+    watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
+    cold = timing == "cold"
+    runs: dict[str, _Run] = {}
+    for name, each in contenders.items():
+        with watches[name].guarded():
+            runs[name] = _Run.ready(each, stage, policy)
+    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
     while waiting:
         for name in list(waiting):
             start = time.perf_counter()
-            runs[name].turn(stage, timing == "cold", policy.settle, 0)
-            turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1))
+            with watches[name].guarded():
+                runs[name].turn(stage, cold, policy.settle, 0)
+                turns[name].append(runs[name].turn(stage, cold, policy.turn, 1, watches[name]))
             spent[name] += time.perf_counter() - start
-            if _enough(turns[name], spent[name], policy):
+            if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
+    for name, run in runs.items():
+        with watches[name].guarded():
+            watches[name].close(partial(run.sample, stage, cold))
     after = stage.state()
     throttled = throttling(before, after)
     return {
         name: Timing(
             timing,
             tuple(s for turn in turns[name] for s in turn),
-            tuple(r.calls),
-            r.launch,
+            runs[name].calls if name in runs else (),
+            runs[name].launch if name in runs else "direct",
             throttled,
             before,
             after,
             tuple(len(turn) for turn in turns[name]),
+            watches[name].broken,
         )
-        for name, r in runs.items()
+        for name in contenders
     }
 
 
@@ -212,15 +214,31 @@ class _Run:
             return cls(replay, "graph", calls, found.device)
         return found
 
-    def turn(self, stage: Stage, cold: bool, wanted: float, least: int) -> list[float]:
-        """Samples enqueued back to back for about `wanted` device seconds: at least `least`, at most 200."""
+    def turn(self, stage: Stage, cold: bool, wanted: float, least: int, watch: Watch | None = None) -> list[float]:
+        """Samples enqueued back to back for about `wanted` device seconds: at least `least`, at most 200. watch judges some of them."""
         waiting = []
         host = 2e-5 if self.launch == "graph" else statistics.median(self.calls)
-        for i in range(max(least, min(200, round(wanted / self.device)))):
-            # The queue runs empty where the host is slower than the device: there, and before the first sample, the device spins.
-            stage.before(_lead(self.calls) if i == 0 or host > 0.5 * self.device else 0.0, cold)
+        count = max(least, min(200, round(wanted / self.device)))
+        drawn = watch.drawn(count) if watch else {}
+        for i in range(count):
+            if watch and i in drawn:
+                watch.prepare(drawn[i])
+            # The queue runs empty where the host is slower than the device, and where it prepares or keeps what is judged: there, and
+            # before the first sample, the device spins.
+            empty = i == 0 or i in drawn or i - 1 in drawn or host > 0.5 * self.device
+            stage.before(_lead(self.calls) if empty else 0.0, cold)
             waiting.append(self.enqueue())
-        return [finish() for finish in waiting]
+            if watch and i in drawn:
+                watch.keep()
+        seconds = [finish() for finish in waiting]
+        if watch:
+            watch.seen(seconds, drawn)
+        return seconds
+
+    def sample(self, stage: Stage, cold: bool) -> float:
+        """One sample by itself."""
+        stage.before(_lead(self.calls), cold)
+        return self.enqueue()()
 
 
 def _lead(calls: Sequence[float]) -> float:

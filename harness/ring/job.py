@@ -18,7 +18,7 @@ from ..check.oracle import Oracle
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
-from ..fault import EnvironmentFault, Fault
+from ..fault import EnvironmentFault, Fault, KernelFault
 from ..measure import sampling
 from ..problem import MODES, PASSES, WRITES, Problem
 from . import timing
@@ -254,7 +254,12 @@ def _judged(
         if backend.name == "cpu":
             single[pass_] = result.timed.enqueue()()
         else:
-            single[pass_] = sampling.measure({"": result.timed}, backend, "warm", sampling.POLICY["cuda"])[""].median_ms * 1e-3
+            timing = sampling.measure({"": result.timed}, backend, "warm", sampling.POLICY["cuda"])[""]
+            if timing.broken:
+                raise KernelFault(
+                    f"{contender.name} {pass_} on one device is wrong", timing.broken, f"fa-cli run --compute {contender.name}"
+                )
+            single[pass_] = timing.median_ms * 1e-3
         differences |= {name: _difference(spec.problem, name, outputs[name], array) for name, array in result.outputs.items()}
     device = backend.device()
     names = (contender.name, backend.name, device.name, partition.ranks, partition.kind)

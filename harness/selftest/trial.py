@@ -18,13 +18,14 @@ from ..check.contender import PassResult, run_kernel
 from ..check.oracle import oracle_for
 from ..fault import Fault, UsageFault
 from ..kernel.kernel import Kernel
+from ..measure.sampling import POLICY, measure
 from ..problem import Problem
 from .mutant import Mutant, mutants
 
 #: The checks of each backend; what only compute-sanitizer finds is experiments/verify's.
 CHECKS: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("budget", "poison", "guards", "inputs", "engine", "race"),
-    "cuda": ("budget", "guards", "inputs"),
+    "cpu": ("budget", "poison", "guards", "inputs", "launches", "engine", "race"),
+    "cuda": ("budget", "guards", "inputs", "launches"),
 }
 
 
@@ -62,7 +63,7 @@ def selftest(
         raise UsageFault("no fault to plant", f"none of this name has a check on {plain.name}", "fa-cli selftest -v names them")
     planted = {mutant.name: _plant(mutant) for mutant, _ in pairs}
     wanted = [(backends.get(check, plain), planted[mutant.name], mutant.problem) for mutant, check in pairs]
-    controls = {(mutant.kernel, mutant.problem, check == "race"): (mutant, check) for mutant, check in pairs}
+    controls = {(mutant.kernel, mutant.problem, check in ("race", "launches") and check): (mutant, check) for mutant, check in pairs}
     wanted += [(backends.get(check, plain), mutant.source, mutant.problem) for mutant, check in controls.values()]
     _compile_ahead(wanted)
     trials = []
@@ -80,13 +81,18 @@ def judge(backend: Backend, kernel: Kernel, problem: Problem) -> PassResult:
     return run_kernel(backend, kernel, oracle, oracle.inputs_of(kernel.pass_))
 
 
-def finding(backend: Backend, kernel: Kernel, problem: Problem) -> tuple[list[str], str]:
-    """The tensors that fail and what is said of them; no tensor and the message where the kernel ends with a fault."""
+def finding(backend: Backend, kernel: Kernel, problem: Problem, timed: bool = False) -> tuple[list[str], str]:
+    """The tensors that fail and what is said of them; no tensor and the message where the kernel ends with a fault.
+
+    timed: it is timed too, and the message is what the judged ones among the timed launches break.
+    """
     try:
-        verdicts = judge(backend, kernel, problem).verdicts.values()
+        done = judge(backend, kernel, problem)
     except Fault as fault:
         return [], str(fault)
-    wrong = [verdict for verdict in verdicts if not verdict.passed]
+    wrong = [verdict for verdict in done.verdicts.values() if not verdict.passed]
+    if timed and not wrong:
+        return [], measure({"": done.timed}, backend, "warm", POLICY[backend.name])[""].broken
     return [verdict.tensor for verdict in wrong], "; ".join(map(budget.message, wrong))
 
 
@@ -99,7 +105,7 @@ def as_expected(mutant: Mutant, check: str, tensors: Sequence[str], message: str
 
 def _try(backend: Backend, mutant: Mutant, kernel: Kernel, check: str, control: bool) -> Trial:
     start = time.perf_counter()
-    tensors, message = finding(backend, kernel, mutant.problem)
+    tensors, message = finding(backend, kernel, mutant.problem, check == "launches")
     caught = not message if control else as_expected(mutant, check, tensors, message)
     return Trial(mutant.name, mutant.kind, mutant.kernel, check, control, caught, message, time.perf_counter() - start)
 

@@ -58,6 +58,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
         for verdict in result.verdicts.values():
             if not verdict.passed:
                 line(" ", budget.message(verdict))
+        if result.broken:
+            line(" ", result.broken)
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
@@ -79,6 +81,7 @@ def result_json(result: Result) -> dict[str, object]:
         "gbps": dict(result.gbps),
         "errors": {name: {key: getattr(v, key) for key in keys} for name, v in result.verdicts.items()},
         "outputs": str(result.outputs.resolve()) if result.outputs else None,
+        **({"broken": result.broken} if result.broken else {}),
     }
 
 

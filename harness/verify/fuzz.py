@@ -94,7 +94,7 @@ def fuzz(
             if oracle is None:
                 oracle = oracle_of(backends.of(case), case, "backward" if any(k.pass_ == "backward" for k in takers) else "forward")
             one = case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
-            result = run_case(backends.of(case), chosen, one, "", deterministic, oracle)
+            result = run_case(backends.of(case), chosen, one, "", deterministic, oracle, repeat=None)
             if result.exit_code == UsageFault.exit_code:
                 continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
             if not result.passed and not isinstance(result, Lost) and shrunk[chosen.label] < SHRUNK:
@@ -107,4 +107,4 @@ def fuzz(
 
 
 def _runner(chosen: Kernel, backends: Backends, deterministic: bool) -> Callable[[Case], CaseResult]:
-    return lambda case: run_case(backends.of(case), chosen, case, "", deterministic)
+    return lambda case: run_case(backends.of(case), chosen, case, "", deterministic, repeat=None)

@@ -108,9 +108,16 @@ def oracle_of(backend: Backend, case: Case, pass_: str) -> Oracle:
 
 
 def run_case(
-    backend: Backend, chosen: Kernel, case: Case, which: str = "", deterministic: bool = False, oracle: Oracle | None = None
+    backend: Backend,
+    chosen: Kernel,
+    case: Case,
+    which: str = "",
+    deterministic: bool = False,
+    oracle: Oracle | None = None,
+    repeat: int | None = 0,
 ) -> CaseResult:
-    """One case; a fault is a failed result, not an exception.
+    """One case: a launch, another on new inputs over the first's outputs, and `repeat` on the same inputs, which must give the same bits
+    where the kernel promises that (None: the first alone). A fault is a failed result, not an exception.
 
     which: the matrix that the case has its number in; without one the command has its text. oracle: that of the case, if there is one.
     Raises large.NoRoom.
@@ -118,18 +125,20 @@ def run_case(
     start = time.perf_counter()
     named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
     repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
-    repro += " --deterministic" * deterministic
+    repro += " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
     largest: dict[str, float] = {}
-    message, code, kind = "", 0, CaseResult
+    message, broken, code, kind = "", "", 0, CaseResult
     try:
         oracle = oracle or oracle_of(backend, case, chosen.pass_)
         form = in_form(chosen, case)
         if case.copies > 1:
             verdicts = large.judge(backend, form, oracle, case.copies)
         else:
-            verdicts = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_)).verdicts
+            done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
+            done = done if repeat is None else done.relaunched(repeat)
+            verdicts, broken = done.verdicts, done.broken
         largest = {name: v.max_abs for name, v in verdicts.items()}
-        message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed)
+        message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed) or broken
         code = 1 if message else 0
     except large.NoRoom:
         raise

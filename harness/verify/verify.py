@@ -28,14 +28,16 @@ def verify(
     deterministic: bool = False,
     count: int = 0,
     seed: int = 42,
+    repeat: int = 0,
     progress: Callable[[CaseResult], None] = lambda result: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[CaseResult]:
     """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
 
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
-    two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. note is told
-    what a range leaves out, and what the device has no room for. Raises UsageFault for unknown kernels and cases.
+    two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
+    launches more of the same inputs (run_case; random cases have one launch). note is told what a range leaves out, and what the
+    device has no room for. Raises UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
     every = dict.fromkeys(each.name for each in kernel.catalogue() if each.pass_ in MODES[mode])
@@ -55,7 +57,7 @@ def verify(
         compile_ahead(backends.first, chosen, [each for each in cases if each.copies == 1])
         for each in cases:
             try:
-                results.append(run_case(backends.of(each), chosen, each, "" if given else which, deterministic))
+                results.append(run_case(backends.of(each), chosen, each, "" if given else which, deterministic, repeat=repeat))
                 progress(results[-1])
             except NoRoom as fault:
                 if case is not None:

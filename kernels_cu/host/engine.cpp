@@ -378,6 +378,9 @@ int fa_host_run(const Launch* launch) {
     return launched.outcome;
 }
 
+// The OS threads that the engine keeps between launches.
+int fa_host_pool_size() { return pool.size; }
+
 // Static __shared__ arrays are the thread-local storage of a kernel library: one copy for each OS thread, so one for each running block.
 // Finds the size of that storage, and the offset of a given address in it.
 int fa_host_module_shared(void* (*static_shared)(), long long* offset, long long* bytes) {

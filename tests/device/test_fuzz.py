@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-import planted
 import pytest
 import sample
 from click.testing import Result
@@ -15,6 +14,7 @@ from test_matrix import drawn
 from harness import verify
 from harness.fault import UsageFault
 from harness.kernel.kernel import Kernel, catalogue
+from harness.selftest.mutant import Mutant, mutants
 from harness.verify.cases import Case
 from harness.verify.judge import in_form
 
@@ -50,7 +50,7 @@ def test_the_days_cases(part: int, compiled: set[Key]) -> None:
 
 def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callable[..., Result]) -> None:
     """The causal mask off by one: two queries at most, one batch, one head. The command it prints fails in the same way."""
-    fault = planted.faults()["causal off by one"]
+    fault = mutants()["causal off by one"]
     path = fault.plant(tmp_path).path
     words = ("verify", str(path), "--fuzz", 12, "--seed", 3, "--json")
     result = fa_cli(*words)
@@ -84,7 +84,7 @@ def taken(number: int) -> bool:
 
 def test_a_nan_that_becomes_an_empty_row_is_seen(tmp_path: Path) -> None:
     """A row sum of NaN is not greater than 0: taken for a row that saw no key, its logsumexp is -inf."""
-    hidden = planted.Planted("", "fa2_forward", (("sum == 0 ? -fa::infinity()", "!(sum > 0) ? -fa::infinity()"),), {"budget": []})
+    hidden = Mutant("", "", "fa2_forward", (("sum == 0 ? -fa::infinity()", "!(sum > 0) ? -fa::infinity()"),), {"budget": []})
     cases = [case for case in verify.matrix(hidden.plant(tmp_path), "full", "cpu") if case.inputs == "nan"]
     assert {case.problem.dtype for case in cases} == {"float32", "float16", "bfloat16"}
     backend = verify.Backends("cpu", None, None).first
@@ -95,7 +95,7 @@ def test_a_nan_that_becomes_an_empty_row_is_seen(tmp_path: Path) -> None:
 
 def test_copies_are_judged_to_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches 8 and more read the keys of 0 and more: the first copy is right, the last is not."""
-    folded = planted.Planted("", "fa2_naive_forward", (("args.K, batch, kv_head", "args.K, batch % 8, kv_head"),), {"budget": []})
+    folded = Mutant("", "", "fa2_naive_forward", (("args.K, batch, kv_head", "args.K, batch % 8, kv_head"),), {"budget": []})
     case = Case.parse("B3_H2_S65_D32,causal,copies=4")
     backend = verify.Backends("cpu", None, None).first
     assert verify.run_case(backend, folded.plant(tmp_path), case).wrong == {"O", "logsumexp"}

@@ -32,6 +32,7 @@ def result(passed: bool = True, mode: str = "both") -> Any:
             timings=timings,
             device_bytes=int(error * 100),
             passed=passed,
+            broken="" if passed else "it broke a rule",
             ran=None,
             kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), spec="fa2", arithmetic_for=lambda dtype: "f32"),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
@@ -103,7 +104,7 @@ def test_a_failed_check_has_no_speed() -> None:
     rows = results.rows_of(result(passed=False), "case", "run")
     assert [(r.Type, r.timing) for r in rows] == [("FOR", None), ("BAC", None), ("BOT", None)]
     for each in rows:
-        assert each.Status == "FAIL" and "why at a place" in (each.ErrorMessage or "")
+        assert each.Status == "FAIL" and "why at a place; it broke a rule" in (each.ErrorMessage or "")
         assert each.KernelTime_ms is each.TFLOPS is each.Bandwidth_GBps is each.p20_ms is each.n_samples is None
 
 

@@ -30,7 +30,7 @@ from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, Fill, Loaded, Step
 from . import cache
-from .machine import fenced, processor, tensor_core, threads
+from .machine import fenced, processor, protect, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 
@@ -111,6 +111,17 @@ class Host(Backend):
     def memory(self, size: int) -> Bytes:
         """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
         return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
+
+    def freeze(self, buffer: Bytes, frozen: bool) -> None:
+        """Make a buffer's pages read-only, or writable again; nothing for AddressSanitizer, whose memory is the heap's."""
+        if self.guard_bytes:
+            protect(buffer, frozen)
+
+    def threads(self) -> int:
+        """The OS threads of this process but those that the engine keeps; 0 where the system does not list them."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir("/proc/self/task")) - int(_engine().fa_host_pool_size())
+        return 0
 
     def get(self, buffer: Bytes) -> Bytes:
         """A copy of a buffer."""

@@ -70,3 +70,11 @@ def fenced(size: int) -> Bytes:
         if _libc().mprotect(whole.ctypes.data + start, FENCE, _NOTHING):
             raise MemoryError(f"no fence around {size} bytes: errno {ctypes.get_errno()}")
     return whole[FENCE : FENCE + size]
+
+
+def protect(buffer: Bytes, frozen: bool) -> None:
+    """Make all pages of an array that `fenced` gave read-only, or writable again."""
+    pages = -(-buffer.size // mmap.PAGESIZE) * mmap.PAGESIZE
+    allowed = mmap.PROT_READ if frozen else mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc().mprotect(buffer.ctypes.data, pages, allowed):
+        raise MemoryError(f"the protection of {buffer.size} bytes cannot be changed: errno {ctypes.get_errno()}")
