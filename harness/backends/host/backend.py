@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
 from .machine import fenced, processor, threads
+from .library import check_library
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 
@@ -46,6 +47,7 @@ _FLAGS = (
     "-ffp-contract=fast",
     "-fno-exceptions",
     "-fno-rtti",
+    "-fstack-clash-protection",  # a frame of more than a page touches each of its pages, and so the guard page below a stack
 )
 
 
@@ -151,7 +153,7 @@ class Host(Backend):
             )
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
+                raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Run the steps. The function returned gives their CPU seconds."""
@@ -264,9 +266,12 @@ def _engine() -> ctypes.CDLL:
 class _Library:
     """A loaded kernel library."""
 
-    def __init__(self, path: Path, kernel: Kernel) -> None:
+    def __init__(self, path: Path, kernel: Kernel, lines: Callable[[], Path] | None = None) -> None:
+        check_library(path, kernel)
         _engine()
         self.path = path
+        #: Builds it again with line numbers, which take a third more time: wanted only by a report. None where it has them.
+        self.lines = lines
         self.dll = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
         self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
@@ -306,7 +311,10 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     if found := _open.get(key):
         return found
     compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
-    return _keep_open(key, _Library(_build(key, [compile_, link], {"unit.cpp": unit}, kernel), kernel))
+    path = _build(key, [compile_, link], {"unit.cpp": unit}, kernel)
+    with_lines = [["-g1", "-gdwarf-4", *compile_], link]
+    lines = None if check else partial(_build, _hash(key, "lines"), with_lines, {"unit.cpp": unit}, kernel)
+    return _keep_open(key, _Library(path, kernel, lines))
 
 
 @cache
