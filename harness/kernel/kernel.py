@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..fault import UsageFault
+from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
 from .header import Launch, Table, bad, read_header
@@ -66,6 +66,10 @@ class Kernel:
     @classmethod
     def read(cls, path: Path) -> Kernel:
         """The kernel in a file. Raises UsageFault, with file and line, where its header is missing or wrong."""
+        if strange := re.search(r'["\\\x00-\x1f\x7f]', str(path)):
+            raise UsageFault(
+                f"a kernel's path may not hold {strange[0]!r}", f"compilers are given it in quotes: {clipped(str(path))!r}", "rename it"
+            )
         head = read_header(path)
         match = _FILE.match(path.stem)
         if not match:
@@ -112,6 +116,11 @@ class Kernel:
     def takes_scale(self) -> bool:
         """Whether the scale is a parameter: it is in fa::Args, and among plain parameters only where args names it."""
         return self._is_told("scale")
+
+    @property
+    def _takes_any_width(self) -> bool:
+        """Whether it is told the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
+        return self._is_told("head_dim") or any(re.search(r"\bhead_dim\b", str(value)) for value in self.tile.values())
 
     def _is_told(self, name: str) -> bool:
         return any(not launch.args or name in launch.args for launch in self.launches)
@@ -171,6 +180,12 @@ class Kernel:
                 f"{self.label} does not take head dim {problem.head_dim}",
                 f"its widest compiled head dim is {self.head_dims[-1]}",
                 "use a smaller --dim, or another kernel: fa-cli list",
+            )
+        if problem.head_dim not in self.head_dims and not self._takes_any_width:
+            raise UsageFault(
+                f"{self.label} does not take head dim {problem.head_dim}",
+                f"its args name no head_dim, so it computes with a listed width only: {', '.join(map(str, self.head_dims))}",
+                f"use --dim {next(w for w in self.head_dims if w >= problem.head_dim)}, or give it the parameter head_dim",
             )
         for wanted, promised, what in (
             (problem.causal, self.causal, "the causal mask (--causal)"),
@@ -318,7 +333,7 @@ def _find(spec: str, pass_: str) -> Kernel:
     ]
     if not same:
         names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
-        raise UsageFault(f"unknown kernel {spec!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
     for kernel in same:
         if kernel.pass_ == pass_:
             return kernel

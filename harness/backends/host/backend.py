@@ -31,8 +31,8 @@ from ...files import Json
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
-from .machine import fenced, processor, threads
 from .library import check_library
+from .machine import fenced, processor, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 

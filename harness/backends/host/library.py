@@ -1,4 +1,4 @@
-"""What a compiled kernel library may hold, read from its ELF tables before it is loaded: functions of a GPU, and 48 KB of static shared memory.
+"""What a compiled kernel library may hold, read from its ELF tables before it is loaded: functions of a GPU, 48 KB of static shared memory.
 
 A kernel is C++ here, so `exit` or a function that nobody defines would compile. On a GPU neither would.
 """
@@ -15,16 +15,17 @@ from ...kernel.kernel import Kernel
 from ...kernel.signature import user_files, without_comments
 from ..protocol import CompileError
 
-#: Bytes of static shared memory that a kernel may have on any GPU; more must be dynamic (CUDA C++ Programming Guide, Compute Capabilities).
+#: Bytes of static shared memory that a kernel may have on any GPU; more must be dynamic (CUDA C++ guide, Compute Capabilities).
 STATIC_SHARED = 48 << 10
-_MATH = """acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp10 exp2 expm1 fabs fdim floor fma fmax fmin
-fmod frexp hypot ldexp lgamma llrint llround log log10 log1p log2 logb lrint lround modf nearbyint nextafter pow remainder remquo rint round
-scalbn sin sincos sinh sqrt tan tanh tgamma trunc""".split()
-_RUNTIME = """memcpy memmove memset memcmp bcmp __memcpy_chk __memset_chk __tls_get_addr __stack_chk_fail __stack_chk_guard __gmon_start__
-__cxa_finalize __cxa_atexit""".split()
-#: What a library may take from outside: the engine, C's mathematics, and what compilers and their checks add by themselves.
-ALLOWED = {*_RUNTIME, *_MATH, *(f"{name}f" for name in _MATH)}
-_ALLOWED = re.compile(r"fa_host_|__[atu]b?san_|__sanitizer_|_ITM_|_ZGV|__[a-z]+(?:hf|bf|sf|df|tf|xf|si|di|ti)[a-z0-9]*$")
+#: What a library may take from outside: what compilers add by themselves,
+ALLOWED = {"memcpy", "memmove", "memset", "memcmp", "bcmp", "__memcpy_chk", "__memset_chk"}
+ALLOWED |= {"__tls_get_addr", "__stack_chk_fail", "__stack_chk_guard", "__gmon_start__", "__cxa_finalize", "__cxa_atexit"}
+#: and by these patterns the engine, sanitizers, arithmetic without instructions, and C's mathematics.
+_ALLOWED = re.compile(
+    r"fa_host_|__[atu]b?san_|__sanitizer_|_ITM_|_ZGV|__[a-z]+(?:hf|bf|sf|df|tf|xf|si|di|ti)[a-z0-9]*$|"
+    r"(?:a?(?:cos|sin|tan)h?|atan2|sincos|exp|exp10|exp2|expm1|log|log10|log1p|log2|logb|ll?r(?:int|ound)|l?gamma|tgamma|erfc?|cbrt|sqrt|"
+    r"hypot|pow|ldexp|frexp|scalbn|modf|fmod|remainder|remquo|ceil|floor|trunc|round|rint|nearbyint|nextafter|copysign|f(?:abs|dim|ma|max|min))f?$"
+)
 _SYMTAB, _DYNSYM, _TLS = 2, 11, 6
 
 
@@ -40,12 +41,14 @@ class _Section:
 def check_library(path: Path, kernel: Kernel) -> None:
     """Raise CompileError, with the kernel's line, for a function that no GPU has and for too large static `__shared__` arrays."""
     sections = _sections(path)
-    for name, size, kind, defined in _symbols(sections, _DYNSYM):
+    for name, _, kind, defined in _symbols(sections, _DYNSYM):
         if not defined and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
             plain = next((part for part in re.findall(r"\d+([A-Za-z_]\w*)", name) if name.startswith("_Z")), name)
             why = f"a kernel on the CPU backend calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
-    arrays = {name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name}
+    arrays = {
+        name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name
+    }
     for entry in kernel.entries:
         own = {n: size for n, size in arrays.items() if len(kernel.entries) == 1 or n.startswith(f"_ZZ{len(entry)}{entry}E")}
         if sum(own.values()) > STATIC_SHARED:

@@ -29,7 +29,9 @@ def threads() -> int:
     """How many cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is no integer of 1 to 999999."""
     asked = os.environ.get("FA_CLI_THREADS") or str(len(os.sched_getaffinity(0)))
     if not re.fullmatch(r"0*[1-9]\d{0,5}", asked, re.ASCII):
-        raise UsageFault(f"FA_CLI_THREADS is {clipped(asked, 40)!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all")
+        raise UsageFault(
+            f"FA_CLI_THREADS is {clipped(asked, 40)!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all"
+        )
     return int(asked)
 
 

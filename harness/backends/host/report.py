@@ -26,14 +26,14 @@ class CheckFault(KernelFault):
     exit_code = 1
 
 
-def failure(
-    outcome: int, report: str, library: Path, lines: Callable[[], Path] | None, kernel: Kernel, entry: str
-) -> BaseException:
+def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] | None, kernel: Kernel, entry: str) -> BaseException:
     """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
     if outcome == 3:
         return KeyboardInterrupt()
     if outcome == 4:
-        return EnvironmentFault(f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1")
+        return EnvironmentFault(
+            f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
+        )
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
     return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), f"see {kernel.path}")
 

@@ -38,7 +38,10 @@ def translation_unit(kernel: Kernel) -> str:
     if rewritten != text:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
     exported = 'extern "C" __attribute__((visibility("default")))'
-    entries = "\n".join(f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::Passed<{_sizes(args)}>::call(&{name}, p); }}" for name, args in kernel.entries.items())
+    entries = "\n".join(
+        f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::Passed<{_sizes(args)}>::call(&{name}, p); }}"
+        for name, args in kernel.entries.items()
+    )
     return f"""{source}
 #line 1 "entries of {kernel.path.name}"
 {entries}
