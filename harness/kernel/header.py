@@ -26,6 +26,7 @@ ARITHMETIC = ("f32", "p16", "tf32")
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
+_NAME = re.compile(r"[A-Za-z_]\w{0,127}", re.ASCII)
 _ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")
 
 
@@ -39,7 +40,7 @@ def _expression(value: object) -> bool:
 
 def _named(value: object) -> TypeGuard[Table]:
     """A table whose keys can be macro names."""
-    return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
+    return isinstance(value, dict) and all(_NAME.fullmatch(key) for key in value)
 
 
 def _rising(value: object) -> bool:
@@ -80,7 +81,7 @@ OPTIONAL: dict[str, Kind] = {
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
 }
 _LAUNCH_REQUIRED: dict[str, Kind] = {
-    "entry": (lambda v: isinstance(v, str) and v.isidentifier(), "a function's name"),
+    "entry": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a function's name"),
     "grid": (lambda v: _expression(v) or (isinstance(v, list) and 1 <= len(v) <= 3 and all(map(_expression, v))), "one to three sizes"),
     "block": _NUMBER,
 }
