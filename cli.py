@@ -244,7 +244,7 @@ def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, 
 @options.tile
 @options.deterministic
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
-@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv and ring_steps.csv there.")
+@click.option("--output-dir", type=options.folder, help="Add rows to ring.csv, ring_steps.csv and ring_timeline.csv there.")
 @options.printing
 @click.pass_context
 def ring(
@@ -314,6 +314,19 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
     checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor()
     return 0 if checks is None else harness.terminal.show.doctor(checks, json, context.obj["verbosity"])
+
+
+@main.command(epilog=options.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
+@click.option("--quick", is_flag=True, help="One fault of each kind before each check: under a minute.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only faults whose name matches.")
+@options.device
+@options.printing
+@click.pass_context
+def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
+    """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
+    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    trials = harness.selftest.selftest(device, quick, only, lambda done: step(f"{done.check}: {done.fault}"))
+    return harness.terminal.show.selftest(trials, json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what the command line opens
     from . import report as report
     from . import ring as ring
     from . import run as run
+    from . import selftest as selftest
     from . import sweep as sweep
     from . import terminal as terminal
     from . import tune as tune

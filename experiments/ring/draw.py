@@ -1,12 +1,15 @@
 """Draws plots/ring_scaling.png of ring.jsonl beside this file: python experiments/ring/draw.py
 
 TFLOP/s of each GPU over the number of GPUs: the ring with and without overlap, the same kernel on one GPU, torch's context_parallel.
-A panel a length and mask, forward above, forward and backward together below.
+A panel a length and mask, forward above, forward and backward together below. It also prints the README's table, and below it what a
+pass costs beside attention: compute of the steps without overlap over one GPU's time, and of the run with overlap the parts that merge
+or clear or round (other), in which no stream does anything (idle), and what the host takes to enqueue it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +46,37 @@ def rates(lines: list[dict[str, Any]], seq: int, causal: bool, mode: str) -> dic
     return found
 
 
+def table(lines: list[dict[str, Any]], seq: int, causal: bool) -> str:
+    """A row of the README's table."""
+    here = [line for line in lines if line.get("seq") == seq and line.get("causal") is causal]
+    ring = {(line["pass"], line["overlap"]): line["tflops_gpu"] for line in here if line["what"] == "ring"}
+    alone = {line["pass"]: line["efficiency"] for line in here if line["what"] == "one GPU"}
+    both = next(line for line in here if line["what"] == "both")
+    theirs = {line["pass"]: line["tflops_gpu"] for line in here if line["what"] == "context_parallel"}
+    with_, without = ([f"{ring[pass_, overlap]:.0f}" for pass_ in ("forward", "backward")] for overlap in (True, False))
+    cells = [f"{seq // 1024}k", "causal" if causal else "full", f"{with_[0]} ({alone['forward']:.0%})"]
+    cells += [f"{both['tflops_gpu']:.0f} ({both['efficiency']:.0%})", f"{' / '.join(without)} (with: {' / '.join(with_)})"]
+    return " | ".join(["", *cells, " / ".join(f"{theirs[name]:.0f}" for name in ("forward", "both") if name in theirs), ""]).strip()
+
+
+def price(lines: list[dict[str, Any]], seq: int, causal: bool, pass_: str) -> str:
+    """What a pass costs beside attention."""
+    here = [line for line in lines if line.get("seq") == seq and line.get("causal") is causal and line.get("pass") == pass_]
+    ring = {line["overlap"]: line for line in here if line["what"] == "ring"}
+    alone = next(line for line in here if line["what"] == "one GPU")
+    more = sum(step[0] for step in ring[False]["steps"]) / (alone["ms"] / len(ring[True]["digests"])) - 1
+    parts = [f"{name[:-3]} {ring[True][name]:.2f} ms" for name in ("other_ms", "idle_ms", "host_ms") if name in ring[True]]
+    hidden = f"{ring[True]['hidden']:.0%} hidden"
+    return f"{seq} {'causal' if causal else 'full'} {pass_}: {ring[True]['ms']:.2f} ms, {hidden}, compute {more:+.1%}, {', '.join(parts)}"
+
+
 def main() -> None:
-    """The figure of what was recorded."""
+    """The figure of what was recorded, and its numbers."""
     lines = [json.loads(text) for text in (HERE / "ring.jsonl").read_text(encoding="utf-8").splitlines()]
     shapes = list(dict.fromkeys((line["seq"], line["causal"]) for line in lines if line["what"] == "ring"))
+    rows = [table(lines, *shape) for shape in shapes]
+    rows += [price(lines, *shape, pass_) for shape in shapes for pass_ in ("forward", "backward")]
+    sys.stdout.write("\n".join(rows) + "\n")
     figure, axes = plt.subplots(2, len(shapes), figsize=(2.1 * len(shapes) + 1, 5), sharey=True, squeeze=False, layout="constrained")
     for column, (seq, causal) in enumerate(shapes):
         for row, mode in enumerate(("forward", "both")):

@@ -1,8 +1,11 @@
 """Rings of GPUs beside torch's context_parallel, in one run: python -m torch.distributed.run --nproc-per-node 2 experiments/ring/measure.py
 
 The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
-torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in the file --output. N is the launcher's.
-The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem.
+torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
+launcher's. The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem; what was
+judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
+attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
+a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -23,11 +29,12 @@ from harness.backends import Backend
 from harness.check.oracle import Oracle
 from harness.check.tensors import Bound
 from harness.dataset import generate
+from harness.dataset.storage import widen
 from harness.measure import sampling
-from harness.problem import PASSES, Problem
-from harness.ring import job, place, probe, timing
+from harness.problem import MODES, PASSES, Problem
+from harness.ring import job, place, probe, record, timing
 from harness.ring.partition import Partition
-from harness.ring.rank import Rank, kernels_of, refuse
+from harness.ring.rank import Rank, kernels_of, refuse, run_together
 from harness.ring.transport import Control, Transport
 
 TIMEOUT, RUNS = 120.0, 7
@@ -54,20 +61,20 @@ def rate(problem: Problem, pass_: str, seconds: float, ranks: int) -> dict[str, 
     return {"ms": seconds * 1e3, "tflops_gpu": problem.flops(pass_) / 1e12 / seconds / ranks}
 
 
-def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each pass of the same kernel on one GPU; the backward pass reads its own O and logsumexp."""
+def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Seconds of each pass of the same kernel on one GPU, and its outputs; the backward pass reads its own O and logsumexp."""
     given, found = dict(inputs), {}
     for pass_ in PASSES:
         bound = Bound(backend, backend.load(contender.kernels[pass_], problem, contender.tiles), problem, given)
         given |= bound.run()
         bound.free_copies()
         found[pass_] = sampling.measure({"": bound}, backend, "warm", sampling.POLICY[backend.name])[""].median_ms * 1e-3
-    return found
+    return found, given
 
 
-def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, compute: str, judged: int) -> None:
+def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, given: argparse.Namespace) -> None:
     """The ring on one problem, with and without overlap, judged, and one GPU beside it."""
-    contender = choose.contender(compute, PASSES)
+    contender = choose.contender(given.compute, PASSES)
     partition = Partition.of(problem, talk.size)
     refuse(partition, contender, PASSES, backend)
     if talk.rank == 0:
@@ -75,64 +82,93 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
             backend.load(kernel, part, tiles)
     inputs = generate.inputs(problem, 42, generate.INPUTS)
     talk.gather(None, 5)
-    medians: dict[str, float] = {}
-    spec = job.Spec(compute, "both" if problem.seq_kv <= judged else "forward", problem)
+    mode = "both" if problem.seq_kv <= given.judge_backward else "forward"
+    spec = job.Spec(given.compute, mode, problem, device=given.device)
     with transport.scope():
         rank = Rank(backend, partition, contender, inputs, transport)
-        for overlap in (True, False):
-            rank.overlap = overlap
-            for pass_ in PASSES:
-                timing.run_pass([rank], pass_, 2, TIMEOUT)
-                talk.gather(None)
-                samples = timing.run_pass([rank], pass_, RUNS, TIMEOUT)
-                digest = job._digest(rank.outputs(pass_))[:12]
-                about = talk.gather((samples[0][1:], digest))
-                found = timing.together(pass_, [each[0] for each in about])
-                if overlap:
-                    medians[pass_] = found.median
-                steps = [(round(s.compute_ms, 3), round(s.communication_ms, 3), s.bytes) for s in found.steps]
-                words = {"what": "ring", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_, "overlap": overlap}
-                spread = [min(found.seconds) * 1e3, max(found.seconds) * 1e3]
-                log(
-                    **words,
-                    **rate(problem, pass_, found.median, talk.size),
-                    range_ms=spread,
-                    hidden=found.hidden,
-                    steps=steps,
-                    digests=[each[1] for each in about],
-                    gb=rank.device_bytes / 1e9,
-                )
-            if overlap:
-                outputs = job._gathered([rank], spec, partition, talk)
+        times = {overlap: {pass_: timed(log, talk, rank, pass_, overlap) for pass_ in PASSES} for overlap in (False, True)}
+        outputs = job._gathered([rank], spec, partition, talk)
+        mine = rank.outputs("forward") | rank.outputs("backward")
+    most = max(talk.gather(rank.device_bytes))
     del rank
-    alone = single(backend, contender, problem, inputs) if talk.rank == 0 else {}
-    for pass_, seconds in alone.items():
-        share = seconds / medians[pass_] / talk.size
-        log(
-            what="one GPU",
-            seq=problem.seq_q,
-            causal=problem.causal,
-            **{"pass": pass_},
-            **rate(problem, pass_, seconds, 1),
-            efficiency=share,
-        )
-    if alone:
-        both = (sum(alone.values()), sum(medians.values()))
-        words = {"what": "both", "seq": problem.seq_q, "causal": problem.causal, "efficiency": both[0] / both[1] / talk.size}
-        log(**words, **rate(problem, "both", both[1], talk.size))
-        used = inputs if spec.mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
+    if talk.rank == 0:
+        alone, whole = single(backend, contender, problem, inputs)
+        compared(log, problem, {pass_: found.median for pass_, (found, _) in times[True].items()}, alone, talk.size)
+        apart = {name: difference(backend, problem, partition, name, mine[name], whole[name]) for name in mine}
+        log(what="difference to one GPU, rows of the first rank", seq=problem.seq_q, causal=problem.causal, **apart)
+        used = inputs if mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
         oracle = Oracle(problem, used, None, backend.xp)
         verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
-        log(
-            what="verdict",
-            seq=problem.seq_q,
-            causal=problem.causal,
-            share=oracle.reference.share,
-            **{v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()},
-        )
+        words = {v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()}
+        log(what="verdict", seq=problem.seq_q, causal=problem.causal, share=oracle.reference.share, **words)
+        device = backend.device()
+        names = (contender.name, backend.name, device.name, talk.size, partition.kind)
+        for overlap, passes in times.items():
+            found = {pass_: passes[pass_][0] for pass_ in MODES[mode]}
+            repeated = all(passes[pass_][1] for pass_ in MODES[mode])
+            this = replace(spec, overlap=overlap)
+            record.write(given.output, job.Outcome(this, *names, verdicts, found, alone, apart, most, repeated, oracle.reference.share))
     if backend.name == "cuda":
         backend.xp.get_default_memory_pool().free_all_blocks()
     talk.gather(None, 10)
+
+
+def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tuple[timing.PassTime, bool]:
+    """A pass of all ranks, and whether its last run had the bits of the first. Every rank's digest of its outputs is in the line."""
+    rank.overlap, problem = overlap, rank.problem
+    timing.run_pass([rank], pass_, 2, TIMEOUT)
+    first = job._digest(rank.outputs(pass_))
+    talk.gather(None)
+    began = time.perf_counter()
+    run_together([getattr(rank, pass_)])
+    host = time.perf_counter() - began
+    rank.spans.clear()
+    samples = timing.run_pass([rank], pass_, RUNS, TIMEOUT)[0][1:]
+    digest = job._digest(rank.outputs(pass_))
+    about = talk.gather((samples, digest[:12], digest == first, host))
+    found = timing.together(pass_, [each[0] for each in about])
+    line = found.lines[0]
+    log(
+        **{"what": "ring", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_, "overlap": overlap},
+        **rate(problem, pass_, found.median, talk.size),
+        range_ms=[min(found.seconds) * 1e3, max(found.seconds) * 1e3],
+        hidden=found.hidden,
+        steps=[(round(s.compute_ms, 3), round(s.communication_ms, 3), s.bytes) for s in found.steps],
+        other_ms=sum(span.ended - span.began for span in line if span.stream == "compute" and span.what != "attention") * 1e3,
+        idle_ms=(samples[-1].seconds - covered([(span.began, span.ended) for span in line])) * 1e3,
+        host_ms=max(each[3] for each in about) * 1e3,
+        digests=[each[1] for each in about],
+        gb=rank.device_bytes / 1e9,
+    )
+    return found, all(each[2] for each in about)
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(intervals):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
+def compared(log: Log, problem: Problem, ours: dict[str, float], alone: dict[str, float], ranks: int) -> None:
+    """One GPU, and the ring's efficiency against it."""
+    words = {"seq": problem.seq_q, "causal": problem.causal}
+    for pass_, seconds in alone.items():
+        log(what="one GPU", **words, **{"pass": pass_}, **rate(problem, pass_, seconds, 1), efficiency=seconds / ours[pass_] / ranks)
+    both = sum(ours.values())
+    log(what="both", **words, efficiency=sum(alone.values()) / both / ranks, **rate(problem, "both", both, ranks))
+
+
+def difference(backend: Backend, problem: Problem, partition: Partition, name: str, ours: Any, theirs: Any) -> float:
+    """The greatest |difference| of the first rank's rows of an output to those of one GPU."""
+    xp, dtype = backend.xp, problem.tensor_dtype(name)
+    chunks = (partition.keys if name in ("dK", "dV") else partition.queries)[0]
+    theirs = np.concatenate([theirs[:, :, start:stop] for start, stop in chunks], axis=2)
+    bits = [xp.asarray(array.view(f"u{array.itemsize}")) for array in (np.ascontiguousarray(ours), theirs)]
+    a, b = (widen(xp, each if dtype == "bfloat16" else each.view(dtype), dtype, "float32") for each in bits)
+    return float(xp.nan_to_num(abs(a - b)).max())
 
 
 def torch_ring(log: Log, problem: Problem) -> None:
@@ -189,12 +225,12 @@ def main() -> None:
     parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
     parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "ring.jsonl")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
     where = place.found()
     assert where, "start it with torch.distributed.run or mpiexec"
     talk = place.control(where, TIMEOUT)
-    log = Log(talk.rank, given.output)
+    log = Log(talk.rank, given.output / "ring.jsonl")
     backend = job.open_backend(given.device, where.local)
     transport = job.transport_of(backend, talk, TIMEOUT)
     asked = sweep.load("ring")
@@ -205,7 +241,7 @@ def main() -> None:
         rates = talk.gather(probe.bandwidth(backend, transport, sizes, TIMEOUT))
     log(what="bandwidth", gbps={f"{size >> 10} KiB": round(min(r) / 1e9, 2) for size, *r in zip(sizes, *rates, strict=True)})
     for problem in problems:
-        ring(log, talk, transport, backend, problem, given.compute, given.judge_backward)
+        ring(log, talk, transport, backend, problem, given)
     transport.close()
     if given.no_torch:
         return

@@ -1,51 +1,82 @@
 #!/usr/bin/env bash
-# The ring on the N GPUs of this machine, in under ten minutes: bash experiments/ring/record.sh [FOLDER] [N] (default: this one, 2).
-# Right at small sizes, a killed and a stopped rank, then the sweep beside torch's context_parallel (measure.py).
+# The ring on the N GPUs of this machine, in about six minutes, at most nine: bash experiments/ring/record.sh [FOLDER] [N] (default: this
+# folder, 2). PYTHON names the Python. The most important first: the sweep beside torch's context_parallel (measure.py), a killed and a stopped
+# rank, where a message's time goes (messages.py), doctor --ring, rings of other types and options, errors against ranks (errors.py).
+# A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log, each command with its exit code;
+# eight files in FOLDER. DEVICE=cpu runs all but messages.py and context_parallel on processes and small shapes, to show that this file works.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "${1:-experiments/ring}")
-gpus=${2:-2}
+ranks=${2:-2}
 python=${PYTHON:-python3}
+device=${DEVICE:-cuda}
 export PYTHONUNBUFFERED=1
-failed=0
+mkdir -p "$out"
+facts=$(mktemp)
+rm -f "$out"/ring.jsonl "$out"/ring.csv "$out"/ring_steps.csv "$out"/ring_timeline.csv
 
-step() { # what to expect, and a command: its output and exit code in the log
-    local expected=$1 code=0 start=$SECONDS
-    shift
-    echo "\$ $*" | sed 's/python[^ ]* cli.py/fa-cli/'
-    "$@" 2>&1 || code=$?
+part() { # exit code and words to expect, seconds it may take, and a command
+    local expected=$1 words=$2 limit=$3 code=0 start=$SECONDS left=$((540 - SECONDS)) said
+    shift 3
+    [ $limit -lt $left ] || limit=$left
+    echo
+    echo "\$ $*" | sed "s#$python cli.py#fa-cli#; s#$python #python #; s#$out#FOLDER#g"
+    [ $limit -gt 5 ] || { echo "NOT AS EXPECTED: no time was left"; return; }
+    said=$(mktemp)
+    timeout -k 10 $limit "$@" 2>&1 | tee "$said" || code=$?
     echo "exit code $code (expected $expected), $((SECONDS - start)) s"
-    [ $code = "$expected" ] || failed=1
+    [ $code = "$expected" ] || echo "NOT AS EXPECTED: exit code"
+    grep -qE "$words" "$said" || echo "NOT AS EXPECTED: it does not say '$words'"
+    rm "$said"
 }
-interrupted() { # a signal for rank 1 while the ring runs: the run must end with exit code 4 and name the rank
+ring() { # words to expect, and the options of a ring that ends well
+    local words=$1
+    shift
+    part 0 "$words" 60 $python cli.py ring "$@"
+}
+interrupted() { # a signal for rank 1 and the words to expect: the run must end with exit code 4 and name the rank
     local folder
     folder=$(mktemp -d)
     (
-        for _ in $(seq 600); do
+        for _ in $(seq 300); do
             sleep 0.1
             if pid=$(cat "$folder"/fa_cli_ring_*/pid.1 2>/dev/null); then break; fi
         done
-        sleep 15  # inputs made, the kernel compiled: the steps take some seconds
+        sleep "$delay" # inputs made, the kernel compiled: the runs last some 25 seconds (on the CPU more)
         kill "-$1" "$pid"
     ) &
-    TMPDIR=$folder step 4 $python cli.py ring --gpus "$gpus" --compute fa2 --heads 16 --seq 131072 --dim 128 --timeout 10 -q
+    TMPDIR=$folder part 4 "$2" 90 $python cli.py ring "${long[@]}" --timeout 10 -q
     wait
+    rm -rf "$folder"
 }
+if [ "$device" = cpu ]; then
+    start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
+    started=(--gpus "$ranks" --device cpu) delay=2 dead="rank 1 died"
+    long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both)
+    tensor=(--compute mma_qreg_async --heads 2 --dim 64) large=(--compute mma_qreg_async --heads 2 --seq 320 --dim 64) S=512
+    silent="did not answer" errors="1 2"
+else
+    start=("$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/measure.py)
+    started=(--gpus "$ranks") delay=20 dead="rank 1 died: SIGKILL"
+    long=("${started[@]}" --compute fa2 --heads $((16 * ranks)) --seq 131072 --dim 128)
+    tensor=(--compute mma_qreg_async --heads 8 --dim 128) large=(--compute mma_qreg_async --heads 16 --seq 32768 --dim 128) S=4096
+    silent="rank 1 did not answer" errors="1 $ranks"
+fi
 
 {
-    nvidia-smi topo -m
-    step 0 $python cli.py doctor --ring --gpus "$gpus"
-    step 0 $python cli.py ring --gpus "$gpus" --mode both --compute fa2 --heads 4 --kv-heads 2 --seq 1003 --causal --output-dir "$out"
-    tensor="--compute mma_qreg_async --heads 8 --dim 128"
-    step 0 $python cli.py ring --gpus "$gpus" --mode both $tensor --seq 4096 --dtype bfloat16 --causal --output-dir "$out"
-    step 0 $python cli.py ring --gpus "$gpus" --mode both $tensor --seq 4001 --dtype float16 --no-overlap --output-dir "$out"
-    step 0 $python cli.py ring --gpus "$gpus" --mode both $tensor --seq 4096 --dtype bfloat16 --causal --deterministic -q
-    interrupted KILL
-    interrupted STOP
+    [ "$device" = cpu ] || nvidia-smi topo -m
+    part 0 '"what": "verdict"' 270 "${start[@]}" --output "$out"
+    cp "$out/env.json" "$facts" # of the sweep: the parts below write their own
+    interrupted KILL "$dead"
+    interrupted STOP "$silent"
+    [ "$device" = cpu ] || part 0 'peer copy, ordered' 120 $python experiments/ring/messages.py --gpus "$ranks" --output "$out/messages.jsonl"
+    part 0 . 60 $python cli.py doctor --ring --gpus "$ranks" --device "$device"
+    ring "^PASS" "${started[@]}" --mode both --compute fa2 --heads 4 --kv-heads 2 --seq 1003 --causal --output-dir "$out"
+    ring "^PASS" "${started[@]}" --mode both "${tensor[@]}" --seq $((S - 95)) --dtype float16 --no-overlap --output-dir "$out"
+    ring '"repeated": true' "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal --deterministic --json
+    ring "simulated" --simulate "$ranks" --device "$device" --mode both "${large[@]}" --dtype bfloat16 --causal --output-dir "$out"
+    part 0 bfloat16 120 $python experiments/ring/errors.py --device "$device" --ranks $errors --output "$out/errors.csv"
 } 2>&1 | tee "$out/checks.log"
-rm -f "$out/ring.jsonl"
-timeout 420 $python -m torch.distributed.run --nproc-per-node "$gpus" experiments/ring/measure.py --output "$out/ring.jsonl" 2>"$out/measure.log" || failed=1
-tail -5 "$out/measure.log"
-grep -q "(expected" "$out/checks.log" || failed=1
-if grep "^exit code" "$out/checks.log" | grep -vE "exit code ([0-9]+) \(expected \1\)"; then failed=1; fi
-exit $failed
+[ -s "$facts" ] && cp "$facts" "$out/env.json"
+echo "$SECONDS s"
+! grep "NOT AS EXPECTED" "$out/checks.log"

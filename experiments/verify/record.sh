@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "${1:-experiments/verify}")
-export PYTHONPATH=.:tests/support PYTHONUNBUFFERED=1  # support: the planted faults
+export PYTHONPATH=. PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 cli="$python cli.py"
 failed=0

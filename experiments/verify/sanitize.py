@@ -1,6 +1,6 @@
 """Run every pass of every kernel once at 65 tokens on the GPU: what compute-sanitizer is to watch (record.sh starts it).
 
-With `planted TOOL`, run instead the kernels of tests/support/faults.toml that the tool must find.
+With `planted TOOL`, run instead the kernels of harness/selftest/faults.toml that the tool must find.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import planted
 
 from harness.backends import pick
 from harness.check.contender import run_kernel
@@ -18,6 +17,7 @@ from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
 from harness.kernel import kernel
 from harness.problem import Problem
+from harness.selftest.mutant import mutants
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     backend = pick("cuda")
     wrong = 0
     if sys.argv[1:2] == ["planted"]:
-        kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in planted.faults(sys.argv[2]).values()]
+        kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(sys.argv[2]).values()]
     else:
         kernels = kernel.catalogue()
     for chosen in kernels:

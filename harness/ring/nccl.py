@@ -11,6 +11,8 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from ..fault import EnvironmentFault, install_extra
 from .mpi import deadline
 from .transport import Arrival, Clock, Control, CudaClock
@@ -21,7 +23,7 @@ class Nccl:
 
     def __init__(self, talk: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
-        self.rank, self.size = talk.rank, talk.size
+        self.rank, self.size, self._timeout = talk.rank, talk.size, timeout
         import cupy
 
         self._cuda = cupy.cuda
@@ -43,6 +45,10 @@ class Nccl:
         try:
             with deadline(self.rank, timeout):
                 self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)
+                byte = cupy.zeros(2, np.uint8)
+                self._cuda.get_current_stream().synchronize()
+                self.exchange(byte[:1], byte[1:])  # neighbours connect at their first message, and the host waits for it
+                self.stream.synchronize()
         except RuntimeError as error:  # nccl.NcclError
             raise EnvironmentFault(
                 "NCCL cannot connect the ranks", str(error), "NCCL_DEBUG=INFO, before the same command, says why"
@@ -76,5 +82,6 @@ class Nccl:
     def close(self, failed: bool = False) -> None:
         """Free the communicator; where the rank failed, abort what is in flight."""
         if self._communicator is not None:
-            self._communicator.abort() if failed else self._communicator.destroy()
+            with deadline(self.rank, self._timeout):  # a neighbour that hangs may hold either of them up
+                self._communicator.abort() if failed else self._communicator.destroy()
             self._communicator = None

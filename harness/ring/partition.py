@@ -65,6 +65,20 @@ class Partition:
         serves both."""
         return self._tasks[rank, step]
 
+    def own_tasks(self, rank: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """The tasks of step 0 in two parts: the first of the rank's chunks of queries (half of an only one), and the others.
+
+        No two tasks of the first part have a key in common: it is one chunk of queries, by one or more runs of keys.
+        """
+        queries = self.queries[rank]
+        if len(queries) == 1:
+            start, stop = queries[0]
+            queries = ((start, (start + stop + 1) // 2), ((start + stop + 1) // 2, stop))
+        first, rest = _filled(*queries[:1]), _filled(*queries[1:])
+        later = _tasks(self.problem, rest, self.keys[rank])
+        shifted = tuple(Task(task.q_first + rows(first), task.k_first, task.problem) for task in later)
+        return _tasks(self.problem, first, self.keys[rank]), shifted
+
     @cached_property
     def _tasks(self) -> dict[tuple[int, int], tuple[Task, ...]]:
         every = [(rank, step) for rank in range(self.ranks) for step in range(self.ranks)]
@@ -72,8 +86,9 @@ class Partition:
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
-        """All rectangles of all ranks, each once."""
-        return tuple(dict.fromkeys(task.problem for tasks in self._tasks.values() for task in tasks))
+        """All rectangles of all ranks, in one part and in two, each once."""
+        own = [part for rank in range(self.ranks) for part in self.own_tasks(rank)]
+        return tuple(dict.fromkeys(task.problem for tasks in (*self._tasks.values(), *own) for task in tasks))
 
 
 def contiguous(length: int, ranks: int) -> tuple[tuple[Chunk, ...], ...]:

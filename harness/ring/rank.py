@@ -1,14 +1,16 @@
 """One rank of the ring: its rows in device memory, and the launches and messages of a forward or backward pass, step by step.
 
 Forward: K and V travel from rank to rank; the O and logsumexp of each step are merged into float32 sums. Backward: P and delta are
-those of the whole problem, since the kernel reads the O and logsumexp of all keys; dQ is summed here, dK and dV travel behind K
-and V, one hop later, and are home after the last step.
+those of the whole problem, since the kernel reads the O and logsumexp of all keys; dQ is summed here. dK and dV travel behind K and V,
+one hop later, from the first rank that they visit, and come home after the last. The rank's own keys are done in two parts: with its first
+queries while the first K and V arrive, with its other queries while its dK and dV come home. So no message lacks work to hide behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -25,16 +27,22 @@ from .partition import Partition, Task, rows
 from .transport import Arrival, Transport
 
 MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
+_WHAT = {MERGE: "merge", ADD: "merge", ROUND: "round"}
 #: Launches in order, each of a kernel that was loaded.
 Program = list[tuple[Loaded, list[Step]]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step: "compute" or "communication", between two marks of the transport's clock."""
+    """A part of a step on a stream, "compute" or "communication", between two marks of the transport's clock.
 
-    kind: str
+    what: "attention", "merge" (also additions), "clear" or "round"; of messages "K V" or "dK dV". A backward pass has `ranks` + 1 steps:
+    in the last the rank has its own keys again, as in step 0.
+    """
+
+    stream: str
     step: int
+    what: str
     began: Any
     ended: Any
     bytes: int = 0
@@ -109,8 +117,11 @@ class Rank:
         self.dkv, self.step_dkv = (self._block(name, 2, p.heads_kv, most) for name in ("dKV", "step dKV"))
         self.sums = [self._block(f"dKV sum {i}", 2, p.heads_kv, most, "float32") for i in range(min(2, self.partition.ranks))]
         self.d_out.upload([_own(d_out, self.queries)])
-        self._backward = [self._backward_step(step) for step in range(self.partition.ranks)]
-        home = self.sums[self.partition.ranks % len(self.sums)]
+        first, later = self.partition.own_tasks(self.rank)
+        home, ranks = self._summed(self.partition.ranks)[0], self.partition.ranks
+        self._first = [self._backward_task(task, self.kv[0], self.k_rows, home, self.dkv) for task in first]
+        self._backward = [self._backward_step(step) for step in range(1, ranks)]
+        self._later = [self._backward_task(task, self.kv[0], self.k_rows, home, self.step_dkv) for task in later]
         self._backward_end = self._rounded(self.sum, self.dq, p.heads_q, self.q_rows, 1)
         self._backward_end += self._rounded(home, self.dkv, p.heads_kv, self.k_rows, 2)
 
@@ -124,40 +135,47 @@ class Rank:
 
     def forward(self) -> Iterator[None]:
         """Enqueue the pass. It ends with O and logsumexp of this rank's rows over all keys. Raises as launches and exchanges do."""
-        if self.q_rows:
-            self.sum.array(self.q_rows)[...] = 0
-            self.lse.array(self.q_rows)[...] = -np.inf
+        self._clear(0, (self.sum, self.q_rows, 0), (self.lse, self.q_rows, -np.inf))
         for step in range(self.partition.ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
             self._compute(step, self._forward[step])
             arrived = arrived or self._pass_on_keys(step)
             yield
-            self._wait(arrived, step)
-        self._submit(self._forward_end)
+            self._wait(arrived, step, "K V")
+        self._compute(self.partition.ranks - 1, self._forward_end)
 
     def backward(self) -> Iterator[None]:
         """Enqueue the pass, after forward(). It ends with dQ, and dK and dV of this rank's keys, over all queries."""
-        if self.q_rows:
-            self.sum.array(self.q_rows)[...] = 0
-        gradients: Arrival | None = None
-        for step in range(self.partition.ranks):
+        ranks, gradients = self.partition.ranks, None
+        arrived = self._pass_on_keys(0) if self.overlap else None
+        self._clear(0, (self.sum, self.q_rows, 0), (*self._summed(1), 0))  # the sums of the first keys that visit, or a lone rank's own
+        for launches, _ in self._first:
+            self._compute(0, launches)
+        arrived = arrived or self._pass_on_keys(0)
+        yield
+        self._wait(arrived, 0, "K V")
+        for step in range(1, ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
-            if step == 0 and self.k_rows:
-                self.sums[0].array(self.k_rows)[...] = 0
-            for launches, additions in self._backward[step]:
+            for launches, additions in self._backward[step - 1]:
                 self._compute(step, launches)
-                self._wait(gradients, step - 1)
+                self._wait(gradients, step - 1, "dK dV")
                 self._compute(step, additions)
-            self._wait(gradients, step - 1)
-            gradients = self._pass_on_gradients(step)
+            self._wait(gradients, step - 1, "dK dV")
+            gradients = self._pass_on(self._summed(step), self._summed(step + 1))
             if not self.overlap:
                 yield
-                self._wait(gradients, step)
+                self._wait(gradients, step, "dK dV")
             arrived = arrived or self._pass_on_keys(step)
             yield
-            self._wait(arrived, step)
-        self._wait(gradients, self.partition.ranks - 1)
-        self._submit(self._backward_end)
+            self._wait(arrived, step, "K V")
+        for launches, additions in self._later:
+            self._compute(ranks, launches)
+            self._wait(gradients, ranks - 1, "dK dV")
+            self._compute(ranks, additions)
+        self._wait(gradients, ranks - 1, "dK dV")
+        for _, additions in self._first:
+            self._compute(ranks, additions)
+        self._compute(ranks, self._backward_end)
 
     def outputs(self, pass_: str) -> dict[str, Any]:
         """This rank's rows of what a pass writes, host storage arrays. The device has finished."""
@@ -181,28 +199,31 @@ class Rank:
     def _pass_on_keys(self, step: int) -> Arrival | None:
         return self._pass_on(self._held(step), self._held(step + 1)) if step + 1 < self.partition.ranks else None
 
-    def _pass_on_gradients(self, step: int) -> Arrival | None:
-        return self._pass_on(self._summed(step), self._summed(step + 1)) if self.partition.ranks > 1 else None
-
     def _pass_on(self, mine: tuple[Block, int], theirs: tuple[Block, int]) -> Arrival:
         return self.transport.exchange(mine[0].part(mine[1]), theirs[0].part(theirs[1]))
 
-    def _wait(self, arrival: Arrival | None, step: int) -> None:
+    def _wait(self, arrival: Arrival | None, step: int, what: str) -> None:
         if arrival and arrival.ended is None:
             arrival.wait()
-            self.spans.append(Span("communication", step, arrival.began, arrival.ended, arrival.bytes))
+            self.spans.append(Span("communication", step, what, arrival.began, arrival.ended, arrival.bytes))
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _compute(self, step: int, program: Program) -> None:
-        if program:
-            began = self.transport.clock.mark()
-            self._submit(program)
-            self.spans.append(Span("compute", step, began, self.transport.clock.mark()))
+        mark = self.transport.clock.mark() if program else None
+        for path, launches in groupby(program, lambda each: each[0].kernel.path):
+            for loaded, steps in launches:
+                self.backend.submit(loaded, steps)
+            began, mark = mark, self.transport.clock.mark()
+            self.spans.append(Span("compute", step, _WHAT.get(path, "attention"), began, mark))
 
-    def _submit(self, program: Program) -> None:
-        for loaded, steps in program:
-            self.backend.submit(loaded, steps)
+    def _clear(self, step: int, *what: tuple[Block, int, float]) -> None:
+        """Fill so many rows of blocks with a value."""
+        began = self.transport.clock.mark()
+        for block, count, value in what:
+            if count:
+                block.array(count)[...] = value
+        self.spans.append(Span("compute", step, "clear", began, self.transport.clock.mark()))
 
     def _forward_step(self, step: int) -> Program:
         made: Program = []
@@ -216,20 +237,20 @@ class Rank:
         return made
 
     def _backward_step(self, step: int) -> list[tuple[Program, Program]]:
-        """For each task what needs no neighbour's sums, and what does."""
-        made: list[tuple[Program, Program]] = []
-        (held, k_rows), (sums, _), n = self._held(step), self._summed(step), self.q_rows
-        for task in self.partition.tasks(self.rank, step):
-            q, k, p = task.q_first, task.k_first, task.problem
-            read = {"O": self.out, "logsumexp": self.lse, "dO": self.d_out}
-            given = self._inputs(task, held, k_rows) | {name: block.view(n, 0, q) for name, block in read.items()}
-            parts = [self.step_dkv.view(k_rows, i, k) for i in (0, 1)]
-            written = {"dQ": self.step_dq.view(n, 0, q), "dK": parts[0], "dV": parts[1]}
-            launches = [self._packed(self._attention("backward", p), given | written)]
-            launches.append(self._packed(self._ours(ADD, p.heads_q, p.seq_q), {"Q": written["dQ"], "O": self.sum.view(n, 0, q)}))
-            add = self._ours(ADD, p.heads_kv, p.seq_kv)
-            made.append((launches, [self._packed(add, {"Q": parts[i], "O": sums.view(k_rows, i, k)}) for i in (0, 1)]))
-        return made
+        (held, k_rows), (sums, _) = self._held(step), self._summed(step)
+        return [self._backward_task(task, held, k_rows, sums, self.step_dkv) for task in self.partition.tasks(self.rank, step)]
+
+    def _backward_task(self, task: Task, held: Block, k_rows: int, sums: Block, part: Block) -> tuple[Program, Program]:
+        """What needs no sums of dK and dV, and what does: the kernel writes its dK and dV to `part`, which is added to the sums."""
+        q, k, p, n = task.q_first, task.k_first, task.problem, self.q_rows
+        read = {"O": self.out, "logsumexp": self.lse, "dO": self.d_out}
+        given = self._inputs(task, held, k_rows) | {name: block.view(n, 0, q) for name, block in read.items()}
+        parts = [part.view(k_rows, i, k) for i in (0, 1)]
+        written = {"dQ": self.step_dq.view(n, 0, q), "dK": parts[0], "dV": parts[1]}
+        launches = [self._packed(self._attention("backward", p), given | written)]
+        launches.append(self._packed(self._ours(ADD, p.heads_q, p.seq_q), {"Q": written["dQ"], "O": self.sum.view(n, 0, q)}))
+        add = self._ours(ADD, p.heads_kv, p.seq_kv)
+        return launches, [self._packed(add, {"Q": parts[i], "O": sums.view(k_rows, i, k)}) for i in (0, 1)]
 
     def _rounded(self, source: Block, target: Block, heads: int, count: int, tensors: int) -> Program:
         if not count:
@@ -272,7 +293,8 @@ class Rank:
         return found
 
     def _most_workspace(self, kernel: Kernel, index: int) -> int:
-        mine = [task.problem for step in range(self.partition.ranks) for task in self.partition.tasks(self.rank, step)]
+        steps = [self.partition.tasks(self.rank, step) for step in range(self.partition.ranks)]
+        mine = [task.problem for tasks in (*steps, *self.partition.own_tasks(self.rank)) for task in tasks]
         plans = [kernel.plan(problem, self.backend.device(), self.contender.tiles) for problem in dict.fromkeys(mine)]
         return max(plan.workspaces[index].bytes for plan in plans)
 

@@ -1,4 +1,7 @@
-"""ring.csv, ring_steps.csv and env.json of rings: a row a pass, a row a step, and the machine. Rows are added to what is there."""
+"""ring.csv, ring_steps.csv, ring_timeline.csv and env.json of rings: a row a pass, a row a step, a row a span of one run, the machine.
+
+Rows are added to what is there.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ RING = (
     *("max_error", "max_difference", "repeated", "simulated", "device", "device_name", "seed", "runs"),
 )
 STEPS = (*_SAME, "step", "compute_ms", "communication_ms", "bytes")
+TIMELINE = (*_SAME, "rank", "stream", "step", "what", "begin_ms", "end_ms", "bytes")
 #: The tensors of each pass, whose errors its row has the greatest of.
 _TENSORS = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
 
@@ -34,6 +38,8 @@ def write(folder: Path, outcome: Outcome) -> list[Path]:
     """
     make_folder(folder)
     tables = {"ring.csv": (RING, _rows(outcome)), "ring_steps.csv": (STEPS, _steps(outcome) if outcome.passed else [])}
+    if outcome.passed and not outcome.simulated:
+        tables["ring_timeline.csv"] = (TIMELINE, _timeline(outcome))
     made = {name: _added(folder / name, columns, rows) for name, (columns, rows) in tables.items()}
     facts = environment(device=outcome.device, device_name=outcome.device_name, ranks=outcome.ranks)
     write_files(folder, made | {"env.json": json_bytes(facts)})
@@ -73,6 +79,19 @@ def _steps(outcome: Outcome) -> list[dict[str, Cell]]:
         for name, time in outcome.times.items()
         for step in time.steps
     ]
+
+
+def _timeline(outcome: Outcome) -> list[dict[str, Cell]]:
+    """The last run of each pass on each rank; 0 is its first mark on any of them."""
+    made = []
+    for name, time in outcome.times.items():
+        first = min(span.began for line in time.lines for span in line)
+        for rank, line in enumerate(time.lines):
+            for span in sorted(line, key=lambda span: float(span.began)):
+                row = _same(outcome, name) | {"rank": rank, "stream": span.stream, "step": span.step, "what": span.what}
+                row |= {"begin_ms": round((span.began - first) * 1e3, 4), "end_ms": round((span.ended - first) * 1e3, 4)}
+                made.append(row | {"bytes": span.bytes})
+    return made
 
 
 def _added(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Cell]]) -> bytes:

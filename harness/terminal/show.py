@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..kernel.kernel import Kernel
     from ..profile.counters import Counters
     from ..run import Result
+    from ..selftest.trial import Trial
     from ..verify import CaseResult
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
@@ -289,6 +291,33 @@ def new_kernel(path: Path) -> int:
     spec = path if path.is_absolute() else f"./{path}"
     print(f"hint: fa-cli run --compute {spec} --mode {'both' if pass_ == 'backward' else pass_}", file=sys.stderr)
     return 0
+
+
+def selftest(found: Sequence[Trial], as_json: bool, verbosity: int) -> int:
+    """selftest: how many faults of each kind and check were caught, and each that survived."""
+    wrong = [trial for trial in found if not trial.caught]
+    if as_json:
+        document({"passed": not wrong, "rows": found})
+        return 1 if wrong else 0
+    progress(verbosity)("")
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in found:
+        groups.setdefault(("right kernels" if trial.control else trial.kind, trial.check), []).append(trial)
+    if verbosity >= VERBOSE:
+        columns = ("kind", "fault", "kernel", "check", "seconds", "caught")
+        rows = [(t.kind, t.fault, t.kernel, t.check, t.seconds, "yes" if t.caught else "NO") for t in found if not t.control]
+        table(columns, rows)
+        print()
+    if verbosity > QUIET:
+        counts = [(*names, len(group), sum(t.caught for t in group), sum(t.seconds for t in group)) for names, group in groups.items()]
+        table(("kind", "check", "trials", "as they should", "seconds"), counts)
+    for trial in wrong:
+        what = "is accused by" if trial.control else f"with {trial.fault!r} survives"
+        line("FAIL", f"{trial.kernel} {what} {trial.check}: {trial.message or 'it found nothing'}")
+        print(f"     fa-cli selftest --only {shlex.quote(trial.fault)}")
+    faults, caught = [[t for t in found if not t.control and t.caught >= least] for least in (False, True)]
+    line("FAIL" if wrong else "PASS", f"{len(caught)} of {len(faults)} faults caught, {len(found) - len(faults)} right kernels tried")
+    return 1 if wrong else 0
 
 
 def doctor(checks: Sequence[Check], as_json: bool, verbosity: int) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from planted import edited
 
 from harness import compile as compiler
 from harness import verify
@@ -19,6 +18,7 @@ from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
 from harness.problem import Problem
+from harness.selftest.mutant import edited
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 33, "--dim", 16)

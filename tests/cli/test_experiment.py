@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from planted import edited
 
 from harness import experiment, run
 from harness.backends import ContextLost
 from harness.check.contender import Contender
+from harness.selftest.mutant import edited
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., Result]

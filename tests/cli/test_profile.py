@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from planted import edited
 
 from harness.profile import nsight as profile
+from harness.selftest.mutant import edited
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from planted import WRONG, edited
+from planted import WRONG
 
 import cli
 from harness.kernel import kernel
+from harness.selftest.mutant import edited
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

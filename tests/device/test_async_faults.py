@@ -20,6 +20,7 @@ from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.fault import KernelFault
+from harness.selftest.mutant import edited
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -47,7 +48,7 @@ SUMS = np.roll(NUMBERS.reshape(16, 64).sum(0), -1)
 
 def pipeline(backend: Backend, folder: Path, old: str = "", new: str = "") -> Any:
     """The sums of PIPELINE with one edit."""
-    body = planted.edited(PIPELINE, (old, new)) if old else PIPELINE
+    body = edited(PIPELINE, (old, new)) if old else PIPELINE
     return f32(run(backend, folder, body, NUMBERS, block=64, shared=2048, before=BEFORE), 64)
 
 

@@ -1,8 +1,7 @@
 """The words for tensor cores, asynchronous copies and vector reductions, against numpy on every backend found; and against a real GPU.
 
 As in test_words.py the H200's answers lie in golden_h200.npz (`FA_CLI_GOLDEN=1 pytest tests/device/test_words.py
-tests/device/test_mma_words.py` on one writes them). Moves and conversions must match bit for bit. Products of small integers have
-one right answer too; of random numbers they may differ by the rounding of their sums, in which a tensor core truncates.
+tests/device/test_mma_words.py` on one writes them). Everything must match bit for bit, a tensor core's sums too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 from test_words import BITS, COUNT, LANE, NAN, X, golden, run_word, same_bits, to16
 from word_kernel import TYPES, f32, integers, run
 
-from harness.backends import Backend
+from harness.backends import Backend, pick
 
 BEFORE = "#include <fa/atomic.cuh>\n#include <fa/mma.cuh>\n#include <fa/wmma.cuh>\nusing fa::uint32_t;\nusing fa::uint16_t;"
 THREAD = np.arange(COUNT)
@@ -176,21 +175,74 @@ def test_mma_of_integers(name: str, backend: Backend, tmp_path: Path) -> None:
     assert np.array_equal(got, a @ b + 100 * np.arange(16)[:, None] + np.arange(8))
 
 
-@pytest.mark.parametrize("name", MMA)
-def test_mma_of_random_numbers(name: str, backend: Backend, tmp_path: Path) -> None:
-    """Within the rounding of the sums of the true value, and of the H200's; tf32 does not look at a float's 13 lowest bits."""
-    dtype, k = MMA[name]
+def exponents(values: Any, least: int) -> Any:
+    """Of each element; subnormal ones have the smallest normal number's, zeros float32's."""
+    return np.where(values == 0, -126, np.maximum(np.frexp(values)[1] - 1, least))
+
+
+def tensor_core(a: Any, b: Any, c: Any, dtype: str, sm: int = 90) -> Any:
+    """c + a b in a tensor core's arithmetic (Xie et al., MMA-Sim, arXiv 2511.10909): float64 arrays (M, K), (K, N), (M, N) -> (M, N).
+
+    Terms are aligned to the largest exponent, truncated 25 bits behind the point (24 before sm_90, where K is halved), summed, truncated.
+    """
+    least, bits, parts = (-14 if dtype == "float16" else -126), (25 if sm >= 90 else 24), (1 if sm >= 90 else 2)
+    for a_part, b_part in zip(np.split(a, parts, 1), np.split(b, parts, 0), strict=True):
+        products = a_part[:, :, None] * b_part[None]
+        of_products = exponents(a_part, least)[:, :, None] + exponents(b_part, least)[None]
+        unit = np.ldexp(1.0, np.maximum(of_products.max(1), exponents(c, -126)) - bits)
+        total = (np.trunc(products / unit[:, None]).sum(1) + np.trunc(c / unit)) * unit
+        last = np.ldexp(1.0, np.maximum(np.frexp(total)[1] - 1, -126) - 23)
+        with np.errstate(over="ignore"):
+            c = (np.trunc(total / last) * last).astype(np.float32).astype(np.float64)
+    return c
+
+
+def operands(dtype: str, k: int, family: str) -> tuple[Any, Any]:
+    """A (16, k) and B (k, 8) of a dtype: normal, or of many exponents and with zeros, or at the ends of the type's range."""
     draw = np.random.RandomState(3)
-    a, b = (draw.randn(*shape).astype(TYPES[dtype]) for shape in ((16, k), (k, 8)))
-    got = product(backend, tmp_path, name, a, b, "0.0f")
+    a, b = (draw.randn(*shape) for shape in ((16, k), (k, 8)))
+    if family == "wide":
+        a, b = (np.ldexp(x, draw.randint(-20, 12, x.shape)) * (draw.rand(*x.shape) < 0.8) for x in (a, b))
+    elif family == "ends":
+        low, high = (-24, 13) if dtype == "float16" else (-130, 60)
+        a = np.ldexp(a, np.linspace(low, high, 16).astype(int)[:, None] + draw.randint(-3, 3, a.shape)) * (np.arange(16) % 5 > 0)[:, None]
+        b = np.ldexp(b, np.linspace(low / 4, high, 8).astype(int) + draw.randint(-3, 3, b.shape))
+    return a.astype(TYPES[dtype]), b.astype(TYPES[dtype])
+
+
+@pytest.mark.parametrize("family", ["normal", "wide", "ends"])
+@pytest.mark.parametrize("name", MMA)
+def test_mma_bits(name: str, family: str, backend: Backend, tmp_path: Path) -> None:
+    """The model's bits and the H200's; tf32 does not look at a float's 13 lowest bits."""
+    dtype, k = MMA[name]
+    a, b = operands(dtype, k, family)
+    before, c = "0.0f", np.zeros((16, 8))
+    if family == "wide":  # (row % 8 + 1) / 64^(column / 2)
+        before, c = "(g + 1.0f) / (1 << 6 * (t % 4))", (np.arange(16)[:, None] % 8 + 1) / 64.0 ** (np.arange(8) // 2)
+    got = product(backend, tmp_path, name, a, b, before)
+    if dtype == "float32":
+        a, b = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
+    wanted = tensor_core(a.astype(np.float64), b.astype(np.float64), c, dtype)
+    assert np.array_equal(got, wanted), f"{(got != wanted).sum()} of {got.size} elements differ from the model"
+    recorded = golden(name.removeprefix("fa::") + (f" {family}" if family != "normal" else ""), got, backend)
+    assert recorded is None or np.array_equal(got, recorded), "not the bits of the GPU"
+    rounded = (a.astype(np.float64) @ b.astype(np.float64) + c).astype(np.float32)
+    assert not np.array_equal(got, rounded), "it could not fail"
+
+
+@pytest.mark.parametrize("name", MMA)
+def test_mma_bits_of_sm_80(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend's other tensor core: 24 bits, and K in two halves."""
+    monkeypatch.setenv("FA_CLI_TENSOR_CORE", "sm_80")
+    dtype, k = MMA[name]
+    a, b = operands(dtype, k, "normal")
+    body = FRAGMENTS.format(per=1 if dtype == "float32" else 2, word="uint32_t", k=k, mma=name, before="0")
+    got = f32(run(pick("cpu"), tmp_path, body, a, np.ascontiguousarray(b.T), dtype=dtype, before=BEFORE), 16, 8)
     if dtype == "float32":
         a, b = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
     a, b = a.astype(np.float64), b.astype(np.float64)
-    terms = np.abs(a) @ np.abs(b)
-    assert close(got, a @ b, terms, k)
-    recorded = golden(name.removeprefix("fa::"), got, backend)
-    assert recorded is None or close(got, recorded, terms, k)
-    assert not close(got, a.astype(np.float32) @ np.nextafter(b, 9).astype(np.float32) * (1 + 2.0**-17), terms, k), "it could not fail"
+    assert np.array_equal(got, tensor_core(a, b, np.zeros((16, 8)), dtype, 80))
+    assert not np.array_equal(got, tensor_core(a, b, np.zeros((16, 8)), dtype, 90)), "it could not fail"
 
 
 @pytest.mark.parametrize("name", MMA)
@@ -246,4 +298,4 @@ def test_wmma(layout: str, dtype: str, backend: Backend, tmp_path: Path) -> None
         terms = np.abs(a) @ np.abs(b) + before / 2
         assert close(got, a @ b + before / 2, terms, 0 if a.dtype == b.dtype and np.array_equal(a, a.round()) else 32)
     recorded = golden(f"wmma_mma {layout} {dtype}", got, backend)
-    assert recorded is None or close(got, recorded, terms, 32)
+    assert np.array_equal(got, recorded), "not the bits of the GPU, or it was never asked"

@@ -182,6 +182,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.[chS]*",
         "experiments/*/sweep.toml",
+        "harness/selftest/faults.toml",
     ):
         found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
         assert found, pattern

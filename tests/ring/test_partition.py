@@ -40,6 +40,25 @@ def test_every_visible_pair_once(shape: tuple[int, int, int | None], ranks: int,
     assert (count == visible(problem)).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_own_keys_in_two_parts(shape: tuple[int, int, int | None], kind: str, causal: bool) -> None:
+    """Together the parts are step 0, and the first part has no key twice."""
+    problem = Problem.of(1, 1, shape[0], 8, seq_kv=shape[1], causal=causal, causal_shift=shape[2])
+    made = Partition.of(problem, 3, kind)
+    for rank in range(3):
+        whole, parts = (np.zeros((rows(made.queries[rank]), rows(made.keys[rank])), int) for _ in range(2))
+        first, later = made.own_tasks(rank)
+        for found, tasks in ((whole, made.tasks(rank, 0)), (parts, (*first, *later))):
+            for task in tasks:
+                p = task.problem
+                found[task.q_first :, task.k_first :][: p.seq_q, : p.seq_kv] += visible(p)
+        assert (whole == parts).all()
+        keys = [key for task in first for key in range(task.k_first, task.k_first + task.problem.seq_kv)]
+        assert len(keys) == len(set(keys))
+
+
 def test_zigzag_is_one_launch_a_step_and_the_same_work() -> None:
     """Step 0 is one triangle; a lower rank's keys are half as many, a higher rank's queries are; no other step is masked."""
     made = Partition.of(Problem.of(1, 1, 64, 8, causal=True), 4)

@@ -12,7 +12,7 @@ from harness import choose
 from harness.backends import Backend, pick
 from harness.check.oracle import Oracle, oracle_for
 from harness.problem import MODES, Problem
-from harness.ring import rank
+from harness.ring import rank, timing
 from harness.ring.partition import Partition
 from harness.ring.rank import Rank, run_together
 from harness.ring.transport import local
@@ -93,3 +93,13 @@ def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: py
     oracle = oracle_for(Problem.of(1, 1, 64, 32), backend, "both")
     verdicts = oracle.judge(ring(backend, "fa2", oracle, 2, None), "f32", 64)
     assert not verdicts["O"].passed and verdicts["logsumexp"].passed
+
+
+def test_a_prediction_hides_messages_behind_the_steps_beside_them() -> None:
+    """K and V of step 0 beside its 3 s, dK and dV of step 1 beside the own keys behind it; without overlap all add up."""
+    spans = [rank.Span("compute", step, "attention", 0.0, seconds) for step, seconds in ((0, 3.0), (1, 5.0), (2, 1.0))]
+    spans += [rank.Span("communication", 0, "K V", 0.0, 0.0, 400), rank.Span("communication", 1, "dK dV", 0.0, 0.0, 800)]
+    samples = [[timing.Sample(9.0, (4.0, 5.0), (0.0, 0.0), (400, 800), tuple(spans))]]
+    assert timing.predicted(samples, True, 100.0).median == 4.0 + 5.0 + 8.0
+    assert timing.predicted(samples, False, 100.0).median == 9.0 + 4.0 + 8.0
+    assert timing.predicted(samples, True, 1e9).median == pytest.approx(9.0) and not timing.predicted(samples, True, 1e9).lines

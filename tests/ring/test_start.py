@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,17 @@ def test_a_ring_under_mpiexec(count: int, more: tuple[object, ...], tmp_path: Pa
 
 def test_a_ring_that_is_started_here(tmp_path: Path) -> None:
     """The form of seed 003, with a process a rank."""
-    done = ran(words("--seq", 300, "--dim", 64, "--gpus", 3, *ON_CPU), tmp_path)
+    done = ran(words("--seq", 300, "--dim", 64, "--gpus", 3, "--output-dir", tmp_path / "out", *ON_CPU), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "PASS fa2 forward 3 ranks contiguous B1_H1_S300_D64 on cpu" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "out" / "ring_timeline.csv").read_text().splitlines()))
+    for rank in "012":
+        mine = [row for row in rows if row["rank"] == rank]
+        assert [row["step"] for row in mine if row["what"] == "attention"] == ["0", "1", "2"]
+        assert [row["step"] for row in mine if row["what"] == "K V" and int(row["bytes"])] == ["0", "1"]
+        computing = [(float(row["begin_ms"]), float(row["end_ms"])) for row in mine if row["stream"] == "compute"]
+        assert all(0 <= a <= b <= c for (a, b), (c, _) in pairwise(computing)), computing  # a stream does one thing at a time
+    assert min(float(row["begin_ms"]) for row in rows) == 0
     assert not list(tmp_path.glob("fa_cli*"))
 
 
@@ -160,7 +169,7 @@ def test_rows_of_rings(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
     assert [(row["ranks"], row["pass"], row["status"]) for row in rows] == [
         (ranks, pass_, "PASS") for ranks in "12" for pass_ in ("forward", "backward")
     ]
-    assert [row["bytes_sent"] for row in rows] == ["0", "0", "8192", str(8192 + 2 * 8192)]  # keys once; the sums of gradients twice
+    assert [row["bytes_sent"] for row in rows] == ["0", "0", "8192", str(8192 + 8192)]  # keys once; sums of gradients once, home
     assert all(0 < float(row["ms"]) < 1e4 and float(row["max_error"]) < 1e-4 for row in rows)
     assert len(steps) == 2 * 1 + 2 * 2 and json.loads((tmp_path / "out" / "env.json").read_text())["ranks"] == 2
     (tmp_path / "out" / "ring.csv").write_text("another\n")

@@ -20,6 +20,7 @@ PLACES: dict[str, Place] = {
     "verbs": (1, 2.3, 10.0, "run, experiment, verify, tune, compile, compare, doctor; sweep, results"),
     "ring": (2, 2.3, 4.3, "ranks, NCCL, MPI"),
     "torch_op": (2, 4.5, 6.0, "in PyTorch"),
+    "selftest": (2, 0.0, 2.1, "faults, planted"),
     "profile": (3, 0.0, 2.1, "ncu, nsys"),
     "choose": (3, 2.3, 6.0, "--compute -> Contender"),
     "report": (2, 6.9, 10.0, "figures, tables, summary"),

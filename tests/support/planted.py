@@ -1,62 +1,10 @@
-"""Kernel files with something wrong: the named faults of faults.toml, planted in kernels of the tree, and small files of a test's own."""
+"""Small kernel files of a test's own, right or with something wrong. Faults in kernels of the tree are harness/selftest's."""
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.kernel.kernel import INCLUDE, Kernel, catalogue
-from harness.problem import Problem
-
-
-@dataclass(frozen=True)
-class Planted:
-    """One fault of faults.toml, whose first lines say what each field is."""
-
-    name: str
-    kernel: str
-    edits: tuple[tuple[str, str], ...]
-    found_by: dict[str, list[str]]
-    file: str = ""
-    seq: int = 129
-    causal: bool = False
-    problem: Problem = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "problem", Problem.of(1, 2, self.seq, 64, causal=self.causal))
-
-    def plant(self, folder: Path) -> Kernel:
-        """The kernel with its fault, written into a folder (a header with a fault beside it). Raises ValueError as `edited` does."""
-        source = next(kernel for kernel in catalogue() if kernel.label == self.kernel)
-        text = source.path.read_text(encoding="utf-8")
-        if self.file:
-            header = folder / Path(self.file).name
-            header.write_text(edited((INCLUDE / self.file).read_text(encoding="utf-8"), *self.edits, where=self.file), encoding="utf-8")
-            text = edited(text, (f"<{self.file}>", f'"{header.name}"'), where=source.path.name)
-        else:
-            text = edited(text, *self.edits, where=source.path.name)
-        path = folder / f"{self.kernel}.cu"
-        path.write_text(text, encoding="utf-8")
-        return Kernel.read(path)
-
-
-def faults(check: str = "") -> dict[str, Planted]:
-    """The faults by name: all, or those that a check must find."""
-    tables = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))["fault"]
-    found = {table["name"]: Planted(**table | {"edits": tuple(map(tuple, table["edits"]))}) for table in tables}
-    assert len(found) == len(tables), "two faults have one name"
-    return {name: fault for name, fault in found.items() if not check or check in fault.found_by}
-
-
-def edited(text: str, *edits: tuple[str, str], where: str = "the text") -> str:
-    """The text with each edit made, one after the other. Raises ValueError where what is replaced does not stand there exactly once."""
-    for old, new in edits:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} stands {text.count(old)} times in {where}, not once")
-        text = text.replace(old, new)
-    return text
-
+from harness.kernel.kernel import Kernel
 
 HEADER = """\
 // /// kernel

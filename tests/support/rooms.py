@@ -15,6 +15,7 @@ ROOMS = (
     "verbs",
     "ring",
     "torch_op",
+    "selftest",
     "choose",
     "profile",
     "check",

@@ -32,7 +32,7 @@ from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, CompileError, Fill, Loaded, Step, cache_dir
 from .library import check_library
-from .machine import fenced, processor, threads
+from .machine import fenced, processor, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
 
@@ -298,7 +298,7 @@ def _keep_open(key: str, library: _Library) -> _Library:
 def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     unit = translation_unit(kernel)
     flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
-    flags += [f"-D{name}={value}" for name, value in plan.macros]
+    flags += [f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core()))]
     link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
     if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit

@@ -35,6 +35,15 @@ def threads() -> int:
     return int(asked)
 
 
+def tensor_core() -> int:
+    """Whose tensor core's arithmetic mma and wmma have: FA_CLI_TENSOR_CORE, 80 or 90 (the default). Raises UsageFault for another."""
+    asked = os.environ.get("FA_CLI_TENSOR_CORE") or "sm_90"
+    if asked not in ("sm_80", "sm_90"):
+        why = "sm_80 is the arithmetic of sm_80 to sm_89, sm_90 that of sm_90 and later"
+        raise UsageFault(f"FA_CLI_TENSOR_CORE is {asked[:40]!r}", why, "unset it for sm_90")
+    return int(asked[3:])
+
+
 @cache
 def processor() -> str:
     """The processor's model name, from /proc/cpuinfo."""

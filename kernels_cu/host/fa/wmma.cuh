@@ -4,6 +4,7 @@
 
 #include <fa/async.cuh>
 #include <fa/collective.cuh>
+#include <fa/tensor_core.cuh>
 
 namespace fa {
 
@@ -95,8 +96,12 @@ template <class T, bool B_BY_COLUMNS> FA_HOST_COLLECTIVE wmma_product(void* cons
         for (int k = 0; k < 16; ++k) b[k] = columns[k];
     }
     __builtin_memcpy(d, all.wmma_d, sizeof d);
-    for (int i = 0; i < 16; ++i)
-        for (int k = 0; k < 16; ++k) d[i] += a[i][k] * b[k];
+    Ints b_exponent[16];
+    for (int k = 0; k < 16; ++k) b_exponent[k] = exponents<T>(b[k]);
+    for (int i = 0; i < 16; ++i) {  // D's columns lie in the lanes of a vector here: b is one, an element of a is a number
+        const Ints a_exponent = exponents<T>(a[i]);
+        d[i] = tensor_core<T, 16>(b, b_exponent, (const float*)&a[i], (const int*)&a_exponent, d[i]);
+    }
     __builtin_memcpy(all.wmma_d, d, sizeof d);
 }
 

@@ -1,0 +1,121 @@
+"""The trial of a mutant: whether the check that is meant to catch it does, with the words it should use."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from ..backends import Backend, pick
+from ..backends.protocol import cache_dir
+from ..check import budget
+from ..check.contender import PassResult, run_kernel
+from ..check.oracle import oracle_for
+from ..fault import Fault, UsageFault
+from ..kernel.kernel import Kernel
+from ..problem import Problem
+from .mutant import Mutant, mutants
+
+#: The checks of each backend; what only compute-sanitizer finds is experiments/verify's.
+CHECKS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("budget", "poison", "guards", "inputs", "engine", "race"),
+    "cuda": ("budget", "guards", "inputs"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One mutant before one check. control: the kernel it was made from, unspoiled, which must pass. caught is whether all was right."""
+
+    fault: str
+    kind: str
+    kernel: str
+    check: str
+    control: bool
+    caught: bool
+    message: str
+    seconds: float
+
+
+def selftest(
+    device: str = "auto",
+    quick: bool = False,
+    only: Sequence[str] = (),
+    progress: Callable[[Trial], None] = lambda trial: None,
+) -> list[Trial]:
+    """Plant each fault and try each check that must find it on this device, then the same check on the unspoiled kernel.
+
+    quick: one fault of each kind before each check. only: patterns of fault names. Raises UsageFault where no fault is left.
+    """
+    plain = pick(device)
+    backends = {"": plain} | ({"race": pick("cpu", check="race")} if plain.name == "cpu" else {})
+    chosen = [mutant for mutant in mutants().values() if not only or any(fnmatch(mutant.name, pattern) for pattern in only)]
+    pairs = [(mutant, check) for mutant in chosen for check in mutant.found_by if check in CHECKS[plain.name]]
+    if quick:
+        pairs = list({(mutant.kind, check): (mutant, check) for mutant, check in reversed(pairs)}.values())[::-1]
+    if not pairs:
+        raise UsageFault("no fault to plant", f"none of this name has a check on {plain.name}", "fa-cli selftest -v names them")
+    planted = {mutant.name: _plant(mutant) for mutant, _ in pairs}
+    wanted = [(backends.get(check, plain), planted[mutant.name], mutant.problem) for mutant, check in pairs]
+    controls = {(mutant.kernel, mutant.problem, check == "race"): (mutant, check) for mutant, check in pairs}
+    wanted += [(backends.get(check, plain), mutant.source, mutant.problem) for mutant, check in controls.values()]
+    _compile_ahead(wanted)
+    trials = []
+    for control, group in ((False, pairs), (True, list(controls.values()))):
+        for mutant, check in group:
+            kernel = mutant.source if control else planted[mutant.name]
+            trials.append(_try(backends.get(check, plain), mutant, kernel, check, control))
+            progress(trials[-1])
+    return trials
+
+
+def judge(backend: Backend, kernel: Kernel, problem: Problem) -> PassResult:
+    """Run a kernel on a problem made in memory, checks and all. Raises as :func:`run_kernel` does."""
+    oracle = oracle_for(problem, backend, kernel.pass_)
+    return run_kernel(backend, kernel, oracle, oracle.inputs_of(kernel.pass_))
+
+
+def finding(backend: Backend, kernel: Kernel, problem: Problem) -> tuple[list[str], str]:
+    """The tensors that fail and what is said of them; no tensor and the message where the kernel ends with a fault."""
+    try:
+        verdicts = judge(backend, kernel, problem).verdicts.values()
+    except Fault as fault:
+        return [], str(fault)
+    wrong = [verdict for verdict in verdicts if not verdict.passed]
+    return [verdict.tensor for verdict in wrong], "; ".join(map(budget.message, wrong))
+
+
+def as_expected(mutant: Mutant, check: str, tensors: Sequence[str], message: str) -> bool:
+    """Whether a finding is the one that the fault's found_by asks of a check: exactly these tensors, or all these words."""
+    if check in ("budget", "poison"):
+        return set(tensors) == set(mutant.found_by[check])
+    return not tensors and all(re.search(words, message, re.DOTALL) for words in mutant.found_by[check])
+
+
+def _try(backend: Backend, mutant: Mutant, kernel: Kernel, check: str, control: bool) -> Trial:
+    start = time.perf_counter()
+    tensors, message = finding(backend, kernel, mutant.problem)
+    caught = not message if control else as_expected(mutant, check, tensors, message)
+    return Trial(mutant.name, mutant.kind, mutant.kernel, check, control, caught, message, time.perf_counter() - start)
+
+
+def _plant(mutant: Mutant) -> Kernel:
+    """In a folder that stays: the compiled kernel is found again."""
+    folder = cache_dir() / "selftest" / re.sub(r"\W+", "_", mutant.name)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return mutant.plant(folder)
+
+
+def _compile_ahead(wanted: Iterable[tuple[Backend, Kernel, Problem]]) -> None:
+    def load(each: tuple[Backend, Kernel, Problem]) -> None:
+        backend, kernel, problem = each
+        with suppress(Fault):
+            backend.load(kernel, problem)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(load, wanted))
