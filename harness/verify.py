@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from . import kernel
+from . import child, kernel
 from .backends import Backend
 from .check import budget
 from .check.contender import run_kernel
@@ -237,12 +238,22 @@ def verify(
     for chosen in found:
         cases = [each for each in matrix(chosen, which, first.name) if case is None or each.number == case]
         compile_ahead(first, chosen, cases)
-        for each in cases:
+
+        def work(each: Case, chosen: kernel.Kernel = chosen) -> CaseResult:
             schedule = schedule_seed if schedule_seed is not None else each.schedule
             if schedule not in backends:
                 backends[schedule] = open_backend(device, check, schedule)
-            results.append(run_case(backends[schedule], chosen, each, which, deterministic))
-            progress(results[-1])
+            return run_case(backends[schedule], chosen, each, which, deterministic)
+
+        def died(each: Case, why: child.Ended, chosen: kernel.Kernel = chosen) -> CaseResult:
+            repro = _repro(first, chosen, each, which, deterministic)
+            return CaseResult(chosen.name, chosen.pass_, each, False, str(why), 0.0, repro, {}, why.exit_code)
+
+        # what a kernel ends on the CPU is then a process of its own; AddressSanitizer ends that and tells this process's parent
+        fork = first.name == "cpu" and check != "asan" and "torch" not in sys.modules
+        for result in child.survived(cases, work, died, f"the process of {chosen.label}") if fork else map(work, cases):
+            results.append(result)
+            progress(result)
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
     return results
@@ -271,8 +282,7 @@ def in_form(chosen: kernel.Kernel, case: Case) -> kernel.Kernel:
 def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool = False) -> CaseResult:
     """One case; a fault is a failed result, not an exception."""
     start = time.perf_counter()
-    repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number} --device {backend.name}"
-    repro += " --deterministic" * deterministic
+    repro = _repro(backend, chosen, case, which, deterministic)
     largest: dict[str, float] = {}
     message, code = "", 0
     try:
@@ -284,3 +294,9 @@ def run_case(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, de
     except Fault as fault:
         message, code = str(fault), fault.exit_code
     return CaseResult(chosen.name, chosen.pass_, case, not message, message, time.perf_counter() - start, repro, largest, code)
+
+
+def _repro(backend: Backend, chosen: kernel.Kernel, case: Case, which: str, deterministic: bool) -> str:
+    """The command that runs a case alone."""
+    command = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} --matrix {which} --case {case.number}"
+    return f"{command} --device {backend.name}" + " --deterministic" * deterministic

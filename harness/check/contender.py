@@ -29,7 +29,8 @@ class PassResult:
     """One pass: outputs (host storage arrays), a verdict for each, what can be timed, and the timings taken so far (warm, cold).
 
     device_bytes: device memory of tensors and workspaces; None where it is not known. kernel and loaded are None for a peer; ran says
-    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it.
+    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it. arithmetic: the class
+    whose budget it was judged by.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PassResult:
     ran: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
     maps: Mapping[str, Array] = field(default_factory=dict)
+    arithmetic: str = "f32"
 
     @property
     def passed(self) -> bool:
@@ -109,7 +111,26 @@ def run_kernel(
     arithmetic = chosen.arithmetic_for(oracle.problem.dtype)
     verdicts = oracle.judge(outputs, arithmetic, int(dict(loaded.plan.macros).get("BLOCK_Q", 64)))
     maps = oracle.error_maps(outputs, verdicts)
-    return PassResult(chosen.name, outputs, verdicts, bound, bound.device_bytes, chosen, loaded, maps=maps)
+    return PassResult(
+        chosen.name,
+        outputs,
+        verdicts,
+        bound,
+        bound.device_bytes,
+        chosen,
+        loaded,
+        maps=maps,
+        arithmetic=arithmetic_of(oracle.problem, chosen),
+    )
+
+
+def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
+    """The class of arithmetic that a kernel, or None: a peer, is judged by and tables name; f64 on float64, whatever the header says."""
+    if problem.dtype == "float64":
+        return "f64"
+    if kernel:
+        return kernel.arithmetic_for(problem.dtype)
+    return "f32" if problem.dtype == "float32" else "p16"
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
@@ -121,8 +142,9 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     peer.refuse(problem, pass_)
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
-    verdicts = oracle.judge(outputs, "f32" if problem.dtype in ("float32", "float64") else "p16", 64)
-    return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran)
+    arithmetic = arithmetic_of(problem)
+    verdicts = oracle.judge(outputs, arithmetic, 64)
+    return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran, arithmetic=arithmetic)
 
 
 def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:

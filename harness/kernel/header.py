@@ -69,7 +69,7 @@ REQUIRED: dict[str, Kind] = {
     "causal": _FLAG,
     "gqa": _FLAG,
     "cross": _FLAG,
-    "logits": (lambda v: v == "any" or (type(v) in (int, float) and 0 <= v < math.inf), 'a number of at least 0, or "any"'),
+    "logits": (lambda v: v == "any" or (type(v) in (int, float) and 0 <= float(str(v)) < math.inf), 'a number of at least 0, or "any"'),
     "deterministic": _FORMS,
     "launch": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[launch]]"),
 }
@@ -140,9 +140,9 @@ def read_header(path: Path) -> Table:
     for item in head.get("launch", ()):
         missing += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
     if missing:
-        where = dict.fromkeys(place for _, place in missing)
-        told = [f"{', '.join(repr(key) for key, place in missing if place == each)}{f' in {each}' * bool(each)}" for each in where]
-        raise lines.bad(next(iter(where)), f"the header lacks the required key{'s' * (len(missing) > 1)} {'; '.join(told)}")
+        where = list(dict.fromkeys(place for _, place in missing))
+        names = [f"{', '.join(repr(key) for key, place in missing if place == each)}{f' in {each}' * bool(each)}" for each in where]
+        raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(missing) > 1)} {'; '.join(names)}")
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     return head

@@ -345,11 +345,17 @@ def _find(spec: str, pass_: str) -> Kernel:
 def _from_path(path: Path, pass_: str) -> Kernel:
     match = _FILE.match(path.stem)
     if not match:
-        raise UsageFault(f"{clipped(path.name, 80)} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu")
+        raise UsageFault(
+            f"{clipped(path.name, 80)} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu"
+        )
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if len(file.name) > 255 or not file.is_file():
-        hint = f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}" if file != path else "fa-cli list shows the kernels there are"
+        hint = (
+            f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
+            if file != path
+            else "fa-cli list shows the kernels there are"
+        )
         raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(str(path))} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
 
