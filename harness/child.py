@@ -303,7 +303,8 @@ def _yield_into(writing: int, work: Callable[[], Iterable[object]]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     finally:
-        sys.stderr.flush()
+        with suppress(Exception):
+            sys.stderr.flush()
         os._exit(code)
 
 

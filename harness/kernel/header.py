@@ -134,15 +134,15 @@ def read_header(path: Path) -> Table:
         at = re.search(r"line (\d+)", str(error))
         raise bad(path, lines.first + int(at[1]) - 1 if at else lines.first, f"the header is not TOML: {error}") from None
     lines.integers(head)
-    missing = lines.check("", head, REQUIRED, OPTIONAL)
+    lacking = lines.check("", head, REQUIRED, OPTIONAL)
     for name, space in head.get("workspace", {}).items():
-        missing += lines.check(f"workspace.{name}", space, _WORKSPACE, {})
+        lacking += lines.check(f"workspace.{name}", space, _WORKSPACE, {})
     for item in head.get("launch", ()):
-        missing += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
-    if missing:
-        where = list(dict.fromkeys(place for _, place in missing))
-        names = [f"{', '.join(repr(key) for key, place in missing if place == each)}{f' in {each}' * bool(each)}" for each in where]
-        raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(missing) > 1)} {'; '.join(names)}")
+        lacking += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
+    if lacking:
+        where = list(dict.fromkeys(place for _, place in lacking))
+        names = [f"{', '.join(repr(key) for key, place in lacking if place == each)}{f' in {each}' * bool(each)}" for each in where]
+        raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     return head

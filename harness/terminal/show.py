@@ -44,7 +44,9 @@ def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:
 
 
 def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
-    """run: errors of each tensor, times, files. A largest relative error is of a reference near zero: only JSON has it. One kernel is one JSON object, several are rows."""
+    """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
+
+    One kernel is one JSON object, several are rows."""
     passed = all(result.passed for result in found)
     if as_json:
         rows = [result_json(result) for result in found]

@@ -24,7 +24,8 @@ ALLOWED |= {"__tls_get_addr", "__stack_chk_fail", "__stack_chk_guard", "__gmon_s
 _ALLOWED = re.compile(
     r"fa_host_|__[atu]b?san_|__sanitizer_|_ITM_|_ZGV|__[a-z]+(?:hf|bf|sf|df|tf|xf|si|di|ti)[a-z0-9]*$|"
     r"(?:a?(?:cos|sin|tan)h?|atan2|sincos|exp|exp10|exp2|expm1|log|log10|log1p|log2|logb|ll?r(?:int|ound)|l?gamma|tgamma|erfc?|cbrt|sqrt|"
-    r"hypot|pow|ldexp|frexp|scalbn|modf|fmod|remainder|remquo|ceil|floor|trunc|round|rint|nearbyint|nextafter|copysign|f(?:abs|dim|ma|max|min))f?$"
+    r"hypot|pow|ldexp|frexp|scalbn|modf|fmod|remainder|remquo|ceil|floor|trunc|round|rint|nearbyint|nextafter|copysign|"
+    r"f(?:abs|dim|ma|max|min))f?$"
 )
 _SYMTAB, _DYNSYM, _TLS = 2, 11, 6
 
@@ -43,7 +44,7 @@ def check_library(path: Path, kernel: Kernel) -> None:
     sections = _sections(path)
     for name, _, kind, defined in _symbols(sections, _DYNSYM):
         if not defined and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
-            plain = next((part for part in re.findall(r"\d+([A-Za-z_]\w*)", name) if name.startswith("_Z")), name)
+            plain = _plain(name)
             why = f"a kernel on the CPU backend calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
     arrays = {
@@ -52,15 +53,26 @@ def check_library(path: Path, kernel: Kernel) -> None:
     for entry in kernel.entries:
         own = {n: size for n, size in arrays.items() if len(kernel.entries) == 1 or n.startswith(f"_ZZ{len(entry)}{entry}E")}
         if sum(own.values()) > STATIC_SHARED:
-            found = re.search(r"E\d*([A-Za-z_]\w*?)(?:_\d+)?$", max(own, key=lambda n: own[n]))
+            largest = max(own, key=lambda n: own[n])
             why = f"__shared__ arrays of {entry} take {sum(own.values())} bytes; a GPU has {STATIC_SHARED} for static ones"
-            raise CompileError(kernel, (), f"{_line(kernel, found[1] if found else '', '__shared__')}: {why}; use dynamic shared memory")
+            raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}; use dynamic shared memory")
 
 
 def same_code(a: Path, b: Path) -> bool:
     """Whether two libraries have the same instructions at the same addresses."""
     texts = [[(s.address, s.content) for s in _sections(path) if s.name == ".text"] for path in (a, b)]
     return texts[0] == texts[1] != []
+
+
+def _plain(symbol: str) -> str:
+    """The last name in a mangled symbol (Itanium C++ ABI): f of _ZN1a1fEi, big of _ZZ7forwardE3big."""
+    found = symbol
+    for start in re.finditer(r"(?<=Z|N|E)\d+", symbol):
+        at = start.start()
+        while length := re.match(r"\d+", symbol[at:]):
+            found = symbol[at + length.end() :][: int(length[0])]
+            at += length.end() + int(length[0])
+    return found
 
 
 def _line(kernel: Kernel, name: str, beside: str = "") -> str:
