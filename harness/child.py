@@ -155,10 +155,11 @@ def forked(work: Callable[[], Iterable[T]], label: str) -> Iterator[T]:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS and the engine have threads, and handlers for a fork
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # an interrupted fork must not go on as this process
         process = os.fork()
     if not process:
-        os.close(reading)
         _yield_into(writing, work)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(writing)
     status: int | None = None
     try:
@@ -283,29 +284,33 @@ def _yield_into(writing: int, work: Callable[[], Iterable[object]]) -> NoReturn:
     """In a fork: send what `work` yields, then end without this process's cleanup, which is the parent's."""
     code = 1
     try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        with open(writing, "wb") as pipe:
-
-            def send(kind: str, value: object) -> None:
-                data = pickle.dumps((kind, value))
-                pipe.write(data)
-                pipe.flush()
-
-            try:
-                for each in work():
-                    send("yielded", each)
-                send("ended", None)
-            except Exception as error:
-                send("raised", error)
-        code = 0
-    except KeyboardInterrupt:
-        code = 130
-    finally:
-        with suppress(Exception):
+        try:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, _interrupt_once)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            with open(writing, "wb") as pipe:
+                try:
+                    for each in work():
+                        pipe.write(pickle.dumps(("yielded", each)))
+                        pipe.flush()
+                    pipe.write(pickle.dumps(("ended", None)))
+                except Exception as error:
+                    pipe.write(pickle.dumps(("raised", error)))
+            code = 0
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             sys.stderr.flush()
+    finally:
         os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def _reap(process: int) -> None:
