@@ -12,6 +12,7 @@ from .header import bad
 from .kernel import KERNELS, Kernel, include_closure
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)$", re.M)
 _NESTED = {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}
 
 
@@ -31,10 +32,12 @@ def check_parameters(kernel: Kernel) -> None:
     An entry or a parameter that a macro writes is not judged here: on the CPU the compiler does (Passed of host/cuda.hpp).
     """
     sources = {file: without_comments(file.read_text(encoding="utf-8-sig", errors="replace")) for file in user_files(kernel.path)}
+    defined = [match for text in sources.values() for match in _DEFINE.findall(text)]
+    several_at_once = {name for name, body in defined if "," in body or body.endswith("\\")}
     for entry, args in kernel.entries.items():
         head = re.compile(rf"__global__[^;{{}}]*?\b{entry}\s*\(")
         found = [(file, text, match.end()) for file, text in sources.items() for match in head.finditer(text)]
-        several = [_parameters(text[at:]) for _, text, at in found]
+        several = [_parameters(text[at:], several_at_once) for _, text, at in found]
         if not found or any(has is None or len(has) == (len(args) or 1) for has in several):
             continue
         (file, text, at), has = found[0], several[0] or []
@@ -42,7 +45,7 @@ def check_parameters(kernel: Kernel) -> None:
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
 
 
-def _parameters(text: str) -> list[str] | None:
+def _parameters(text: str, macros: set[str]) -> list[str] | None:
     """The parameters of the list that ends at the first unmatched bracket; None where only the preprocessor knows them."""
     depth, last, found = 0, 0, []
     for at, sign in enumerate(text):
@@ -53,5 +56,6 @@ def _parameters(text: str) -> list[str] | None:
         if depth < 0:
             if found in ([""], ["void"]):
                 return []
-            return None if any("#" in each or re.fullmatch(r"\w+", each) for each in found) else found
+            odd = any("#" in each or re.fullmatch(r"\w+", each) or not macros.isdisjoint(re.findall(r"\w+", each)) for each in found)
+            return None if odd else found
     return None
