@@ -21,17 +21,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from .fault import Fault, KernelFault
 from .files import locked, write_files
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: Seconds from the signal that ends a child until it is killed.
@@ -144,6 +146,57 @@ def again(
         return started.wait(wrapper, stderr=subprocess.PIPE if errors else None)
 
 
+def forked(work: Callable[[], Iterable[T]], label: str) -> Iterator[T]:
+    """What `work` yields, made in a fork of this process: where a kernel of the CPU backend ends the fork, this process goes on.
+
+    `work` may be a closure, and what it prints is shown; its values and its exception are pickled. Raises its exception, Ended where the
+    fork ended without one, KeyboardInterrupt at Ctrl-C. The fork ends with the iterator and with this process. A process that has used
+    OpenMP (torch) must not fork: the fork's OpenMP would wait for threads that it does not have.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS and the engine have threads, and handlers for a fork
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # an interrupted fork must not go on as this process
+        process = os.fork()
+    if not process:
+        _yield_into(writing, work)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(writing)
+    status: int | None = None
+    try:
+        with open(reading, "rb") as pipe:
+            while True:
+                try:
+                    kind, value = pickle.load(pipe)
+                except (EOFError, pickle.UnpicklingError):
+                    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                    if status in (130, -signal.SIGINT):
+                        raise KeyboardInterrupt from None
+                    raise _ended(label, status) from None
+                if kind == "ended":
+                    return
+                if kind == "raised":
+                    raise value
+                yield value
+    finally:
+        if status is None:
+            _reap(process)
+
+
+def survived(items: Iterable[S], work: Callable[[S], T], died: Callable[[S, Ended], T], label: str) -> Iterator[T]:
+    """work(item) for each item, in a fork as :func:`forked` has it; died(item, why) for one that ends it, and another fork for the rest."""
+    left = list(items)
+    while left:
+        try:
+            for found in forked(lambda: map(work, left), label):
+                left.pop(0)
+                yield found
+        except Ended as ended:
+            yield died(left.pop(0), ended)
+
+
 @contextmanager
 def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str] | None = None) -> Iterator[Command[T]]:
     """The command line of a job, for any launcher. A child that still runs at the end of the block is ended.
@@ -228,6 +281,50 @@ def _main(job: Callable[[], object], label: str, folder: Path) -> int:
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # the terminal and the parent both send one: a second would interrupt the cleanup
     raise KeyboardInterrupt
+
+
+def _yield_into(writing: int, work: Callable[[], Iterable[object]]) -> NoReturn:
+    """In a fork: send what `work` yields, then end without this process's cleanup, which is the parent's."""
+    code = 1
+    try:
+        try:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, _interrupt_once)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            with open(writing, "wb") as pipe:
+                try:
+                    for each in work():
+                        pipe.write(pickle.dumps(("yielded", each)))
+                        pipe.flush()
+                    pipe.write(pickle.dumps(("ended", None)))
+                except Exception as error:
+                    pipe.write(pickle.dumps(("raised", error)))
+            code = 0
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def _reap(process: int) -> None:
+    """End a fork, after GRACE_SECONDS by force."""
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGINT)
+    until = time.monotonic() + GRACE_SECONDS
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.002)
 
 
 def _end_with_parent(folder: Path) -> None:

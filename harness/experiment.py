@@ -2,13 +2,15 @@
 
 Every shape's contenders are checked first, then measured in round-robin turns, warm and (on a GPU) cold. The rows of a shape and their
 samples are appended together as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that loses
-the CUDA context costs its own row: a fresh process measures the rest. One experiment at a time holds the folder.
+the CUDA context, or on the CPU ends its process, costs its own row: a fresh process measures the rest. One experiment at a time holds
+the folder.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -132,7 +134,7 @@ def _measured(
         def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
             progress(f"{step} {text}")
 
-        for found, samples in _shape(backend, left, mode, test, problem, run_id, tell):
+        for found, samples in _survived(backend, left, mode, test, problem, run_id, tell):
             rows = _keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -204,6 +206,36 @@ def _shape(
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
+
+
+def _survived(
+    backend: Backend,
+    contenders: Sequence[Contender],
+    mode: str,
+    test: str,
+    problem: Problem,
+    run_id: str,
+    progress: Callable[[str], None],
+) -> Iterator[tuple[list[Row], list[files.Json]]]:
+    """As :func:`_shape`; on the CPU in a fork, and a kernel that ends it has a row that says so.
+
+    A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
+    """
+    rest = mode, test, problem, run_id, progress
+    if backend.name != "cpu" or "torch" in sys.modules:  # a process of torch's threads must not fork
+        yield from _shape(backend, contenders, *rest)
+        return
+    left = list(contenders)
+    try:
+        for found, samples in child.forked(lambda: _shape(backend, contenders, *rest), f"the process of {test}"):
+            left = [each for each in left if each.name not in {row.Kernel for row in found}]
+            yield found, samples
+    except child.Ended as ended:
+        if len(left) == 1:
+            yield results.rows_without(test, left[0], mode, problem, backend, run_id, SEED, "ERROR", str(ended)), []
+            return
+        for each in left:
+            yield from _survived(backend, [each], *rest)
 
 
 def _begin(folder: Path, backend: Backend, options: Options) -> tuple[str, list[Row]]:

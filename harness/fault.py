@@ -59,6 +59,11 @@ class Dropped(UserWarning):
     """Says what was left out of a table or record that an interrupted write had torn."""
 
 
+def clipped(text: str, most: int = 300) -> str:
+    """A text of a user's, of at most `most` characters: a message is read, so it must not be as long as a file."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
 def install_extra(name: str) -> str:
     """The hint that installs an optional dependency group of this package. No index has the package: its source is a path."""
     return f"pip install '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"

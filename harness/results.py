@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .backends import Backend
-from .check.contender import Contender, PassResult
+from .check.contender import Contender, PassResult, arithmetic_of
 from .files import Json
 from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
@@ -143,6 +143,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "causal": p.causal,
         "scale": p.scale,
         "repro": _repro(spec, mode, p, deterministic),
+        "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
     }
 
 

@@ -70,6 +70,7 @@ class Row:
     MaxError_dQ: float | None = None
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
+    arithmetic: str | None = None
 
 
 #: The columns that identify a row's problem.

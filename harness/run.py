@@ -42,6 +42,11 @@ class Result:
         return all(p.passed for p in self.passes.values())
 
     @property
+    def arithmetic(self) -> str:
+        """The class of arithmetic that it was judged by: f32, p16, tf32 or f64; two with a + where its passes differ."""
+        return "+".join(dict.fromkeys(p.arithmetic for p in self.passes.values()))
+
+    @property
     def verdicts(self) -> dict[str, budget.Verdict]:
         """Every tensor's verdict, forward tensors first."""
         return {name: v for p in self.passes.values() for name, v in p.verdicts.items()}

@@ -23,6 +23,7 @@ from ..array import Bytes
 from ..fault import EnvironmentFault, KernelFault, UsageFault, install_extra
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel.signature import check_parameters
 from ..problem import Problem
 from . import nvml, nvrtc
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
@@ -107,13 +108,14 @@ class Cuda(Backend):
                 "use another kernel: fa-cli list",
             )
         with self.xp.cuda.Device(self._index):  # CuPy compiles for the current one
+            check_parameters(kernel)
             return self._load(kernel, kernel.plan(problem, self._device, overrides))
 
     def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
         given = nvrtc.options(kernel, plan, exact)  # None: CuPy adds the device's own
         path = str(kernel.path).replace("\\", "\\\\").replace('"', '\\"')
-        code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8")}'  # messages name the real file and line
+        code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8-sig")}'  # messages name the real file and line
         module = self.xp.RawModule(code=code, options=given, backend="nvrtc")
         functions: dict[str, Any] = {}
         shared = 0

@@ -127,7 +127,7 @@ def compile_(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
     nvrtc = _nvrtc()
     given = (*options(kernel, plan, arch), *CUPY_ADDS, "--ptxas-options=-v", *_cuda_headers())
     start = time.perf_counter()
-    ok, log, cubin = nvrtc.compile(kernel.path.read_text(encoding="utf-8"), str(kernel.path), given)
+    ok, log, cubin = nvrtc.compile(kernel.path.read_text(encoding="utf-8-sig"), str(kernel.path), given)
     seconds = time.perf_counter() - start
     usage = _usage(log)
     if ok and not usage:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..array import ArrayModule, Bytes
-from ..fault import KernelFault
+from ..fault import KernelFault, clipped
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
@@ -26,7 +26,7 @@ class CompileError(KernelFault):
 
     def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
         hint = f"the command was: {shlex.join(command)}" if command else ""
-        super().__init__(f"{kernel.path.name} does not compile", log.strip(), hint)
+        super().__init__(f"{kernel.path.name} does not compile", clipped(log.strip(), 8000), hint)
         self.command, self.log, self.file = list(command), log, kernel.path
 
 

@@ -31,7 +31,7 @@ class PassResult:
 
     device_bytes: device memory of tensors and workspaces; None where it is not known. kernel and loaded are None for a peer; ran says
     which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it. broken: the rule that a
-    later launch broke, or empty (trial.py).
+    later launch broke, or empty (trial.py). arithmetic: the class whose budget it was judged by.
     """
 
     name: str
@@ -45,6 +45,7 @@ class PassResult:
     timings: Mapping[str, Timing] = field(default_factory=dict)
     maps: Mapping[str, Array] = field(default_factory=dict)
     broken: str = ""
+    arithmetic: str = "f32"
 
     @property
     def passed(self) -> bool:
@@ -126,7 +127,17 @@ def run_kernel(
     verdicts = oracle.judge(outputs, arithmetic, tile)
     maps = oracle.error_maps(outputs, verdicts)
     trial = Trial(bound, oracle, inputs, outputs, arithmetic, tile)
-    return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, chosen, loaded, maps=maps)
+    named = arithmetic_of(oracle.problem, chosen)
+    return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, chosen, loaded, maps=maps, arithmetic=named)
+
+
+def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
+    """The class of arithmetic that a kernel, or None: a peer, is judged by and tables name; f64 on float64, whatever the header says."""
+    if problem.dtype == "float64":
+        return "f64"
+    if kernel:
+        return kernel.arithmetic_for(problem.dtype)
+    return "f32" if problem.dtype == "float32" else "p16"
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
@@ -138,8 +149,9 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     peer.refuse(problem, pass_)
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
-    verdicts = oracle.judge(outputs, "f32" if problem.dtype in ("float32", "float64") else "p16", 64)
-    return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran)
+    arithmetic = arithmetic_of(problem)
+    verdicts = oracle.judge(outputs, arithmetic, 64)
+    return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran, arithmetic=arithmetic)
 
 
 def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+from ..fault import clipped
+
 
 class ExpressionError(ValueError):
     """An expression with other syntax, an unknown name, or no integer value."""
@@ -63,13 +65,13 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     except ExpressionError:
         raise
     except (SyntaxError, ValueError) as error:
-        raise ExpressionError(f"{expression!r} is not an expression: {getattr(error, 'msg', error)}") from None
+        raise ExpressionError(f"{clipped(str(expression), 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
     except ZeroDivisionError:
-        raise ExpressionError(f"{expression!r} divides by zero") from None
+        raise ExpressionError(f"{clipped(str(expression), 80)!r} divides by zero") from None
     except (RecursionError, MemoryError):  # thousands of brackets or signs
-        raise ExpressionError(f"{str(expression)[:40]!r}… is nested too deeply") from None
+        raise ExpressionError(f"{clipped(str(expression), 40)!r} is nested too deeply") from None
     if not -(2**63) <= value < 2**63:
-        raise ExpressionError(f"{expression!r} has a value beyond 64 bits")
+        raise ExpressionError(f"{clipped(str(expression), 80)!r} has a value beyond 64 bits")
     return value
 
 
@@ -85,7 +87,7 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
             return int(value)
         case ast.Name(id=name):
             if name not in names:
-                raise ExpressionError(f"unknown name {name!r}; known: {', '.join(sorted(names))}")
+                raise ExpressionError(f"unknown name {clipped(name, 40)!r}; known: {', '.join(sorted(names))}")
             return names[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _BINARY[type(op)](_value(left, names), _value(right, names))
@@ -107,5 +109,5 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
             try:
                 return FUNCTIONS[name](*given)
             except (TypeError, ValueError) as error:
-                raise ExpressionError(f"{ast.unparse(node)!r}: {name} does not take these values ({error})") from None
-    raise ExpressionError(f"{ast.unparse(node)!r} is not allowed in a header expression")
+                raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
+    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")

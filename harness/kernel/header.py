@@ -5,6 +5,7 @@ An unknown key, a missing key and a value of another type are a UsageFault that 
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..fault import UsageFault
+from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, READS, WRITES
 
 #: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
@@ -25,7 +26,7 @@ ARITHMETIC = ("f32", "p16", "tf32")
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
-_BLOCK = re.compile(r"^// /// kernel[ ]*\n(?P<toml>(?:^//.*\n)*?)^// ///[ ]*$", re.M)
+_NAME = re.compile(r"[A-Za-z_]\w{0,127}", re.ASCII)
 _ARCH = re.compile(r"(>=)?sm_\d{2,3}a?")
 
 
@@ -39,7 +40,7 @@ def _expression(value: object) -> bool:
 
 def _named(value: object) -> TypeGuard[Table]:
     """A table whose keys can be macro names."""
-    return isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) for key in value)
+    return isinstance(value, dict) and all(_NAME.fullmatch(key) for key in value)
 
 
 def _rising(value: object) -> bool:
@@ -68,7 +69,7 @@ REQUIRED: dict[str, Kind] = {
     "causal": _FLAG,
     "gqa": _FLAG,
     "cross": _FLAG,
-    "logits": (lambda v: v == "any" or type(v) in (int, float), 'a number or "any"'),
+    "logits": (lambda v: v == "any" or (type(v) in (int, float) and 0 <= float(str(v)) < math.inf), 'a number of at least 0, or "any"'),
     "deterministic": _FORMS,
     "launch": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[launch]]"),
 }
@@ -80,7 +81,7 @@ OPTIONAL: dict[str, Kind] = {
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
 }
 _LAUNCH_REQUIRED: dict[str, Kind] = {
-    "entry": (lambda v: isinstance(v, str) and v.isidentifier(), "a function's name"),
+    "entry": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a function's name"),
     "grid": (lambda v: _expression(v) or (isinstance(v, list) and 1 <= len(v) <= 3 and all(map(_expression, v))), "one to three sizes"),
     "block": _NUMBER,
 }
@@ -117,37 +118,52 @@ class Launch:
 def read_header(path: Path) -> Table:
     """The checked header of a kernel file. Raises UsageFault naming file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageFault(f"cannot read the kernel file {path}", str(error), "fa-cli list shows the kernels there are") from None
-    block = _BLOCK.search(text)
-    if not block:
+    lines = _block(path, text)
+    if not lines:
         raise UsageFault(
             f"{path}:1: no kernel header",
             "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
             "fa-cli new NAME writes a file to start from",
         )
-    first = text.count("\n", 0, block.start("toml")) + 1
-    body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
     try:
-        head = tomllib.loads(body)
-    except tomllib.TOMLDecodeError as error:
+        head = tomllib.loads(lines.body)
+    except (ValueError, RecursionError) as error:  # a ValueError is also an integer of more than 4300 digits
         at = re.search(r"line (\d+)", str(error))
-        raise bad(path, first + int(at[1]) - 1 if at else first, f"the header is not TOML: {error}") from None
-    lines = _Lines(path, first, body)
-    lines.check("", head, REQUIRED, OPTIONAL)
+        raise bad(path, lines.first + int(at[1]) - 1 if at else lines.first, f"the header is not TOML: {error}") from None
+    lines.integers(head)
+    lacking = lines.check("", head, REQUIRED, OPTIONAL)
     for name, space in head.get("workspace", {}).items():
-        lines.check(f"workspace.{name}", space, _WORKSPACE, {})
-    for item in head["launch"]:
-        lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
+        lacking += lines.check(f"workspace.{name}", space, _WORKSPACE, {})
+    for item in head.get("launch", ()):
+        lacking += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
+    if lacking:
+        where = list(dict.fromkeys(place for _, place in lacking))
+        names = [f"{', '.join(repr(key) for key, place in lacking if place == each)}{f' in {each}' * bool(each)}" for each in where]
+        raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     return head
 
 
+def _block(path: Path, text: str) -> _Lines | None:
+    """The first block whose every line is a comment, from `// /// kernel` to `// ///`; None where there is none."""
+    start, lines = -1, text.split("\n")
+    for number, line in enumerate(lines):
+        if start < 0:
+            start = number if line.rstrip(" ") == "// /// kernel" else -1
+        elif line.rstrip(" ") == "// ///":
+            return _Lines(path, start + 2, "\n".join(each[2:].removeprefix(" ") for each in lines[start + 1 : number]))
+        elif not line.startswith("//"):
+            start = -1
+    return None
+
+
 def bad(path: Path, line: int, message: str) -> UsageFault:
-    """A fault in a header."""
-    return UsageFault(f"{path}:{line}: {message}", "", "kernels_cu/README.md lists the header's keys")
+    """A fault in a kernel file."""
+    return UsageFault(f"{path}:{line}: {clipped(message)}", "", "kernels_cu/README.md lists the header's keys")
 
 
 @dataclass(frozen=True)
@@ -158,18 +174,27 @@ class _Lines:
     first: int
     body: str
 
-    def check(self, table: str, found: Table, required: dict[str, Kind], optional: dict[str, Kind]) -> None:
-        """Raise UsageFault for the first key of a table that is unknown, missing or of the wrong type."""
+    def check(self, table: str, found: Table, required: dict[str, Kind], optional: dict[str, Kind]) -> list[tuple[str, str]]:
+        """The required keys that a table lacks, with its name. Raises UsageFault for the first that is unknown or of another type."""
         kinds = required | optional
         where = f" in {table}" if table else ""
         for key, value in found.items():
             if key not in kinds:
-                raise self.bad(key, f"unknown key {key!r}{where}; known: {', '.join(kinds)}")
+                raise self.bad(key, f"unknown key {clipped(key, 40)!r}{where}; known: {', '.join(kinds)}")
             if not kinds[key][0](value):
                 raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
-        for key in required:
-            if key not in found:
-                raise self.bad(table, f"the header lacks the required key {key!r}{where}")
+        return [(key, table) for key in required if key not in found]
+
+    def integers(self, value: object, key: str = "") -> None:
+        """Raise UsageFault for an integer beyond the 64 bits of TOML, which no format of text need print."""
+        if isinstance(value, dict):
+            for name, each in value.items():
+                self.integers(each, name)
+        elif isinstance(value, list):
+            for each in value:
+                self.integers(each, key)
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            raise self.bad(key, f"{clipped(key, 40)} has an integer beyond 64 bits")
 
     def bad(self, key: str, message: str) -> UsageFault:
         """A fault at the line of a key or a table of that name."""

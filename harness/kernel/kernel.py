@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..fault import UsageFault
+from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
 from .header import Launch, Table, bad, read_header
@@ -66,6 +66,10 @@ class Kernel:
     @classmethod
     def read(cls, path: Path) -> Kernel:
         """The kernel in a file. Raises UsageFault, with file and line, where its header is missing or wrong."""
+        if strange := re.search(r'["\\\x00-\x1f\x7f]', str(path)):
+            raise UsageFault(
+                f"a kernel's path may not hold {strange[0]!r}", f"compilers are given it in quotes: {clipped(str(path))!r}", "rename it"
+            )
         head = read_header(path)
         match = _FILE.match(path.stem)
         if not match:
@@ -117,6 +121,11 @@ class Kernel:
     def takes_shift(self) -> bool:
         """Whether the causal mask may have any causal_shift: a kernel of equal lengths may have key <= query as its mask."""
         return self.cross and self._is_told("causal_shift")
+
+    @property
+    def _takes_any_width(self) -> bool:
+        """Whether it is told the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
+        return self._is_told("head_dim") or any(re.search(r"\bhead_dim\b", str(value)) for value in self.tile.values())
 
     def _is_told(self, name: str) -> bool:
         return any(not launch.args or name in launch.args for launch in self.launches)
@@ -176,6 +185,12 @@ class Kernel:
                 f"{self.label} does not take head dim {problem.head_dim}",
                 f"its widest compiled head dim is {self.head_dims[-1]}",
                 "use a smaller --dim, or another kernel: fa-cli list",
+            )
+        if problem.head_dim not in self.head_dims and not self._takes_any_width:
+            raise UsageFault(
+                f"{self.label} does not take head dim {problem.head_dim}",
+                f"its args name no head_dim, so it computes with a listed width only: {', '.join(map(str, self.head_dims))}",
+                f"use --dim {next(w for w in self.head_dims if w >= problem.head_dim)}, or give it the parameter head_dim",
             )
         for wanted, promised, what in (
             (problem.causal, self.causal, "the causal mask (--causal)"),
@@ -319,7 +334,7 @@ def _find(spec: str, pass_: str) -> Kernel:
     ]
     if not same:
         names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
-        raise UsageFault(f"unknown kernel {spec!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
     for kernel in same:
         if kernel.pass_ == pass_:
             return kernel
@@ -331,12 +346,18 @@ def _find(spec: str, pass_: str) -> Kernel:
 def _from_path(path: Path, pass_: str) -> Kernel:
     match = _FILE.match(path.stem)
     if not match:
-        raise UsageFault(f"{path.name} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu")
+        raise UsageFault(
+            f"{clipped(path.name, 80)} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu"
+        )
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
-    if not file.is_file():
-        hint = f"write it: fa-cli new {match['name']} --pass {pass_}" if file != path else "fa-cli list shows the kernels there are"
-        raise NoSuchPass(f"no kernel file {file}", f"--compute {path} needs it for the {pass_} pass", hint)
+    if len(file.name) > 255 or not file.is_file():
+        hint = (
+            f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
+            if file != path
+            else "fa-cli list shows the kernels there are"
+        )
+        raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(str(path))} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from .. import choose
 from ..backends import Backend, nvidia_driver, pick
 from ..check import budget
-from ..check.contender import Contender
+from ..check.contender import Contender, arithmetic_of
 from ..check.oracle import Oracle
 from ..dataset import generate
 from ..dataset.folder import check_size
@@ -69,6 +69,7 @@ class Outcome:
     share: float
     simulated: bool = False
     notes: tuple[str, ...] = ()
+    arithmetic: str = "f32"
 
     @property
     def passed(self) -> bool:
@@ -263,7 +264,8 @@ def _judged(
         differences |= {name: _difference(spec.problem, name, outputs[name], array) for name, array in result.outputs.items()}
     device = backend.device()
     names = (contender.name, backend.name, device.name, partition.ranks, partition.kind)
-    return Outcome(spec, *names, verdicts, {}, single, differences, 0, True, oracle.reference.share)
+    arithmetic = arithmetic_of(spec.problem, kernel)
+    return Outcome(spec, *names, verdicts, {}, single, differences, 0, True, oracle.reference.share, arithmetic=arithmetic)
 
 
 def _difference(problem: Problem, name: str, ours: Any, theirs: Any) -> float:

@@ -44,7 +44,9 @@ def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:
 
 
 def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
-    """run: errors of each tensor, times, files. One kernel is one JSON object, several are rows."""
+    """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
+
+    One kernel is one JSON object, several are rows."""
     passed = all(result.passed for result in found)
     if as_json:
         rows = [result_json(result) for result in found]
@@ -74,6 +76,7 @@ def result_json(result: Result) -> dict[str, object]:
         "compute": result.compute,
         "mode": result.mode,
         "device": result.device,
+        "arithmetic": result.arithmetic,
         "problem": dataclasses.asdict(result.problem),
         "passed": result.passed,
         "time_ms": dict(result.time_ms),
@@ -89,9 +92,9 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
     first = found[0]
     print(f"{first.problem.describe()}, {first.mode}, on {first.device_name}")
     table(
-        ("kernel", "tensor", "max |error|", "mean |error|", "MSE", "max relative", "budget", "verdict"),
+        ("kernel", "arithmetic", "tensor", "max |error|", "mean |error|", "MSE", "budget", "verdict"),
         [
-            (result.compute, v.tensor, v.max_abs, v.mean_abs, v.mse, v.max_rel, v.budget, "PASS" if v.passed else "FAIL")
+            (result.compute, result.arithmetic, v.tensor, v.max_abs, v.mean_abs, v.mse, v.budget, "PASS" if v.passed else "FAIL")
             for result in found
             for v in result.verdicts.values()
         ],
@@ -140,11 +143,12 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         note(text)
     if verbosity > QUIET:
         table(
-            ("test", "kernel", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+            ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
             [
                 (
                     r.Test,
                     r.Kernel,
+                    r.arithmetic,
                     r.Type,
                     r.timing,
                     r.MaxError,

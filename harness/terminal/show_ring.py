@@ -46,6 +46,7 @@ def ring_json(outcome: Outcome) -> dict[str, Any]:
         "compute": outcome.compute,
         "mode": outcome.spec.mode,
         "device": outcome.device,
+        "arithmetic": outcome.arithmetic,
         "problem": dataclasses.asdict(problem),
         "passed": passed,
         "time_ms": {name: s * 1e3 if s else None for name, s in seconds.items()},

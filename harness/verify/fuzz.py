@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from ..backends import Backend
+from ..check.oracle import Oracle
+from ..child import Ended
 from ..fault import UsageFault
 from ..kernel import Kernel
 from ..problem import Problem
 from .cases import Case
 from .inputs import FINITE
-from .judge import Backends, CaseResult, Lost, in_form, oracle_of, run_case
+from .judge import Backends, CaseResult, Died, Lost, each_survived, in_form, oracle_of, repro_of, run_case
 from .shrink import shrink
 
 #: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
@@ -89,15 +92,25 @@ def fuzz(
     shrunk: Counter[str] = Counter()
     for case in cases:
         takers = [chosen for chosen in found if takes(chosen, case)]
-        oracle = None
-        for chosen in takers:
-            if oracle is None:
-                oracle = oracle_of(backends.of(case), case, "backward" if any(k.pass_ == "backward" for k in takers) else "forward")
-            one = case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
-            result = run_case(backends.of(case), chosen, one, "", deterministic, oracle, repeat=None)
+        if not takers:
+            continue
+        backend = backends.of(case)
+        oracle = oracle_of(backend, case, "backward" if any(k.pass_ == "backward" for k in takers) else "forward")
+
+        def one(chosen: Kernel, case: Case = case) -> Case:  # the case as its command would have it
+            return case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
+
+        def work(chosen: Kernel, backend: Backend = backend, oracle: Oracle = oracle) -> CaseResult:
+            return run_case(backend, chosen, one(chosen), "", deterministic, oracle, repeat=None)
+
+        def died(chosen: Kernel, why: Ended, backend: Backend = backend) -> CaseResult:
+            return Died.of(chosen, one(chosen), repro_of(backend, chosen, one(chosen), "", deterministic, None), why)
+
+        judged = each_survived(backend, takers, work, died, f"the process of case {case.number}")
+        for chosen, result in zip(takers, judged, strict=False):
             if result.exit_code == UsageFault.exit_code:
                 continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
-            if not result.passed and not isinstance(result, Lost) and shrunk[chosen.label] < SHRUNK:
+            if not result.passed and not isinstance(result, Lost | Died) and shrunk[chosen.label] < SHRUNK:
                 shrunk[chosen.label] += 1
                 result = shrink(result, _runner(chosen, backends, deterministic))
             progress(result)

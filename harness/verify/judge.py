@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from ..backends.protocol import ContextLost
 from ..check import budget
 from ..check.contender import run_kernel
 from ..check.oracle import Oracle
+from ..child import Ended, survived
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..fault import Fault
@@ -25,6 +28,9 @@ from ..run import open_backend
 from . import large
 from .cases import Case
 from .inputs import inputs
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,15 @@ class CaseResult:
 
 class Lost(CaseResult):
     """A failure that destroyed the CUDA context: this process can run nothing more on the GPU."""
+
+
+class Died(CaseResult):
+    """A failure that ended the process of the case, which is not shrunk: each try would cost a process."""
+
+    @classmethod
+    def of(cls, chosen: Kernel, case: Case, repro: str, why: Ended) -> Died:
+        """What came of a case of a kernel."""
+        return cls(chosen.name, chosen.pass_, case, False, str(why), 0.0, repro, {}, why.exit_code)
 
 
 class Backends:
@@ -123,9 +138,7 @@ def run_case(
     Raises large.NoRoom.
     """
     start = time.perf_counter()
-    named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
-    repro = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
-    repro += " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
+    repro = repro_of(backend, chosen, case, which, deterministic, repeat)
     largest: dict[str, float] = {}
     message, broken, code, kind = "", "", 0, CaseResult
     try:
@@ -146,3 +159,19 @@ def run_case(
         message, code, kind = str(fault), fault.exit_code, Lost if isinstance(fault, ContextLost) else CaseResult
     seconds = time.perf_counter() - start
     return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code)
+
+
+def repro_of(backend: Backend, chosen: Kernel, case: Case, which: str, deterministic: bool, repeat: int | None) -> str:
+    """The command that runs a case alone."""
+    named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
+    command = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
+    return command + " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
+
+
+def each_survived(backend: Backend, items: Sequence[T], work: Callable[[T], R], died: Callable[[T, Ended], R], label: str) -> Iterator[R]:
+    """work(item) for each item; on the CPU in a fork, since a kernel may end the process it runs in: then died(item, why).
+
+    AddressSanitizer ends its process and tells the parent of this one, and a process that has used torch's threads must not fork.
+    """
+    fork = backend.name == "cpu" and getattr(backend, "check", None) != "asan" and "torch" not in sys.modules
+    return survived(items, work, died, label) if fork else map(work, items)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import kernel
+from ..child import Ended
 from ..choose import kernels
 from ..fault import UsageFault
 from ..kernel import Kernel
 from ..problem import MODES
 from .cases import Case, matrix
 from .fuzz import draw, fuzz, takes
-from .judge import Backends, CaseResult, compile_ahead, run_case
+from .judge import Backends, CaseResult, Died, compile_ahead, each_survived, repro_of, run_case
 from .large import NoRoom
 
 
@@ -55,14 +56,25 @@ def verify(
         else:
             cases = [each for each in matrix(chosen, which, backends.first.name) if case is None or each.number == int(case)]
         compile_ahead(backends.first, chosen, [each for each in cases if each.copies == 1])
-        for each in cases:
+        named = "" if given else which
+
+        def work(each: Case, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
             try:
-                results.append(run_case(backends.of(each), chosen, each, "" if given else which, deterministic, repeat=repeat))
-                progress(results[-1])
+                return run_case(backends.of(each), chosen, each, named, deterministic, repeat=repeat)
             except NoRoom as fault:
+                return fault
+
+        def died(each: Case, why: Ended, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
+            return Died.of(chosen, each, repro_of(backends.first, chosen, each, named, deterministic, repeat), why)
+
+        for result in each_survived(backends.first, cases, work, died, f"the process of {chosen.label}"):
+            if isinstance(result, NoRoom):
                 if case is not None:
-                    raise
-                note(f"{fault.what}: {fault.why}")
+                    raise result
+                note(f"{result.what}: {result.why}")
+                continue
+            results.append(result)
+            progress(result)
     if given and not results:
         raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
     if case is not None and not results:

@@ -9,9 +9,7 @@
 // the same bytes when the copy completes. The destination must not have been written in between.
 #pragma once
 
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "block.hpp"
 #include "race.hpp"
@@ -45,9 +43,11 @@ struct Async {
 
     static Async* of(Worker& w) {
         if (!w.async) {
-            void* memory = mmap(nullptr, sizeof(Async), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-            if (memory == MAP_FAILED) abort();
-            w.async = static_cast<Async*>(memory);
+            w.async = reinterpret_cast<Async*>(map_memory(sizeof(Async)));
+            if (!w.async) {
+                out_of_memory("copies in flight", sizeof(Async));
+                abort_block(w);
+            }
             w.async->new_block();
         }
         return w.async;

@@ -6,13 +6,15 @@
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/mman.h>
 
 #include "engine.hpp"
 
 namespace fa_host {
 
 constexpr int max_threads = 1024, max_warps = 32;
-constexpr size_t arena_bytes = 256 << 10;  // dynamic shared memory of one block
+constexpr size_t arena_bytes = 256 << 10;  // the most dynamic shared memory of one block
+constexpr size_t fence_bytes = 4 << 20;    // inaccessible pages on each side of it
 
 struct Wait {
     const char* word;  // the function that the fiber last waited in
@@ -52,9 +54,14 @@ struct Async;  // async.hpp
 // One OS thread, and the block it runs.
 struct Worker {
     const Launch* launch;
-    char* stacks;
-    size_t stack_bytes;
-    char* arena;
+    char* stacks;  // for `stacked` fibers, each of an inaccessible page and stack_bytes above it
+    size_t stack_bytes, page_bytes;
+    int stacked;
+    char* signal_stack;
+    char* room;            // fence, arena_bytes, fence
+    char* arena;           // the block's dynamic shared memory: the last bytes of the room between the fences
+    char* arena_first;     // from here to the upper fence pages are accessible
+    unsigned arena_holds;  // the bytes of dynamic shared memory that the pages are set for
     char* static_shared;
     int threads, warps, live;
     unsigned current;      // the running fiber
@@ -89,6 +96,17 @@ struct Job {
 static __thread Worker* this_worker __attribute__((tls_model("initial-exec"))) = nullptr;
 static Job* job;
 static volatile sig_atomic_t interrupt_requested;  // Ctrl-C during this launch
+
+// The lowest byte of a fiber's stack.
+static inline char* stack_bottom(const Worker& w, int thread) {
+    return w.stacks + size_t(thread) * (w.stack_bytes + w.page_bytes) + w.page_bytes;
+}
+
+// Zeroed memory, of which a page is allocated on first use; null where there is no address space.
+static inline char* map_memory(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
+}
 
 // Runs one block to its end, or until it fails.
 void run_block(Worker& w, uint64_t index) __attribute__((visibility("hidden")));

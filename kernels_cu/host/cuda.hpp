@@ -110,6 +110,7 @@ inline void __syncthreads(FA_HOST_HERE) { fa_host_syncthreads(file, line); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, FA_HOST_HERE) { fa_host_warp(mask, nullptr, nullptr, "__syncwarp", file, line); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() {}
+__forceinline__ void __trap() { __builtin_trap(); }
 
 namespace fa_host {
 
@@ -205,7 +206,16 @@ template <> struct Unpack<> {
     template <class Kernel, class... Done> static void call(Kernel kernel, void**, Done&... done) { kernel(done...); }
 };
 
-// Calls a kernel of any parameter list with an array of pointers to its parameters, as cuLaunchKernel takes them.
-template <class... P> inline void call(void (*kernel)(P...), void** parameters) { Unpack<P...>::call(kernel, parameters); }
+// Calls a kernel with an array of pointers to its parameters, as cuLaunchKernel takes them. Bytes: of each, 0 for any number.
+template <unsigned... Bytes> struct Passed {
+    template <class... P> static void call(void (*kernel)(P...), void** parameters) {
+        constexpr bool same = sizeof...(P) == sizeof...(Bytes);
+        static_assert(same, "the entry has another number of parameters than its launch passes");
+        if constexpr (same) {
+            static_assert(((!Bytes || sizeof(P) == Bytes) && ...), "a parameter has another size than its launch passes: sizes are int");
+            Unpack<P...>::call(kernel, parameters);
+        }
+    }
+};
 
 }  // namespace fa_host

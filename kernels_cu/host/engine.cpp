@@ -8,7 +8,8 @@
 //   deadlocks: no fiber is ready; the report lists every waiting thread and where it waits;
 //   divergent barriers: threads of one block wait in different __syncthreads, or end while others wait;
 //   divergent collectives: lanes of one warp call different functions, or a lane is not in its own mask;
-//   accesses to invalid addresses (signals.hpp), and stack overflow;
+//   accesses to invalid addresses, traps and stack overflow (signals.hpp); fibers and dynamic shared memory lie between
+//   inaccessible pages, and the rest of a page beside shared memory must stay as it was;
 //   writes to the source or the destination of an asynchronous copy in flight (async.hpp);
 //   with the race check, accesses to shared memory that no barrier orders (race.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
@@ -96,7 +97,7 @@ static void init_fiber(Worker& w, int t, Dim3 block_index, Dim3 block, Dim3 grid
     };
     f.done = false;
     f.fake_stack = nullptr;
-    char* bottom = w.stacks + size_t(t) * w.stack_bytes;
+    char* bottom = stack_bottom(w, t);
     *reinterpret_cast<uint64_t*>(bottom) = canary;
     // Cache colouring: the stack tops are spread over the cache sets. Page-aligned tops would all evict each other from L1.
     char* top = bottom + w.stack_bytes - 64 - size_t(t) * 576 % 4096 / 64 * 64;
@@ -140,13 +141,34 @@ static void init_block(Worker& w, uint64_t index) {
 
 static void check_canaries(Worker& w) {
     for (int t = 0; t < w.threads; ++t)
-        if (*reinterpret_cast<uint64_t*>(w.stacks + size_t(t) * w.stack_bytes) != canary) {
+        if (*reinterpret_cast<uint64_t*>(stack_bottom(w, t)) != canary) {
             pthread_mutex_lock(&job->lock);
             job->outcome = fault;
             print("stack overflow: thread %d has used more than its %zu KB stack (large local arrays?)\n", t, w.stack_bytes >> 10);
             pthread_mutex_unlock(&job->lock);
             return;
         }
+}
+
+// The bytes beside the block's dynamic shared memory in its first and last page, where no page can be inaccessible.
+static void check_shared(Worker& w) {
+    char *end = w.arena + w.launch->dynamic_bytes, *last = w.room + fence_bytes + arena_bytes;
+    auto written = [](const char* from, const char* to) {
+        while (from < to && *from == char(0xff)) ++from;
+        return from < to ? from : nullptr;
+    };
+    if (__asan_poison_memory_region) return;
+    const char* at = written(end, last);
+    if (!at) at = written(w.arena_first, w.arena);
+    if (!at) return;
+    w.arena_holds = ~0u;  // is filled again
+    pthread_mutex_lock(&job->lock);
+    if (job->outcome != fault) {
+        job->outcome = fault;
+        Dim3 b = w.fiber[0].self.block_idx;
+        print("write outside shared memory in block (%u, %u, %u): byte %td of %u\n", b.x, b.y, b.z, at - w.arena, w.launch->dynamic_bytes);
+    }
+    pthread_mutex_unlock(&job->lock);
 }
 
 void run_block(Worker& w, uint64_t index) {
@@ -156,12 +178,13 @@ void run_block(Worker& w, uint64_t index) {
     fa_host_self = &w.fiber[w.current].self;
     if (__sanitizer_start_switch_fiber) {
         w.main_stack_bottom = nullptr;
-        __sanitizer_start_switch_fiber(&w.main_fake_stack, w.stacks + size_t(w.current) * w.stack_bytes, w.stack_bytes);
+        __sanitizer_start_switch_fiber(&w.main_fake_stack, stack_bottom(w, w.current), w.stack_bytes);
     }
     fa_host_switch(&w.main_stack_pointer, w.fiber[w.current].stack_pointer);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.main_fake_stack, nullptr, nullptr);
     fa_host_self = nullptr;
     if (!w.failed) check_canaries(w);
+    if (!w.failed) check_shared(w);
 }
 
 }  // namespace fa_host

@@ -41,7 +41,7 @@ struct Launch {
     int report_bytes;
 };
 
-enum Outcome { ok = 0, fault = 1, race = 2, interrupted = 3 };
+enum Outcome { ok = 0, fault = 1, race = 2, interrupted = 3, no_memory = 4 };
 
 }  // namespace fa_host
 

@@ -8,9 +8,7 @@
 #pragma once
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "block.hpp"
 #include "report.hpp"
@@ -42,11 +40,11 @@ struct Race {
     uint32_t joined[max_threads];
     Shadow shadow[dynamic_cells + static_cells];
 
+    // Null where there is no address space.
     static Race* of(Worker& w) {
         if (!w.race_memory) {
-            void* memory = mmap(nullptr, sizeof(Race), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-            if (memory == MAP_FAILED) abort();
-            w.race_memory = static_cast<Race*>(memory);
+            w.race_memory = reinterpret_cast<Race*>(map_memory(sizeof(Race)));
+            if (!w.race_memory) return nullptr;
             w.race_memory->worker = &w;
             w.race_memory->epoch = 1;  // zeroed shadow memory is of epoch 0, so ordered before every access
             for (auto& c : w.race_memory->clock) c = 1;

@@ -86,6 +86,16 @@ static inline void begin_report(Worker& w, const char* what) {
     print("%s in block (%u, %u, %u)", what, b.x, b.y, b.z);
 }
 
+// Ends the launch: there is no memory, or no address space (ulimit -v), for what.
+static inline void out_of_memory(const char* what, size_t bytes) {
+    pthread_mutex_lock(&job->lock);
+    if (job->outcome != fault && job->outcome != no_memory) {
+        job->outcome = no_memory;
+        print("%s: %zu MB could not be mapped", what, bytes >> 20);
+    }
+    pthread_mutex_unlock(&job->lock);
+}
+
 static inline void end_report(Worker& w) {
     pthread_mutex_unlock(&job->lock);
     abort_block(w);

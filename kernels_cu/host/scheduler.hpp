@@ -56,8 +56,7 @@ static inline void report_deadlock(Worker& w) {
 
 // The running fiber must wait: selects the fiber to switch to. Null, null: the running fiber itself was the next.
 static inline Next switch_to_next(Worker& w) {
-    char* bottom = w.stacks + size_t(w.current) * w.stack_bytes;
-    if (__builtin_expect(stack_pointer() < bottom + 2048, 0)) {
+    if (__builtin_expect(stack_pointer() < stack_bottom(w, w.current) + 2048, 0)) {
         begin_report(w, "stack overflow");
         print(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
         end_report(w);
@@ -70,7 +69,7 @@ static inline Next switch_to_next(Worker& w) {
     w.current = next;
     fa_host_self = &to.self;
     if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
-        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, w.stacks + size_t(next) * w.stack_bytes, w.stack_bytes);
+        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, stack_bottom(w, next), w.stack_bytes);
         fa_host_switch(&from.stack_pointer, to.stack_pointer);
         __sanitizer_finish_switch_fiber(this_worker->fiber[this_worker->current].fake_stack, nullptr, nullptr);
         return {nullptr, nullptr};

@@ -1,4 +1,5 @@
-// Signal handlers during a launch: Ctrl-C (SIGINT), and a kernel's bad address or integer division by zero.
+// Signal handlers during a launch: Ctrl-C (SIGINT), and a kernel's bad address, integer division by zero or trap. They run on a stack of
+// their own (workers.hpp), for a fiber's may be what has overflowed.
 #pragma once
 
 #include <signal.h>
@@ -13,8 +14,8 @@
 
 namespace fa_host {
 
-constexpr int handled_signals[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE};
-static struct sigaction previous[4];  // the handlers installed before the launch
+constexpr int handled_signals[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, handlers = 6;
+static struct sigaction previous[handlers];  // the handlers installed before the launch
 
 // Ctrl-C asks the launch to end, then calls the previous handler (Python's). A second one ends the process: the launch did not end.
 // One within 0.3 s is taken for the same Ctrl-C sent twice.
@@ -31,7 +32,7 @@ static inline void on_interrupt(int number, siginfo_t* info, void* context) {
 // A fault in a kernel is reported and ends the launch. Any other fault, also one in the report itself, is left to the previous handler.
 static inline void on_fault(int number, siginfo_t* info, void* context) {
     if (!this_worker || this_worker->faulted) {
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < handlers; ++i)
             if (handled_signals[i] == number) sigaction(number, &previous[i], nullptr);
         return;  // the faulting instruction runs again, now under the previous handler
     }
@@ -43,19 +44,31 @@ static inline void on_fault(int number, siginfo_t* info, void* context) {
     auto code = machine.pc;
 #endif
     auto return_address = reinterpret_cast<void*>(code + 1);  // what reports expect: it lies after the instruction
-    begin_report(*this_worker, number == SIGFPE ? "integer division by zero" : "illegal memory access");
-    print(": thread %d at pc:%p", this_worker->current, return_address);
-    if (number != SIGFPE) print(", address %p", info->si_addr);
+    Worker& w = *this_worker;
+    auto address = static_cast<char*>(info->si_addr);
+    bool of_memory = number == SIGSEGV || number == SIGBUS;
+    auto within = [&](char* from, size_t bytes) { return of_memory && address >= from && address < from + bytes; };
+    bool of_stacks = within(w.stacks, size_t(w.stacked) * (w.stack_bytes + w.page_bytes));
+    bool of_shared = within(w.room, arena_bytes + 2 * fence_bytes);
+    begin_report(w, number == SIGFPE ? "integer division by zero"
+                    : !of_memory     ? "trap or illegal instruction"
+                    : of_stacks      ? "stack overflow"
+                    : of_shared      ? "access outside shared memory"
+                                     : "illegal memory access");
+    print(": thread %d at pc:%p", w.current, return_address);
+    if (of_stacks) print(", which has used its %zu KB stack (recursion, or large local arrays?)", w.stack_bytes >> 10);
+    else if (of_shared) print(", byte %td of %u", address - w.arena, w.launch->dynamic_bytes);
+    else if (of_memory) print(", address %p", info->si_addr);
     print("\n");
-    end_report(*this_worker);
+    end_report(w);
 }
 
 static inline void install_handlers() {
     interrupt_requested = 0;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < handlers; ++i) {
         struct sigaction old, ours = {};
         ours.sa_sigaction = i ? on_fault : on_interrupt;
-        ours.sa_flags = SA_SIGINFO | (i ? SA_NODEFER : SA_RESTART);
+        ours.sa_flags = SA_SIGINFO | SA_ONSTACK | (i ? SA_NODEFER : SA_RESTART);
         sigaction(handled_signals[i], nullptr, &old);
         if (old.sa_sigaction != ours.sa_sigaction) previous[i] = old;  // they are ours in a child forked during a launch
         bool handled = previous[i].sa_handler != SIG_DFL && previous[i].sa_handler != SIG_IGN;
@@ -64,7 +77,7 @@ static inline void install_handlers() {
 }
 
 static inline void restore_handlers() {
-    for (int i = 0; i < 4; ++i) sigaction(handled_signals[i], &previous[i], nullptr);
+    for (int i = 0; i < handlers; ++i) sigaction(handled_signals[i], &previous[i], nullptr);
 }
 
 }  // namespace fa_host

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
-#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -16,21 +18,66 @@
 namespace fa_host {
 
 constexpr int max_workers = 1024;
+constexpr size_t signal_stack_bytes = 64 << 10;
+// A process may have 65530 mappings. A guard page makes two of one, and Python needs some. Stacks beyond this number have no guard page
+// of their own; for them the last word tells of an overflow (engine.cpp), and the page below all stacks ends a deep one.
+constexpr int max_guards = 16384;
 
-// Worker 0 is the launching thread, whichever that is. The others belong to the pool.
-static inline Worker& worker(int number) {
+// Worker 0 is the launching thread, whichever that is. The others belong to the pool. Null where there is no address space.
+static inline Worker* worker(int number) {
     static Worker* workers[max_workers];
-    if (workers[number]) return *workers[number];
-    auto map = [](size_t bytes) {
-        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) abort();
-        return static_cast<char*>(memory);
-    };
-    Worker& w = *reinterpret_cast<Worker*>(map(sizeof(Worker)));
-    w.stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the kernels are compiled with a limit of 96 KB a frame
-    w.stacks = map(max_threads * w.stack_bytes);
-    w.arena = map(arena_bytes);  // page-aligned, so tiles aligned to 1024 bytes are aligned here too
-    return *(workers[number] = &w);
+    if (workers[number]) return workers[number];
+    char* room = map_memory(arena_bytes + 2 * fence_bytes);
+    auto* w = reinterpret_cast<Worker*>(map_memory(sizeof(Worker)));
+    char* signal_stack = map_memory(signal_stack_bytes);
+    if (!room || !w || !signal_stack) {
+        if (room) munmap(room, arena_bytes + 2 * fence_bytes);
+        if (w) munmap(w, sizeof(Worker));
+        return nullptr;
+    }
+    mprotect(room, fence_bytes, PROT_NONE);
+    mprotect(room + fence_bytes + arena_bytes, fence_bytes, PROT_NONE);
+    w->stack_bytes = __sanitizer_start_switch_fiber ? 512 << 10 : 128 << 10;  // the kernels are compiled with a limit of 96 KB a frame
+    w->page_bytes = size_t(sysconf(_SC_PAGESIZE));
+    w->signal_stack = signal_stack;
+    w->room = room;
+    w->arena_holds = ~0u;
+    return workers[number] = w;
+}
+
+// Maps stacks for the threads of a block, as many as a launch has needed so far. False where there is no address space.
+static inline bool reserve_stacks(Worker& w) {
+    static int guards;
+    if (w.stacked >= w.threads) return true;
+    size_t each = w.stack_bytes + w.page_bytes;
+    if (w.stacks) munmap(w.stacks, size_t(w.stacked) * each);
+    w.stacked = 0;
+    w.stacks = map_memory(size_t(w.threads) * each);
+    if (!w.stacks) return false;
+    w.stacked = w.threads;
+    for (int t = 0; t < w.stacked && (t == 0 || __atomic_fetch_add(&guards, 1, __ATOMIC_RELAXED) < max_guards); ++t)
+        if (mprotect(stack_bottom(w, t) - w.page_bytes, w.page_bytes, PROT_NONE)) break;
+    return true;
+}
+
+// Sets the pages for this many bytes of dynamic shared memory. They end where the upper fence begins, up to the 1024 bytes to which
+// tiles are aligned, so that an access behind them is a fault; the bytes left over are poisoned and compared after the block. Under
+// AddressSanitizer they begin where the lower fence ends: it names what lies behind them better than a fault does.
+static inline void fit_arena(Worker& w, unsigned bytes) {
+    if (w.arena_holds == bytes) return;
+    w.arena_holds = bytes;
+    char *first = w.room + fence_bytes, *end = first + arena_bytes;
+    if (__asan_poison_memory_region) {
+        w.arena = w.arena_first = first;
+        __asan_unpoison_memory_region(first, bytes);
+        __asan_poison_memory_region(first + bytes, arena_bytes - bytes);
+        return;
+    }
+    w.arena = end - (size_t(bytes) + 1023) / 1024 * 1024;
+    w.arena_first = first + size_t(w.arena - first) / w.page_bytes * w.page_bytes;
+    mprotect(first, size_t(w.arena_first - first), PROT_NONE);
+    mprotect(w.arena_first, size_t(end - w.arena_first), PROT_READ | PROT_WRITE);
+    memset(w.arena_first, 0xff, size_t(end - w.arena_first));
 }
 
 // The processor's floating-point modes. Kernels run with subnormals flushed to zero, as CuPy's -ftz=true does on the GPU.
@@ -55,26 +102,33 @@ static inline unsigned long flush_subnormals() {
 
 // Runs blocks in index order until none is left or the launch ends early.
 static inline void run_blocks(int number) {
-    Worker& w = worker(number);
     const Launch& launch = *job->launch;
+    Worker* found = worker(number);
+    if (found) found->threads = launch.block[0] * launch.block[1] * launch.block[2];
+    if (!found || !reserve_stacks(*found) || (launch.checks & 1 && !Race::of(*found))) {
+        if (number == 0) out_of_memory("the stacks of a block", size_t(launch.block[0]) * (128 << 10));  // the others do without a helper
+        return;
+    }
+    Worker& w = *found;
     w.launch = &launch;
-    w.threads = launch.block[0] * launch.block[1] * launch.block[2];
     w.warps = (w.threads + 31) / 32;
     w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
-    if (__asan_poison_memory_region) {
-        __asan_unpoison_memory_region(w.arena, launch.dynamic_bytes);
-        __asan_poison_memory_region(w.arena + launch.dynamic_bytes, arena_bytes - launch.dynamic_bytes);
-    }
+    fit_arena(w, launch.dynamic_bytes);
     w.faulted = false;
     this_worker = &w;
+    stack_t before, ours = {};
+    ours.ss_sp = w.signal_stack;
+    ours.ss_size = signal_stack_bytes;
+    if (!__sanitizer_start_switch_fiber) sigaltstack(&ours, &before);
     unsigned long modes = flush_subnormals();
-    while (job->outcome != fault && !interrupt_requested) {
+    while (job->outcome != fault && job->outcome != no_memory && !interrupt_requested) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;
         run_block(w, index);
     }
     set_modes(modes);
+    if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
 }
 

@@ -240,3 +240,11 @@ def test_a_read_only_folder_is_exit_6(tmp_path: Path) -> None:
 def test_a_full_disk_is_exit_6(tmp_path: Path) -> None:
     """A file that cannot grow to its size leaves nothing behind."""
     refused_apart(tmp_path, 6, "no room", "gen-data", *SHAPE, limit=1000)
+
+
+@pytest.mark.parametrize("threads", ["9" * 5000, "0", "-1", "two", "1000000", "\u0661"])
+def test_a_number_of_threads_that_is_none_is_exit_2(threads: str, fa_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA_CLI_THREADS, in a message that is not as long as the value."""
+    monkeypatch.setenv("FA_CLI_THREADS", threads)
+    result = fa_cli("run", "--device", "cpu", "--batch", 1, "--heads", 1, "--seq", 8)
+    assert result.exit_code == 2 and "FA_CLI_THREADS is" in result.stderr and len(result.stderr) < 300

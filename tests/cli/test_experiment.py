@@ -19,6 +19,7 @@ from click.testing import Result
 
 from harness import experiment, run
 from harness.backends import ContextLost
+from harness.backends.host import library
 from harness.check.contender import Contender
 from harness.selftest.mutant import edited
 
@@ -171,7 +172,10 @@ def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> 
     for again in ((), ("--resume",)):
         assert fa_cli("experiment", sweep, "--device", "cpu", *again).exit_code == 0
         rows = rows_of(tmp_path / "experiment_results")
-        assert [(row["Kernel"], row["Status"], row["dtype"]) for row in rows] == [("mma", "PASS", "tf32"), ("fa2", "PASS", "float32")]
+        assert [(row["Kernel"], row["Status"], row["dtype"], row["arithmetic"]) for row in rows] == [
+            ("mma", "PASS", "tf32", "tf32"),
+            ("fa2", "PASS", "float32", "f32"),
+        ]
 
 
 @needs_compiler
@@ -241,3 +245,35 @@ def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     assert "interrupted" in err and "Traceback" not in err and out == ""
     rows = rows_of(table.parent)
     assert len(rows) >= 2 and all(row["Status"] == "PASS" and row["repro"] for row in rows)
+
+
+@needs_compiler
+def test_a_kernel_that_ends_the_process_costs_its_own_row(
+    fa_cli: Run, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a kernel does it: the rows of the others are there, its own says ERROR, --resume has nothing left to do, verify goes on."""
+    monkeypatch.setattr(library, "ALLOWED", {*library.ALLOWED, "_exit"})
+    text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
+    ends = edited(text, (" = fa::dynamic_shared<float>();", " = fa::dynamic_shared<float>();\n    if (args.seq_q == 16) _exit(0);"))
+    ends = edited(ends, ('extern "C" __global__', 'extern "C" void _exit(int);\nextern "C" __global__'))
+    (tmp_path / "ends_forward.cu").write_text(ends)
+    sweep.write_text("peers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]")
+    for again in ((), ("--resume",)):
+        result = fa_cli("experiment", sweep, "--compute", "naive,./ends_forward.cu,fa2", *again)
+        assert result.exit_code == 1, result.output
+        rows = rows_of(tmp_path / "experiment_results")
+        assert [(row["Test"], row["Kernel"], row["Status"]) for row in rows] == [
+            ("S16", "naive", "PASS"),
+            ("S16", "ends", "ERROR"),
+            ("S16", "fa2", "PASS"),
+            ("S32", "naive", "PASS"),
+            ("S32", "ends", "PASS"),
+            ("S32", "fa2", "PASS"),
+        ]
+        assert "exit code 0" in rows[1]["ErrorMessage"] and all(row["arithmetic"] == "f32" for row in rows)
+    (tmp_path / "ends_forward.cu").write_text(ends.replace("seq_q == 16", "seq_q == 129"))
+    result = fa_cli("verify", "./ends_forward.cu", "--json")
+    cases = json.loads(result.stdout)["rows"]
+    wrong = [each for each in cases if not each["passed"]]
+    assert result.exit_code == 5 and 0 < len(wrong) < len(cases) and all("ended without a result" in each["message"] for each in wrong)
+    assert {each["case"]["problem"]["seq_q"] for each in wrong} == {129}

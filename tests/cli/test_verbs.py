@@ -80,8 +80,8 @@ def test_run_writes_and_tells(fa_cli: Run, tmp_path: Path) -> None:
     result = fa_cli("run", "--compute", "naive", "--mode", "both", *SHAPE)
     assert result.exit_code == 0, result.output
     for tensor in ("O", "logsumexp", "dQ", "dK", "dV"):
-        row = next(line.split() for line in result.stdout.splitlines() if line.split()[1:2] == [tensor])
-        assert row[-1] == "PASS" and float(row[2]) <= float(row[6])
+        row = next(line.split() for line in result.stdout.splitlines() if line.split()[1:3] == ["f32", tensor])
+        assert row[-1] == "PASS" and float(row[3]) <= float(row[6])
         assert (tmp_path / "data/B1_H2_S33_D16" / f"{tensor}.bin").stat().st_size > 0
     assert "CPU time (host backend)" in result.stdout and "\x1b" not in result.stdout
     assert result.stdout.splitlines()[-1] == "PASS naive both B1_H2_S33_D16 on cpu"
@@ -112,7 +112,7 @@ def test_json_of_one_kernel(fa_cli: Run, tmp_path: Path) -> None:
     result = fa_cli("run", "--compute", "naive", "--causal", "--json", *SHAPE)
     found = json.loads(result.stdout)
     assert result.stderr == ""
-    assert list(found) == ["compute", "mode", "device", "problem", "passed", "time_ms", "tflops", "gbps", "errors", "outputs"]
+    assert list(found) == ["compute", "mode", "device", "arithmetic", "problem", "passed", "time_ms", "tflops", "gbps", "errors", "outputs"]
     assert (found["compute"], found["mode"], found["device"], found["passed"]) == ("naive", "forward", "cpu", True)
     assert found["problem"]["causal"] is True and found["problem"]["seq_q"] == 33 and found["problem"]["causal_shift"] == 0
     assert found["time_ms"]["forward"] > 0 and found["time_ms"]["backward"] is None

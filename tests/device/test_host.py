@@ -110,6 +110,20 @@ def test_what_only_a_gpu_understands_is_refused_with_its_line(planted: str, why:
         assert f"{file}:{line}: {why}" in caught.value.why and caught.value.exit_code == 5
 
 
+def test_files_of_other_editors_run(tmp_path: Path) -> None:
+    """A byte order mark at the start of a kernel, and a header whose comments are Latin-1."""
+    (tmp_path / "mine.cuh").write_bytes("// caf\xe9\nconstexpr float one = 1;\n".encode("latin-1"))
+    body = '#include "mine.cuh"\n' + PLAIN.replace("o / total", "one * o / total")
+    assert outputs(own(tmp_path, body, header="\ufeff" + HEADER)).all()
+
+
+def test_a_parameter_of_another_size_does_not_compile(tmp_path: Path) -> None:
+    """Sizes are int: a long long would read four bytes of the next one. The compiler judges what a macro writes, too."""
+    for old, new, why in (("int seq,", "long long seq,", "another size"), ("int seq,", "SEVERAL", "another number")):
+        with pytest.raises(CompileError, match=why):
+            Host().load(own(tmp_path, "#define SEVERAL int seq, int more,\n" + PLAIN.replace(old, new, 1)), Problem.of(1, 1, 8, 64))
+
+
 def test_raw_ptx_and_cuda_headers_run_on_a_gpu(backend: backends.Backend, tmp_path: Path) -> None:
     """The same plants, on a GPU: what NVRTC compiles, runs."""
     if backend.name != "cuda":
@@ -233,6 +247,7 @@ def test_hundreds_of_loads_in_one_process(tmp_path: Path) -> None:
     def mappings() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
 
+    Bound(backend, loaded, problem, {"Q": x, "K": x, "V": x}).run()  # maps the stacks
     before, others = mappings(), set(host._open)  # launchers that other tests left hold theirs open
     for number in range(300):
         copy = tmp_path / f"{number}.so"

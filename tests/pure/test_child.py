@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 
 from harness import child
 from harness.backends import CompileError, ContextLost
-from harness.fault import DataFault, Fault, KernelFault
+from harness.fault import DataFault, Fault, KernelFault, UsageFault
 from harness.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")  # a child is ended by a SIGINT of its own
@@ -236,3 +236,65 @@ def test_side_by_side_where_one_hangs_at_the_end(temporary: Path) -> None:
     """What waits for nobody any more is ended after the first job."""
     codes, results, seconds = side_by_side(partial(jobs.square, 5), partial(time.sleep, 60))
     assert codes == [0, None] and results[0] == 25 and seconds < 10
+
+
+# -- a fork -----------------------------------------------------------------------------------------------------------
+
+
+def _counted(end: Callable[[], object]) -> Iterator[int]:
+    yield 1
+    yield 2
+    end()
+    yield 3
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (lambda: os._exit(0), "exit code 0"),
+        (lambda: os._exit(7), "exit code 7"),
+    ],
+)
+def test_a_fork_that_dies_leaves_what_it_gave(end: Callable[[], object], words: str) -> None:
+    """Its values until then, then how it ended; also where it says that all is well."""
+    got = []
+    with pytest.raises(child.Ended, match=words):
+        for value in child.forked(lambda: _counted(end), "a fork"):
+            got.append(value)
+    assert got == [1, 2]
+
+
+def test_a_fork_gives_values_faults_and_ctrl_c() -> None:
+    """What the work yields, as it comes, and its exception in its class."""
+    assert list(child.forked(lambda: _counted(lambda: None), "a fork")) == [1, 2, 3]
+
+    def fails() -> None:
+        raise UsageFault("no", "why", "hint")
+
+    with pytest.raises(UsageFault, match="no") as caught:
+        list(child.forked(lambda: _counted(fails), "a fork"))
+    assert caught.value.hint == "hint"
+    with pytest.raises(KeyboardInterrupt):
+        list(child.forked(lambda: _counted(lambda: os.kill(os.getpid(), signal.SIGINT)), "a fork"))
+
+
+def test_a_fork_ends_with_its_iterator() -> None:
+    """No process is left behind that goes on working."""
+    values = child.forked(lambda: iter(os.getpid, None), "a fork")
+    process = next(values)
+    values.close()  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_the_rest_survives_an_item_that_kills() -> None:
+    """Each item has a result in order: its own, or that it died; all others are worked on once."""
+
+    def work(item: int) -> str:
+        if item % 3 == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f"{item} works"
+
+    found = list(child.survived(range(1, 8), work, lambda item, why: f"{item} {why.what}", "it"))
+    assert found == ["1 works", "2 works", "3 it died: SIGKILL", "4 works", "5 works", "6 it died: SIGKILL", "7 works"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from harness.check.tensors import row_pitch
 from harness.fault import UsageFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
+from harness.kernel.signature import check_parameters
 from harness.problem import Problem
 
 HEADER = """\
@@ -269,3 +271,126 @@ def test_a_plan_is_kept_until_one_of_its_values_changes(tmp_path: Path) -> None:
     assert edited.plan(problem, DEVICE).launches[-1].grid == (6, 2, 1)
     with pytest.raises(UsageFault, match="does not fit"):
         chosen.plan(problem, Device("cuda", "small", shared_optin=1000))
+
+
+# -- what no kernel file should be ------------------------------------------------------------------------------------
+
+
+def test_all_missing_keys_are_told_at_once(tmp_path: Path) -> None:
+    """Of the header, of a workspace and of launches."""
+    text = HEADER
+    for line in ('title = "a test"', "gqa = false", 'dtype = "float32"', 'grid = "batch"', "block = 128"):
+        text = text.replace(f"// {line}\n", "")
+    with pytest.raises(UsageFault) as caught:
+        Kernel.read(write(tmp_path, text=text))
+    told = "mine_forward.cu:2: the header lacks the required keys 'title', 'gqa'; 'dtype' in workspace.delta; 'grid', 'block' in launch"
+    assert told in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[32, 64, 128]", f"[0x{'f' * 5000}]", "head_dims has an integer beyond 64 bits"),
+        ("[32, 64, 128]", f"[{'9' * 5000}]", "is not TOML: Exceeds the limit"),
+        ("block = 128", f"block = 0x{'f' * 5000}", "block has an integer beyond 64 bits"),
+        ("logits = 100", f"logits = 1{'0' * 400}", "logits has an integer beyond 64 bits"),
+        ("logits = 100", "logits = nan", "logits must be a number of at least 0"),
+        ("logits = 100", "logits = 1e999", "logits must be a number of at least 0"),
+        ("logits = 100", "logits = -1", "logits must be a number of at least 0"),
+        ("title", "t" * 100_000, "unknown key 'ttt"),
+        ('"a test"', "x" * 100_000, "is not TOML"),
+        ('"a test"', "[" * 5000, "is not TOML"),
+        ('">=sm_70"', f'"{"9" * 100_000}"', "arch must be"),
+        ('"forward"', f'"{"x" * 100_000}"', "entry in launch must be"),
+    ],
+)
+def test_a_header_of_odd_values_is_a_short_message(old: str, new: str, words: str, tmp_path: Path) -> None:
+    """Exit code 2, and never as long as the file."""
+    with pytest.raises(UsageFault) as caught:
+        Kernel.read(write(tmp_path, text=HEADER.replace(old, new, 1)))
+    assert words in caught.value.what and len(str(caught.value)) < 700
+
+
+def test_long_expressions_and_names_are_short_messages(tmp_path: Path) -> None:
+    """An expression of 100 KB, deep or with a name of that length; a kernel's name; a path."""
+    for block in (f'"{"x" * 100_000}"', f'"{"1 + " * 3000}1"', f'"{"(" * 5000}"', f'"f({"1, " * 9000})"', f'"{"9" * 5000}"'):
+        kernel_ = Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", f"block = {block}")))
+        with pytest.raises(UsageFault) as caught:
+            kernel_.plan(Problem.of(1, 1, 8, 64), DEVICE)
+        assert len(str(caught.value)) < 700
+    for spec in ("a" * 5000, f"{'a' * 5000}.cu", f"./{'a' * 300}_forward.cu", f"{'-' * 5000}.cu"):
+        with pytest.raises(UsageFault) as caught:
+            kernel.find(spec, "forward")
+        assert len(str(caught.value)) < 1000
+
+
+def test_thousands_of_first_lines_take_no_time(tmp_path: Path) -> None:
+    """Reading is linear: of 10,000 headers begun and none ended, half a minute was spent."""
+    before = time.process_time()
+    with pytest.raises(UsageFault, match="no kernel header"):
+        Kernel.read(write(tmp_path, text="// /// kernel\n" * 10_000))
+    with pytest.raises(UsageFault, match="no kernel header"):
+        Kernel.read(write(tmp_path, text="// /// kernel\ncode\n" * 10_000))
+    assert time.process_time() - before < 2
+    assert Kernel.read(write(tmp_path, text="// /// kernel\nint x;\n" + HEADER)).title == "a test"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_header(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    assert Kernel.read(write(tmp_path, text="\ufeff" + HEADER)).title == "a test"
+
+
+@pytest.mark.parametrize("folder", ['qu"ote', "new\nline", "back\\slash"])
+def test_a_path_that_quotes_cannot_hold_is_refused(folder: str, tmp_path: Path) -> None:
+    """It stands in #include and #line."""
+    (tmp_path / folder).mkdir()
+    with pytest.raises(UsageFault, match="path may not hold"):
+        Kernel.read(write(tmp_path / folder))
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+PLAIN = """extern "C" __global__ void prepare(const __grid_constant__ fa::Args args);
+template <class T, int N> struct Both {};
+// __global__ void forward(int of, int a, int comment);
+extern "C" __global__ void __launch_bounds__(128, 2) forward(const float* Q, float* O,  // rows, columns
+                                                             Both<float, 2> scale) {}
+"""
+
+
+def test_a_parameter_list_of_another_length_is_refused(tmp_path: Path) -> None:
+    """With the line of the entry, for plain parameters and for fa::Args; what only the preprocessor knows is left to a compiler."""
+    args = HEADER.replace("// block = 128\n", '// block = 128\n// args = ["Q", "O", "scale"]\n')
+    check_parameters(Kernel.read(write(tmp_path, text=args + PLAIN)))
+    line = args.count("\n") + 4
+    for text, words in (
+        (args.replace('"O", ', "") + PLAIN, f"mine_forward.cu:{line}: forward has 3 parameters; args passes 2 (Q, scale)"),
+        (HEADER + PLAIN, f"mine_forward.cu:{line - 1}: forward has 3 parameters; without args a launch passes one, fa::Args"),
+        (args + PLAIN.replace("const float* Q, float* O,", "float* O,"), f":{line}: forward has 2 parameters; args passes 3"),
+        (args + PLAIN.replace("const __grid_constant__ fa::Args args", ""), f":{line - 3}: prepare has 0 parameters; without args"),
+    ):
+        with pytest.raises(UsageFault) as caught:
+            check_parameters(Kernel.read(write(tmp_path, text=text)))
+        assert words in caught.value.what and caught.value.exit_code == 2
+    for list_ in ("PARAMETERS", "const float* Q,\n#if CAUSAL\n float* O\n#endif\n"):
+        check_parameters(Kernel.read(write(tmp_path, text=args + PLAIN.replace("const float* Q, float* O,", f"{list_}) {{}} //"))))
+
+
+def test_every_kernel_of_the_tree_passes_what_it_takes() -> None:
+    """No false alarm."""
+    for each in kernel.catalogue():
+        check_parameters(each)
+
+
+def test_a_width_that_the_kernel_is_not_told_is_refused(tmp_path: Path) -> None:
+    """head_dims = [64] serves --dim 48 only where the kernel knows of 48: by fa::Args, by the parameter head_dim, or by a tile value."""
+    problem = Problem.of(1, 1, 8, 48)
+    args = HEADER.replace("[32, 64, 128]", "[64]").replace("// block", '// args = ["Q", "O"]\n// block')
+    with pytest.raises(UsageFault, match="does not take head dim 48") as caught:
+        Kernel.read(write(tmp_path, text=args)).plan(problem, DEVICE)
+    assert "a listed width only: 64" in caught.value.why and "--dim 64" in caught.value.hint
+    assert Kernel.read(write(tmp_path, text=args)).plan(problem.with_(head_dim=64, scale=0.125), DEVICE)
+    for text in (args.replace('"O"]', '"O", "head_dim"]'), args.replace("BLOCK_Q = 64", 'BLOCK_Q = 64\n// D = "head_dim"')):
+        Kernel.read(write(tmp_path, text=text)).names(problem, DEVICE)
+        assert Kernel.read(write(tmp_path, text=text))._takes_any_width
+    assert Kernel.read(write(tmp_path)).plan(problem, DEVICE)

@@ -45,6 +45,7 @@ _FLAGS = (
     "-ffp-contract=fast",
     "-fno-exceptions",
     "-fno-rtti",
+    "-fstack-clash-protection",  # a frame of more than a page touches each of its pages, and so the guard page below a stack
 )
 
 
@@ -163,7 +164,7 @@ class Host(Backend):
             )
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                raise failure(outcome, report.value.decode(errors="replace"), library.path, loaded.kernel, call.entry)
+                raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Run the steps. The function returned gives their CPU seconds."""
@@ -244,8 +245,10 @@ def _engine() -> ctypes.CDLL:
 class _Library:
     """A loaded kernel library."""
 
-    def __init__(self, opened: cache.Opened, kernel: Kernel) -> None:
+    def __init__(self, opened: cache.Opened, kernel: Kernel, lines: Callable[[], Path] | None = None) -> None:
         self.path, self.dll, self.descriptor = opened.path, opened.dll, opened.descriptor
+        #: Builds it again with line numbers, which take a third more time: wanted only by a report. None where it has them.
+        self.lines = lines
         self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
         self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
@@ -288,8 +291,12 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
     _engine()  # before a library that needs its symbols
     wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
-    opened = cache.library(key, compiler(), [compile_, link], {"unit.cpp": unit}, wanted, kernel)
-    return _keep_open(key, _Library(opened, kernel))
+
+    def built(key: str, *more: str) -> cache.Opened:
+        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit}, wanted, kernel)
+
+    lines = None if check else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
+    return _keep_open(key, _Library(built(key), kernel, lines))
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from ...fault import DiskFault, EnvironmentFault
 from ...files import JSON_LIMIT, exposed
 from ...kernel.kernel import Kernel
 from ..protocol import CompileError, cache_dir
+from .library import check_library
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
@@ -74,6 +75,8 @@ def library(
                 (scratch / name).write_text(text, encoding="utf-8")
             for step in steps:
                 _compile([*command, *(argument.replace("{dir}", str(scratch)) for argument in step)], scratch, kernel)
+            if kernel:
+                check_library(scratch / "out.so", kernel)
             descriptor, dll = _new(scratch / "out.so", command, wanted, kernel, mode)
             os.fchmod(descriptor, 0o700)
             note = os.open(scratch / "note", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

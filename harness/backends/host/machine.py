@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ...array import Bytes
-from ...fault import UsageFault
+from ...fault import UsageFault, clipped
 
 #: Bytes of inaccessible pages on each side of a buffer: address space only, no memory.
 FENCE = 16 << 20
@@ -26,10 +26,12 @@ _NOTHING = 0  # PROT_NONE, which mmap has no name for
 
 
 def threads() -> int:
-    """How many cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is not a positive integer."""
+    """How many cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is no integer of 1 to 999999."""
     asked = os.environ.get("FA_CLI_THREADS") or str(len(os.sched_getaffinity(0)))
-    if not asked.isdecimal() or int(asked) < 1:
-        raise UsageFault(f"FA_CLI_THREADS is {asked!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all")
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", asked, re.ASCII):
+        raise UsageFault(
+            f"FA_CLI_THREADS is {clipped(asked, 40)!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all"
+        )
     return int(asked)
 
 

@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ... import child
-from ...fault import EnvironmentFault, KernelFault
+from ...fault import EnvironmentFault, Fault, KernelFault
 from ...kernel.kernel import Kernel
+from .library import same_code
 
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
 _SANITIZER_EXIT = 86
@@ -24,26 +26,35 @@ class CheckFault(KernelFault):
     exit_code = 1
 
 
-def failure(outcome: int, report: str, library: Path, kernel: Kernel, entry: str) -> BaseException:
+def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] | None, kernel: Kernel, entry: str) -> BaseException:
     """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
     if outcome == 3:
         return KeyboardInterrupt()
+    if outcome == 4:
+        return EnvironmentFault(
+            f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
+        )
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
-    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library).strip(), f"see {kernel.path}")
+    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), f"see {kernel.path}")
 
 
-def with_lines(report: str, library: Path) -> str:
-    """The engine's report with code addresses (pc:0x…) replaced by file:line, through addr2line."""
+def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
+    """The engine's report with code addresses (pc:0x…) replaced by file:line, through addr2line.
+
+    lines: builds the same library with line numbers, where it has none.
+    """
     addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
-    base = None
-    for mapping in Path("/proc/self/maps").read_text().splitlines():
-        if mapping.endswith(str(library)):
-            base = int(mapping.split("-")[0], 16)
-            break
+    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(library))]
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if not addresses or base is None or tool is None:
+    if not addresses or not mappings or tool is None:
         return report
-    offsets = [hex(int(a, 16) - base - 1) for a in addresses]  # the return address lies after the call
+    base = int(mappings[0].split("-")[0], 16)
+    # the return address lies after the call; one that is not in the library (a call of a null pointer) has no line
+    offsets = [hex(max(int(a, 16) - base - 1, 0)) for a in addresses]
+    if lines:
+        with suppress(Fault):
+            built = lines()
+            library = built if same_code(built, library) else library
     done = subprocess.run([tool, "-a", "-i", "-e", str(library), *offsets], capture_output=True, text=True, check=False)
     places: list[str] = []
     for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ...kernel.header import SIZES
 from ...kernel.kernel import KERNELS, Kernel, include_closure
+from ...kernel.signature import check_parameters, without_comments
 from ..protocol import CompileError
 
 HOST = KERNELS / "host"
@@ -18,24 +20,28 @@ _DYNAMIC = re.compile(
     r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
 )
 _FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*<(?!fa/)(?P<header>[^>]+)>", re.M)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 def translation_unit(kernel: Kernel) -> str:
     """C++ source that includes a kernel file and exports fa_host_entry_<entry>(void** parameters) for each of its entries.
 
-    Raises CompileError for inline PTX and CUDA's headers, in the file or in a header of the user's that it includes.
+    Raises CompileError for inline PTX and CUDA's headers, in the file or in a header of the user's that it includes, UsageFault as
+    check_parameters does.
     """
+    check_parameters(kernel)
     for file in include_closure(kernel.path):
         if not file.is_relative_to(KERNELS):
             _refuse_other_languages(kernel, file)
-    text = kernel.path.read_text(encoding="utf-8")
+    text = kernel.path.read_text(encoding="utf-8-sig")
     rewritten = _DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
     source = f'#include "{kernel.path}"'
     if rewritten != text:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
     exported = 'extern "C" __attribute__((visibility("default")))'
-    entries = "\n".join(f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::call(&{name}, p); }}" for name in kernel.entries)
+    entries = "\n".join(
+        f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::Passed<{_sizes(args)}>::call(&{name}, p); }}"
+        for name, args in kernel.entries.items()
+    )
     return f"""{source}
 #line 1 "entries of {kernel.path.name}"
 {entries}
@@ -44,8 +50,13 @@ static __thread char fa_host_anchor;
 """
 
 
+def _sizes(args: tuple[str, ...]) -> str:
+    """The bytes of each parameter that a launch passes; 0 for the scale, which has the width of the dtype."""
+    return ", ".join(str(4 if name in SIZES else 0 if name == "scale" else 8) for name in args) or "sizeof(fa::Args)"
+
+
 def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
-    bare = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), file.read_text(encoding="utf-8"))
+    bare = without_comments(file.read_text(encoding="utf-8", errors="replace"))
     if found := _FOREIGN.search(bare):
         line = bare.count("\n", 0, found.start()) + 1
         what = f"#include <{found['header']}>" if found["header"] else "inline PTX"

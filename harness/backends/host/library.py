@@ -1,0 +1,113 @@
+"""What a compiled kernel library may hold, read from its ELF tables before it is loaded: functions of a GPU, 48 KB of static shared memory.
+
+A kernel is C++ here, so `exit` or a function that nobody defines would compile. On a GPU neither would.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...kernel.kernel import Kernel
+from ...kernel.signature import user_files, without_comments
+from ..protocol import CompileError
+
+#: Bytes of static shared memory that a kernel may have on any GPU; more must be dynamic (CUDA C++ guide, Compute Capabilities).
+STATIC_SHARED = 48 << 10
+#: What a library may take from outside: what compilers add by themselves,
+ALLOWED = {"memcpy", "memmove", "memset", "memcmp", "bcmp", "__memcpy_chk", "__memset_chk"}
+ALLOWED |= {"__tls_get_addr", "__stack_chk_fail", "__stack_chk_guard", "__gmon_start__", "__cxa_finalize", "__cxa_atexit"}
+#: and by these patterns the engine, sanitizers, arithmetic without instructions, and C's mathematics.
+_ALLOWED = re.compile(
+    r"fa_host_|__[atu]b?san_|__sanitizer_|_ITM_|_ZGV|__[a-z]+(?:hf|bf|sf|df|tf|xf|si|di|ti)[a-z0-9]*$|"
+    r"(?:a?(?:cos|sin|tan)h?|atan2|sincos|exp|exp10|exp2|expm1|log|log10|log1p|log2|logb|ll?r(?:int|ound)|l?gamma|tgamma|erfc?|cbrt|sqrt|"
+    r"hypot|pow|ldexp|frexp|scalbn|modf|fmod|remainder|remquo|ceil|floor|trunc|round|rint|nearbyint|nextafter|copysign|"
+    r"f(?:abs|dim|ma|max|min))f?$"
+)
+_SYMTAB, _DYNSYM, _TLS = 2, 11, 6
+
+
+@dataclass(frozen=True)
+class _Section:
+    name: str
+    kind: int
+    address: int
+    content: bytes
+    link: int
+
+
+def check_library(path: Path, kernel: Kernel) -> None:
+    """Raise CompileError, with the kernel's line, for a function that no GPU has and for too large static `__shared__` arrays."""
+    sections = _sections(path)
+    for name, _, kind, defined in _symbols(sections, _DYNSYM):
+        if not defined and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
+            plain = _plain(name)
+            why = f"a kernel on the CPU backend calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
+            raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
+    arrays = {
+        name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name
+    }
+    for entry in kernel.entries:
+        own = {n: size for n, size in arrays.items() if len(kernel.entries) == 1 or n.startswith(f"_ZZ{len(entry)}{entry}E")}
+        if sum(own.values()) > STATIC_SHARED:
+            largest = max(own, key=lambda n: own[n])
+            why = f"__shared__ arrays of {entry} take {sum(own.values())} bytes; a GPU has {STATIC_SHARED} for static ones"
+            raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}; use dynamic shared memory")
+
+
+def same_code(a: Path, b: Path) -> bool:
+    """Whether two libraries have the same instructions at the same addresses."""
+    texts = [[(s.address, s.content) for s in _sections(path) if s.name == ".text"] for path in (a, b)]
+    return texts[0] == texts[1] != []
+
+
+def _plain(symbol: str) -> str:
+    """The last name in a mangled symbol (Itanium C++ ABI): f of _ZN1a1fEi, big of _ZZ7forwardE3big."""
+    found = symbol
+    for start in re.finditer(r"(?<=Z|N|E)\d+", symbol):
+        at = start.start()
+        while length := re.match(r"\d+", symbol[at:]):
+            found = symbol[at + length.end() :][: int(length[0])]
+            at += length.end() + int(length[0])
+    return found
+
+
+def _line(kernel: Kernel, name: str, beside: str = "") -> str:
+    """file:line of a name in the kernel or a header of the user's, the last where it stands beside a word or is called; else the file."""
+    found = ""
+    for file in user_files(kernel.path):
+        for number, line in enumerate(without_comments(file.read_text(encoding="utf-8", errors="replace")).splitlines(), 1):
+            if re.search(rf"(?:\b|__builtin_){re.escape(name)}\b", line) and beside in line and ("extern" not in line or not found):
+                found = f"{file}:{number}"
+    return found or str(kernel.path)
+
+
+def _sections(path: Path) -> list[_Section]:
+    """The sections of a 64-bit little-endian ELF file. A file that is none has none: the loader tells."""
+    data = path.read_bytes()
+    if data[:6] != b"\x7fELF\x02\x01":
+        return []
+    start, size, count, names = struct.unpack_from("<Q10xHHH", data, 40)
+    heads = [struct.unpack_from("<IIQQQQI", data, start + i * size) for i in range(count)]
+    texts = heads[names][4]
+    return [
+        _Section(_text(data, texts + name), kind, address, b"" if kind == 8 else data[offset : offset + length], link)
+        for name, kind, _, address, offset, length, link in heads
+    ]
+
+
+def _symbols(sections: list[_Section], kind: int) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, size, type and whether it is defined here, of each named symbol of a table."""
+    for table in (section for section in sections if section.kind == kind):
+        names = sections[table.link].content
+        for at in range(0, len(table.content) - 23, 24):
+            name, info, where, size = struct.unpack_from("<IBxH8xQ", table.content, at)
+            if name:
+                yield _text(names, name), size, info & 15, where != 0
+
+
+def _text(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode(errors="replace")

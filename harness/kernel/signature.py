@@ -1,0 +1,61 @@
+"""An entry's parameter list in the source against what its launch passes.
+
+A GPU takes the parameters as bytes, so a list of another length runs and reads whatever follows them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .header import bad
+from .kernel import KERNELS, Kernel, include_closure
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)$", re.M)
+_NESTED = {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}
+
+
+def without_comments(text: str) -> str:
+    """C++ source with blanks for its comments: lines keep their numbers."""
+    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+
+
+def user_files(path: Path) -> list[Path]:
+    """A kernel's file and the headers beside it that it includes, without those of the tree."""
+    return [file for file in include_closure(path) if file == path or not file.is_relative_to(KERNELS)]
+
+
+def check_parameters(kernel: Kernel) -> None:
+    """Raise UsageFault, with file and line, for an entry whose parameter list is not as long as what its launch passes.
+
+    An entry or a parameter that a macro writes is not judged here: on the CPU the compiler does (Passed of host/cuda.hpp).
+    """
+    sources = {file: without_comments(file.read_text(encoding="utf-8-sig", errors="replace")) for file in user_files(kernel.path)}
+    defined = [match for text in sources.values() for match in _DEFINE.findall(text)]
+    several_at_once = {name for name, body in defined if "," in body or body.endswith("\\")}
+    for entry, args in kernel.entries.items():
+        head = re.compile(rf"__global__[^;{{}}]*?\b{entry}\s*\(")
+        found = [(file, text, match.end()) for file, text in sources.items() for match in head.finditer(text)]
+        several = [_parameters(text[at:], several_at_once) for _, text, at in found]
+        if not found or any(has is None or len(has) == (len(args) or 1) for has in several):
+            continue
+        (file, text, at), has = found[0], several[0] or []
+        passed = f"args passes {len(args)} ({', '.join(args)})" if args else "without args a launch passes one, fa::Args"
+        raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
+
+
+def _parameters(text: str, macros: set[str]) -> list[str] | None:
+    """The parameters of the list that ends at the first unmatched bracket; None where only the preprocessor knows them."""
+    depth, last, found = 0, 0, []
+    for at, sign in enumerate(text):
+        depth += _NESTED.get(sign, 0)
+        if depth < 0 or (sign == "," and depth == 0):
+            found.append(text[last:at].strip())
+            last = at + 1
+        if depth < 0:
+            if found in ([""], ["void"]):
+                return []
+            odd = any("#" in each or re.fullmatch(r"\w+", each) or not macros.isdisjoint(re.findall(r"\w+", each)) for each in found)
+            return None if odd else found
+    return None
