@@ -8,6 +8,7 @@ CPU ends its process, costs its own row: a fresh process measures the rest.
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -100,6 +101,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
         for stale in (table, folder / "samples.jsonl", folder / "env.json"):
             stale.unlink(missing_ok=True)
     _write_environment(folder / "env.json", backend, run_id, options.resume)
+    fork = _may_fork(backend, contenders)
     try:
         if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
             rows += _keep(folder, ceilings.rows(backend, run_id), [])
@@ -109,7 +111,7 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             def tell(text: str, step: str = f"{number + 1}/{len(shapes)} {test}") -> None:
                 progress(f"{step} {text}")
 
-            for found, samples in _survived(backend, left, mode, test, problem, run_id, tell):
+            for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, tell):
                 rows += _keep(folder, results.with_peak(found, rows), samples)
     except _Lost:
         rows = _in_a_fresh_process(options, table, run_id)
@@ -150,7 +152,18 @@ def _shape(
     yield results.with_torch([row for row, _ in found]), samples
 
 
+def _may_fork(backend: Backend, contenders: Sequence[Sequence[Contender]]) -> bool:
+    """Whether shapes run in forks: on the CPU, where a kernel can end the process, unless this one may have torch's threads already."""
+    fork = backend.name == "cpu" and "torch" not in sys.modules
+    libraries = [getattr(each.peer, "modules", ()) for some in contenders for each in some]
+    for module in dict.fromkeys(name for names in libraries for name in names) if fork else ():
+        with suppress(Exception):  # it is absent, and its row says so
+            importlib.import_module(module)  # once for all forks; it has no threads before its first operation
+    return fork
+
+
 def _survived(
+    fork: bool,
     backend: Backend,
     contenders: Sequence[Contender],
     mode: str,
@@ -159,12 +172,12 @@ def _survived(
     run_id: str,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
-    """As :func:`_shape`; on the CPU in a fork, and a kernel that ends it has a row that says so.
+    """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
     rest = mode, test, problem, run_id, progress
-    if backend.name != "cpu" or "torch" in sys.modules:  # a process of torch's threads must not fork
+    if not fork:
         yield from _shape(backend, contenders, *rest)
         return
     left = list(contenders)
@@ -177,7 +190,7 @@ def _survived(
             yield results.rows_without(test, left[0], mode, problem, backend, run_id, SEED, "ERROR", str(ended)), []
             return
         for each in left:
-            yield from _survived(backend, [each], *rest)
+            yield from _survived(fork, backend, [each], *rest)
 
 
 def _keep(folder: Path, rows: list[Row], samples: list[files.Json]) -> list[Row]:
