@@ -9,6 +9,7 @@ the folder.
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from .peers.base import installed
 from .problem import MODES, PASSES, Problem
 from .row import CEILING, TYPES, Row, encoded, mend, read_rows
 from .sweep import ROOT, SWEEPS, Sweep, load
+from .sweep import Options as Options
 
 if TYPE_CHECKING:
     from .torch_op.training import Speed
@@ -37,28 +39,6 @@ if TYPE_CHECKING:
 SEED = 42
 #: What messages of CUDA libraries say when the CUDA context is lost.
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
-
-    peers None: all of the kind of device. only, skip: patterns of test names.
-    """
-
-    name: str = "forward"
-    mode: str | None = None
-    computes: tuple[str, ...] = ()
-    peers: tuple[str, ...] | None = None
-    device: str = "auto"
-    output_dir: Path = Path("experiment_results")
-    record: bool = False
-    full: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,13 +108,14 @@ def _measured(
     run_id, rows = _begin(folder, backend, options)
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
         rows = _keep(folder, rows, ceilings.rows(backend, run_id), [])
+    fork = _may_fork(backend, [computes for _, computes in shaped])
     for number, ((test, problem), computes) in enumerate(shaped):
         left = [c for c in computes if not _done(rows, test, c, mode, problem, backend.name == "cuda")]
 
         def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
             progress(f"{step} {text}")
 
-        for found, samples in _survived(backend, left, mode, test, problem, run_id, tell):
+        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, tell):
             rows = _keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -208,7 +189,18 @@ def _shape(
     yield results.with_torch([row for row, _ in found]), samples
 
 
+def _may_fork(backend: Backend, contenders: Sequence[Sequence[Contender]]) -> bool:
+    """Whether shapes run in forks: on the CPU, where a kernel can end the process, unless this one may have torch's threads already."""
+    fork = backend.name == "cpu" and "torch" not in sys.modules
+    libraries = [getattr(each.peer, "modules", ()) for some in contenders for each in some]
+    for module in dict.fromkeys(name for names in libraries for name in names) if fork else ():
+        with suppress(Exception):  # it is absent, and its row says so
+            importlib.import_module(module)  # once for all forks; it has no threads before its first operation
+    return fork
+
+
 def _survived(
+    fork: bool,
     backend: Backend,
     contenders: Sequence[Contender],
     mode: str,
@@ -217,12 +209,12 @@ def _survived(
     run_id: str,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
-    """As :func:`_shape`; on the CPU in a fork, and a kernel that ends it has a row that says so.
+    """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
     rest = mode, test, problem, run_id, progress
-    if backend.name != "cpu" or "torch" in sys.modules:  # a process of torch's threads must not fork
+    if not fork:
         yield from _shape(backend, contenders, *rest)
         return
     left = list(contenders)
@@ -235,7 +227,7 @@ def _survived(
             yield results.rows_without(test, left[0], mode, problem, backend, run_id, SEED, "ERROR", str(ended)), []
             return
         for each in left:
-            yield from _survived(backend, [each], *rest)
+            yield from _survived(fork, backend, [each], *rest)
 
 
 def _begin(folder: Path, backend: Backend, options: Options) -> tuple[str, list[Row]]:

@@ -42,6 +42,28 @@ SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in 
 
 
 @dataclass(frozen=True)
+class Options:
+    """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
+
+    peers None: all of the kind of device. only, skip: patterns of test names.
+    """
+
+    name: str = "forward"
+    mode: str | None = None
+    computes: tuple[str, ...] = ()
+    peers: tuple[str, ...] | None = None
+    device: str = "auto"
+    output_dir: Path = Path("experiment_results")
+    record: bool = False
+    full: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A sweep file, read and checked. shapes and cpu_shapes are (test name, problem)."""
 

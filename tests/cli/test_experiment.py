@@ -103,7 +103,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
         ("200", "REFUSED", False),
     ]
     text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
-    (tmp_path / "wrong_forward.cu").write_text(edited(text, ("? 1 / ", "? 1.001f / ")))
+    (tmp_path / "wrong_forward.cu").write_text(edited(text, (": 1 / ", ": 1.001f / ")))
     result = fa_cli("experiment", sweep, "--compute", "./wrong_forward.cu", "--only", "D16", "--json")
     assert result.exit_code == 1
     (row,) = json.loads(result.stdout)["rows"]
@@ -253,6 +253,7 @@ def test_a_kernel_that_ends_the_process_costs_its_own_row(
 ) -> None:
     """However a kernel does it: the rows of the others are there, its own says ERROR, --resume has nothing left to do, verify goes on."""
     monkeypatch.setattr(library, "ALLOWED", {*library.ALLOWED, "_exit"})
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # of another test: with it this process would not fork, and end
     text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
     ends = edited(text, (" = fa::dynamic_shared<float>();", " = fa::dynamic_shared<float>();\n    if (args.seq_q == 16) _exit(0);"))
     ends = edited(ends, ('extern "C" __global__', 'extern "C" void _exit(int);\nextern "C" __global__'))
