@@ -6,9 +6,10 @@ the reference is finite always fails.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,6 +52,11 @@ class Verdict:
     place: str
     reason: str
     moments: moments.Moments = moments.Moments()
+
+    def numbers(self) -> dict[str, float | bool]:
+        """What JSON says of a tensor, in the order of README, "JSON"."""
+        keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
+        return {key: getattr(self, key) for key in keys} | dataclasses.asdict(self.moments)
 
 
 def ulp(value: float, dtype: str) -> float:
@@ -124,7 +130,7 @@ def compare(
         if problem.dtype != "float64" and math.isfinite(verdict.max_abs):
             of = _moments(xp, problem, tensor, array, reference, baselines, inputs or {}, arithmetic)
             reason = verdict.reason or of.reason(tensor)
-            verdict = replace(verdict, moments=of, reason=reason, passed=not reason)
+            verdict = dataclasses.replace(verdict, moments=of, reason=reason, passed=not reason)
         found[tensor] = verdict
     return found
 

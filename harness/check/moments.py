@@ -10,38 +10,49 @@ rows and columns count as the independent units, never elements (two-way cluster
 
     P(|sum x_i| > t sqrt(sum x_i^2)) <= 2 exp(-t^2 / 2)
 
-(Efron 1969, doi 10.1080/01621459.1969.10501068; from Hoeffding's inequality on the signs). It is exact in small cases: the left side is
-at most sqrt(N), so fewer than t^2 = 37 rows never raise an alarm. A sum of both kinds of terms exceeds its limit
+(Efron 1969, Student's t-test under symmetry conditions; it is Hoeffding's inequality on the signs). A sum X of both kinds of terms is within
 
-    SIGNIFICANCE * (sqrt(sum x_i^2) + sqrt(sum y_j^2))
+    t (sqrt(sum x_i^2) + sqrt(sum y_j^2)),    t = SIGNIFICANCE
 
-with probability at most 4 exp(-6.1^2 / 2) = 3.3e-8. A case has at most 13 such sums (three for each of O, dQ, dK, dV, two less one for
-logsumexp): 4.4e-7 false alarms a case, below 1e-6.
+but for a probability of 4 exp(-6.1^2 / 2) = 3.3e-8. A case has at most 14 such sums, three for each of O, dQ, dK and dV, two for
+logsumexp: 4.7e-7 false alarms, below 1e-6. A true error of all rows would widen this limit itself, so the part of X that each row has of
+it is taken out first. With g_i, its share of the sum (sum g_i = 1, G = sum g_i^2), sqrt(sum x_i^2) <= sqrt(sum (x_i - X g_i)^2) +
+|X| sqrt(G), and so whatever exceeds
+
+    t / (1 - t sqrt(G)) * sqrt(sum (x_i - X g_i)^2)
+
+exceeds the limit above. The bound holds for any number of rows. Where there are too few, t sqrt(G) >= 1, nothing is judged: with equal
+shares fewer than 38 rows, or 38 columns of all heads. There the largest error alone decides.
 
 **The weights.** A rounding error is relative to its row, so row i counts with 1 / (its mean square + 1 % of the tensor's). Errors below
 are relative in this sense; those of logsumexp are absolute.
 
-**The three sums**, of errors e, baseline errors b and reference r:
+**The statistics**, of errors e, baseline errors b and reference r. A right kernel may have in common over all rows what A says.
 
-    rms     e^2 - 2 b^2 - a^2        one rounding more, as large as all of the baseline's, multiplies the mean square by 2
-    slope   e r - (A + 2 |slope of b|) r^2
-    bias    e - (A + 2 |bias of b|)
+    slope   1 + sum e r / sum r^2, from 1 at most A + twice the worst baseline's + chance
+    bias    mean of e, at most A + twice the worst baseline's + chance
+    rms     the typical ratio of its RMS errors to the worst baseline's: the root of the F at which the sum over the rows of
 
-of the worst baseline each time. A is what a right kernel may have in common over all rows; with u = 2^-24, n terms an element sums, D the
-head dim, s the mean |score| under P, and c = 1 for tensor cores, 0 otherwise:
+                (q - F p) / (q + F p),    q = sum e^2 of a row,    p = sum (b^2 + a^2 / 2)
 
-    u (3 + c D / 16) s     the scale is rounded as float32, times a rounded log2(e), rounded: 2.2 u of every score. Tensor cores truncate
-                           their sums: of a step of 16 products at most half an ulp, u, in the mean (Fasi et al. 2021, doi
-                           10.7717/peerj-cs.330). Steps of 8, as on sm_80, are twice as many at a mean partial sum of 2/3 and a mean
-                           ulp of 0.72 * 2 u: 0.96 u for 16 products. tf32 has half as many products a step
-    u c n / 16             the same in the sums over keys or queries
-    u sqrt(n)              their rounding to nearest
+            is zero. Each term is between -1 and 1, so one bad row counts as one row (the largest error finds it). Right kernels have
+            F = 1: q and p change places. F may be 2, as after one more rounding as large as all of the baseline's together; an F
+            above it is significant where the sum at F = 2 exceeds chance, over the rows and also over the columns.
+
+With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| under P, and tensor cores where P is rounded or tf32, A sums
+
+    u (3 + D / 16) s       the scale is rounded as float32, times a rounded log2(e), rounded: 2.2 u of every score. Tensor cores (D / 16)
+                           truncate: a step of 16 products loses at most half an ulp, u, in the mean (Fasi et al. 2021, doi
+                           10.7717/peerj-cs.330). Of steps of 8, as on sm_80, there are twice as many, at a mean partial sum of 2/3 and
+                           a mean ulp of 0.72 * 2 u: 0.96 u for 16 products. tf32 has half as many products a step
+    u n / 16               tensor cores: the same in the sums over keys or queries
+    u sqrt(n)              rounding to nearest of the sums
     n 2^-25                float16 P or dS below its least subnormal number, where P is rounded
-    2 u                    logsumexp only: the mean relative error of an exponential. ex2.approx is at most 2 u off and on an H200
+    2 u                    logsumexp only: the mean relative error of an exponential. ex2.approx is at most 2 u off, and on an H200
                            -0.67 u in the mean (tests/device/golden_h200.npz)
-    unit * R^8             where P is rounded to 16 bits, unit its roundoff and R^2 the mean cosine of two rows of a head: where rows
-                           are copies, one rounding of P is shared by all. Independent scores of variance 1 have R^2 = 1/e
-    2 ulp                  logsumexp only, where its rows or its row sums are copies: then so is the rounding of log(l)
+    unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
+                           are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
+    2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
 
 In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
 delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). float64 has no second
@@ -58,12 +69,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array, ArrayModule
+from ..array import Array, ArrayModule, to_host
 from ..problem import Problem
 
 #: Standard deviations t of the self-normalised sums; the docstring above has the rate of false alarms.
 SIGNIFICANCE = 6.1
-#: The unit roundoff of float32, and of what P may be rounded to.
+#: The unit roundoff of float32 and of the types that P may be rounded to.
 UNIT = 2.0**-24
 _ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
@@ -73,8 +84,8 @@ _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
 class Moments:
     """A tensor's RMS error, mean signed error and slope of got on reference, each with its limit.
 
-    rms and bias are relative to the size of a row, of logsumexp absolute. slope_budget and bias_budget limit |slope - 1| and |bias|.
-    What a tensor does not have is NaN.
+    rms is a multiple of the worst baseline's. bias is relative to the size of a row, of logsumexp absolute. slope_budget and bias_budget
+    limit |slope - 1| and |bias|. A limit is infinite where there are too few rows; what a tensor does not have is NaN.
     """
 
     rms: float = math.nan
@@ -90,12 +101,12 @@ class Moments:
         off = self.slope - 1
         if abs(off) > self.slope_budget:
             side = "large" if off > 0 else "small"
-            return f"{tensor} is {abs(off):.2g} of its size too {side}: slope {self.slope:.6f}, a right kernel has 1 ± {self.slope_budget:.2g}"
+            return f"{tensor} is {abs(off):.2%} too {side}: slope {self.slope:.6f}, a right kernel has 1 ± {self.slope_budget:.2g}"
         if abs(self.bias) > self.bias_budget:
             side = "high" if self.bias > 0 else "low"
             return f"{tensor} is too {side} in the mean: mean error {self.bias:.3g}{of}, a right kernel has at most {self.bias_budget:.2g}"
         if self.rms > self.rms_budget:
-            return f"{tensor} is too rough: RMS error {self.rms:.3g}{of}, a right kernel has at most {self.rms_budget:.2g}"
+            return f"{tensor} is too rough: RMS error {self.rms:.3g} times its baseline's, a right kernel has at most {self.rms_budget:.3g}"
         return ""
 
 
@@ -153,18 +164,20 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     if not number or not baselines or not (absolute or float(squares.max()) > 0):
         return Moments()
 
-    # The RMS error, against the worst baseline's
-    worst = max(others, key=lambda each: float((each * each * weight).sum()))
-    square = float((error * error * weight).sum()) / number
-    base = float((worst * worst * weight).sum()) / number
-    chance = _chance(xp, (error * error - 2 * worst * worst) * weight) / number
-    rms, rms_budget = math.sqrt(square), math.sqrt(2 * base + may.rms**2 + chance)
+    # The RMS error, beside the worst baseline's of each row and column
+    pairs = []
+    for axis in (-1,) if absolute else (-1, -2):
+        counted = to_host(xp.where(kept, 0.5 * may.rms**2, 0.0).sum(axis=axis))
+        worst = np.max([to_host((each * each * weight).sum(axis=axis)) for each in others], axis=0)
+        pairs.append((to_host((error * error * weight).sum(axis=axis)), worst + counted))
+    rms, least = _ratio(*pairs[0], 0.0), min(_ratio(*pair, SIGNIFICANCE) for pair in pairs)
+    rms_budget = math.sqrt(2) * rms / least if least else math.inf
 
     # The mean signed error
     root = xp.sqrt(weight)
     bias = float((error * root).sum()) / number
     common = 2 * max(abs(float((each * root).sum())) for each in others) / number
-    bias_budget = may.bias + common + _chance(xp, (error * root), columns=not absolute) / number
+    bias_budget = may.bias + common + _chance(xp, error * root, xp.where(kept, 1.0, 0.0), not absolute) / number
     if absolute:
         return Moments(rms, rms_budget, bias, bias_budget)
 
@@ -172,15 +185,40 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     whole = float((expected * expected * weight).sum())
     slope = float((error * expected * weight).sum()) / whole
     common = 2 * max(abs(float((each * expected * weight).sum())) for each in others) / whole
-    chance = _chance(xp, error * expected * weight) / whole
+    chance = _chance(xp, error * expected * weight, expected * expected * weight) / whole
     return Moments(rms, rms_budget, bias, bias_budget, 1 + slope, may.bias + common + chance)
 
 
-def _chance(xp: ArrayModule, terms: Array, columns: bool = True) -> float:
-    """What a sum of these terms may be by chance: terms (batch, heads, rows, columns), whose rows and columns are independent."""
-    rows = terms.sum(axis=-1)
-    total = math.sqrt(float((rows * rows).sum()))
-    if columns:
-        along = terms.sum(axis=-2)
-        total += math.sqrt(float((along * along).sum()))
-    return SIGNIFICANCE * total
+def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -> float:
+    """What the sum of these terms may be by chance: terms (batch, heads, rows, columns), whose rows and columns are independent.
+
+    share: not negative; what each term has of the sum where the sum is no chance. inf where there are too few rows or columns.
+    """
+    part, total = float(terms.sum()), 0.0
+    whole = float(share.sum())
+    for axis in (-1, -2) if columns else (-1,):
+        each, mean = terms.sum(axis=axis), share.sum(axis=axis) / whole
+        left = 1 - SIGNIFICANCE * math.sqrt(float((mean * mean).sum()))
+        if left <= 0:
+            return math.inf
+        away = each - part * mean
+        total += SIGNIFICANCE / left * math.sqrt(float((away * away).sum()))
+    return total
+
+
+def _ratio(squares: Array, base: Array, significance: float) -> float:
+    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance."""
+    squares, base = squares[base > 0], base[base > 0]
+    left = 1 - significance / math.sqrt(max(1, base.size))
+    if left <= 0:
+        return 0.0
+    chance = significance / left
+    low, high = -40.0, 40.0  # of log2(F)
+    for _ in range(40):
+        middle = (low + high) / 2
+        terms = (squares - 2.0**middle * base) / (squares + 2.0**middle * base)
+        if terms.sum() > chance * terms.std() * math.sqrt(terms.size):
+            low = middle
+        else:
+            high = middle
+    return 2.0 ** (low / 2) if low > -39 else 0.0

@@ -55,6 +55,7 @@ def test_every_fault_can_be_planted(fault: planted.Planted, tmp_path: Path) -> N
     assert fault.plant(tmp_path).label == fault.kernel
     assert fault.found_by.keys() and fault.found_by.keys() <= {
         "budget",
+        "moments",
         "guards",
         "inputs",
         "poison",
@@ -91,6 +92,18 @@ def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
 def test_wrong_numbers_are_caught_by_the_error_budget(fault: planted.Planted, backend: Backend, tmp_path: Path) -> None:
     """Exactly the tensors that are wrong fail."""
     assert failing(judge(backend, fault.plant(tmp_path), fault.problem)) == set(fault.found_by["budget"])
+
+
+@of("moments")
+def test_small_errors_of_all_elements_are_caught_by_the_moments(fault: planted.Planted, backend: Backend, tmp_path: Path) -> None:
+    """Exactly the tensors that are wrong fail, though each of their elements is within its budget; the unspoiled kernel passes."""
+    result = judge(backend, fault.plant(tmp_path), fault.problem)
+    assert failing(result) == set(fault.found_by["moments"])
+    for tensor in failing(result):
+        verdict = result.verdicts[tensor]
+        assert verdict.max_abs <= verdict.budget and re.match(rf"{tensor} is .* a right kernel has", verdict.reason)
+    name, _, pass_ = fault.kernel.rpartition("_")
+    assert judge(backend, kernel.find(name, pass_), fault.problem).passed
 
 
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:

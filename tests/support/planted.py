@@ -21,10 +21,12 @@ class Planted:
     file: str = ""
     seq: int = 129
     causal: bool = False
+    dtype: str = "float32"
+    heads: int = 2
     problem: Problem = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "problem", Problem.of(1, 2, self.seq, 64, causal=self.causal))
+        object.__setattr__(self, "problem", Problem.of(1, self.heads, self.seq, 64, dtype=self.dtype, causal=self.causal))
 
     def plant(self, folder: Path) -> Kernel:
         """The kernel with its fault, written into a folder (a header with a fault beside it). Raises ValueError as `edited` does."""
