@@ -20,8 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends, peers
 from harness.array import to_host
@@ -34,6 +33,7 @@ from harness.fault import Fault
 from harness.kernel.kernel import catalogue
 from harness.problem import PASSES, Problem
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
 LENGTHS = {"cpu": (128, 256, 512), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)}
 #: Factors on Q and K, at AT tokens; beyond 10 only forward, as in the verify matrix.

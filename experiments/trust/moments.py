@@ -18,8 +18,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import planted
 
@@ -32,6 +32,7 @@ from harness.fault import Fault
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
 
+ROOT = Path(__file__).resolve().parents[2]
 STATISTICS = ("max", "rms", "bias", "slope")
 
 
@@ -111,7 +112,8 @@ def main(output: Path, device: str, every: int, only: str, seconds: float, large
         cases = verify.matrix(chosen, "full", backend.name)
         for case in cases[chosen.number % every :: every]:
             p = case.problem
-            if time.monotonic() - start > seconds or (backend.name == "cpu" and p.visible_pairs * p.batch * p.heads_q * p.head_dim > largest):
+            work = p.visible_pairs * p.batch * p.heads_q * p.head_dim
+            if time.monotonic() - start > seconds or (backend.name == "cpu" and work > largest):
                 continue
             lines += judged("right", backend, verify.in_form(chosen, case), p, case.input_scale, 42 + case.number)
             for line in lines[-3:]:

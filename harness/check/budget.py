@@ -32,7 +32,7 @@ UNIT, UNIT64 = 2.0**-24, 1e-11
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor's errors, |got - reference|, and whether the largest is within the budget and all of them within the limits of moments.
+    """One tensor's errors, |got - reference|, and whether it passed: the largest is within the budget, and moments within their limits.
 
     max_rel counts only elements whose reference exceeds 1e-8 in size. worst is the index of the element with the largest error, in the
     whole tensor; got and expected are its values; place is worst in words (batch, head, row, tile). reason is empty where it passed.
@@ -119,7 +119,9 @@ def compare(
     """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
 
     inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
-    tile: rows of a tile, for messages. arithmetic: the class of the kernel and its baselines (reference.baselines). Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
+    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (reference.baselines).
+
+    Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
     """
     found = {}
     for tensor, array in got.items():

@@ -115,13 +115,15 @@ def run_kernel(
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     """Prepare a peer on a pass, run it once and judge its outputs as those of a kernel: arithmetic f32 or, in 16 bits, p16.
 
+    Its moments are told but do not fail it: what a peer rounds besides is its own (torch's CPU backward rounds dK and dV tile by tile).
     Raises as Peer.prepare does.
     """
     problem = oracle.problem
     peer.refuse(problem, pass_)
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
-    verdicts = oracle.judge(outputs, "f32" if problem.dtype in ("float32", "float64") else "p16", 64)
+    judged = oracle.judge(outputs, "f32" if problem.dtype in ("float32", "float64") else "p16", 64)
+    verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran)
 
 

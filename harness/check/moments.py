@@ -10,7 +10,7 @@ rows and columns count as the independent units, never elements (two-way cluster
 
     P(|sum x_i| > t sqrt(sum x_i^2)) <= 2 exp(-t^2 / 2)
 
-(Efron 1969, Student's t-test under symmetry conditions; it is Hoeffding's inequality on the signs). A sum X of both kinds of terms is within
+(Efron 1969, Student's t-test under symmetry conditions; Hoeffding's inequality on the signs). A sum X of both kinds of terms is within
 
     t (sqrt(sum x_i^2) + sqrt(sum y_j^2)),    t = SIGNIFICANCE
 
@@ -58,13 +58,13 @@ In float32, where these terms are what is measured, A also has four roundings of
 delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). float64 has no second
 verdict.
 
-A peer is judged by the same sums, but its row of a table keeps its time (contender.PEER_BUDGETS): what it rounds is not ours to say.
+Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +106,8 @@ class Moments:
             side = "high" if self.bias > 0 else "low"
             return f"{tensor} is too {side} in the mean: mean error {self.bias:.3g}{of}, a right kernel has at most {self.bias_budget:.2g}"
         if self.rms > self.rms_budget:
-            return f"{tensor} is too rough: RMS error {self.rms:.3g} times its baseline's, a right kernel has at most {self.rms_budget:.3g}"
+            times = f"RMS error {self.rms:.3g} times its baseline's"
+            return f"{tensor} is too rough: {times}, a right kernel has at most {self.rms_budget:.3g}"
         return ""
 
 

@@ -142,7 +142,7 @@ class _Math:
             s = self.scores(q[heads][:, :, some], k[heads, 0][:, keys], some, keys)
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
-            sizes = xp.where(s == -np.inf, 0.0, xp.abs(s)) if self.noise is not None else None
+            sizes = xp.where(s == -np.inf, 0.0, xp.abs(s)) if self.noise is not None else s
             s -= m[..., None]
             p = xp.exp(s, out=s)
             row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
