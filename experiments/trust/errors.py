@@ -97,7 +97,12 @@ def rows(backend: Backend, one: Contender, oracle: Oracle, scale: float) -> Iter
         for tensor, v in done.verdicts.items():
             values = widen(np, to_host(oracle.reference[tensor]), "float64")
             size = math.sqrt(float(np.mean(np.where(np.isfinite(values), values, 0.0) ** 2)))
-            found = {"device": backend.device().name, "kernel": one.name, "arithmetic": arithmetic, "dtype": problem.dtype}
+            found = {
+                "device": "CPU backend" if backend.name == "cpu" else backend.device().name,
+                "kernel": one.name,
+                "arithmetic": arithmetic,
+                "dtype": problem.dtype,
+            }
             found |= {"seq": problem.seq_q, "input_scale": scale, "tensor": tensor, "passed": v.passed, "max_abs": v.max_abs}
             found |= {"budget": v.budget, "relative_rms": math.sqrt(v.mse) / size if size else math.nan}
             yield found | {key: getattr(v.moments, key) for key in KEYS}
@@ -128,7 +133,7 @@ def draw(path: Path, picture: Path) -> None:
             axis.set_yscale("log")
             axis.grid(color="0.92")
             axis.set_xlabel("factor on Q and K" if row else "S", fontsize=8)
-            axis.tick_params(labelsize=7)
+            axis.tick_params(which="both", labelsize=7)
         axes[0][column].set_title(f"{tensor}, {dtype}", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("RMS error / RMS of the reference", fontsize=8)
