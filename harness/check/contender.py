@@ -115,7 +115,7 @@ def run_kernel(
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     """Prepare a peer on a pass, run it once and judge its outputs as those of a kernel: arithmetic f32 or, in 16 bits, p16.
 
-    Its moments are told but do not fail it: what a peer rounds besides is its own (dK and dV of torch's CPU backward are 1.6 times as rough).
+    Its moments are told but do not fail it: what a peer rounds besides is its own (torch's CPU dK and dV: 1.6 times as rough).
     Raises as Peer.prepare does.
     """
     problem = oracle.problem
