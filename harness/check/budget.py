@@ -6,6 +6,7 @@ the reference is finite always fails.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from ..array import Array, ArrayModule, to_host
 from ..dataset.storage import widen
 from ..problem import Problem
+from . import moments
 from .reference import Reference
 
 #: Stored mantissa bits, least normal exponent and largest finite value of each storage type.
@@ -30,10 +32,11 @@ UNIT, UNIT64 = 2.0**-24, 1e-11
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor's errors, |got - reference|, and whether the largest is within the budget.
+    """One tensor's errors, |got - reference|, and whether it passed: the largest is within the budget, and moments within their limits.
 
     max_rel counts only elements whose reference exceeds 1e-8 in size. worst is the index of the element with the largest error, in the
     whole tensor; got and expected are its values; place is worst in words (batch, head, row, tile). reason is empty where it passed.
+    moments: RMS error, bias and slope, which have limits of their own.
     """
 
     tensor: str
@@ -48,6 +51,12 @@ class Verdict:
     expected: float
     place: str
     reason: str
+    moments: moments.Moments = moments.Moments()
+
+    def numbers(self) -> dict[str, float | bool]:
+        """What JSON says of a tensor, in the order of README, "JSON"."""
+        keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
+        return {key: getattr(self, key) for key in keys} | dataclasses.asdict(self.moments)
 
 
 def ulp(value: float, dtype: str) -> float:
@@ -85,20 +94,10 @@ def budget(
     expected = _expected(xp, problem, tensor, reference)
     largest = float(xp.where(xp.isfinite(expected), xp.abs(expected), 0.0).max())
     dtype = problem.tensor_dtype(tensor)
-    single = problem.dtype != "float64"
-    unit = UNIT if single else UNIT64
-    noise = 0.0
-    if tensor in ("dQ", "dK"):
-        output = _norm(xp, reference["O"])
-        of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
-        noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
-        noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
-    terms = problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
-    if tensor == "dK":
-        noise *= math.sqrt(terms)
-    if not single:
+    noise = _noise(xp, problem, tensor, reference, inputs)
+    if problem.dtype == "float64":
         return UNIT64 * largest + noise
-    noise += 4 * UNIT * reference.noise[tensor]
+    terms = _terms(problem, tensor)
     errors = [_finite_error(xp, baseline[tensor], expected) for baseline in baselines if tensor in baseline]
     if tensor == "logsumexp":
         return 2 * max(errors) + 4 * ulp(largest, dtype) + UNIT * math.sqrt(terms) + noise
@@ -115,18 +114,26 @@ def compare(
     inputs: Mapping[str, Array] | None = None,
     xp: ArrayModule = np,
     tile: int = 64,
+    arithmetic: str = "f32",
 ) -> dict[str, Verdict]:
     """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
 
     inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
-    tile: rows of a tile, for messages. Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
+    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (reference.baselines).
+
+    Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
     """
     found = {}
     for tensor, array in got.items():
         limit = budget(xp, problem, tensor, reference, baselines, inputs or {})
         if tolerance is not None:
             limit = min(limit, tolerance)
-        found[tensor] = _judge(xp, problem, tensor, array, reference, limit, tile)
+        verdict = _judge(xp, problem, tensor, array, reference, limit, tile)
+        if problem.dtype != "float64" and math.isfinite(verdict.max_abs):
+            of = _moments(xp, problem, tensor, array, reference, baselines, inputs or {}, arithmetic)
+            reason = verdict.reason or of.reason(tensor)
+            verdict = dataclasses.replace(verdict, moments=of, reason=reason, passed=not reason)
+        found[tensor] = verdict
     return found
 
 
@@ -175,6 +182,8 @@ def message(verdict: Verdict) -> str:
     """One line: the tensor, its worst element, the value there, the value expected, and why it failed (or its margin)."""
     if verdict.passed:
         return f"{verdict.tensor}: error {verdict.max_abs:.3g} within the budget {verdict.budget:.3g}"
+    if verdict.max_abs <= verdict.budget:
+        return f"{verdict.reason} (no element is beyond the budget: error {verdict.max_abs:.3g} within {verdict.budget:.3g})"
     return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {verdict.expected:.7g}; {verdict.reason}"
 
 
@@ -193,7 +202,55 @@ def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, t
     return to_host(xp.stack(blocks, axis=1))
 
 
+def _terms(problem: Problem, tensor: str) -> int:
+    """The terms that an element of a tensor sums."""
+    return problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
+
+
+def _noise(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, inputs: Mapping[str, Array]) -> float:
+    """The absolute terms of :func:`budget`: the cancellation in dP - delta and, not in float64, Reference.noise."""
+    unit = UNIT64 if problem.dtype == "float64" else UNIT
+    noise = 0.0
+    if tensor in ("dQ", "dK"):
+        output = _norm(xp, reference["O"])
+        of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
+        noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
+        noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
+    if tensor == "dK":
+        noise *= math.sqrt(_terms(problem, tensor))
+    return noise if problem.dtype == "float64" else noise + 4 * UNIT * reference.noise[tensor]
+
+
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _moments(
+    xp: ArrayModule,
+    problem: Problem,
+    tensor: str,
+    array: Array,
+    reference: Reference,
+    baselines: Sequence[Mapping[str, Array]],
+    inputs: Mapping[str, Array],
+    arithmetic: str,
+) -> moments.Moments:
+    """The moments of a tensor that is finite where it should be."""
+    absolute = tensor == "logsumexp"
+    values, expected = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor)), _expected(xp, problem, tensor, reference)
+    shape = (*expected.shape, 1) if absolute else expected.shape
+    values, expected = values.reshape(shape), expected.reshape(shape)
+    sizes = xp.where(xp.isfinite(expected), xp.abs(expected), 0.0)
+    size = math.sqrt(float((sizes * sizes).mean()))
+    if absolute:
+        least = ulp(float(sizes.max()), "float32")
+        alike = 2 * least if reference.spread < max(64 * least, 2.0**-12) else 0.0
+    else:
+        alike = moments.copies(xp, expected)
+    noise = _noise(xp, problem, tensor, reference, inputs)
+    may = moments.allowed(problem, tensor, arithmetic, _terms(problem, tensor), reference.score, noise, alike, size)
+    with np.errstate(invalid="ignore"):
+        ways = [each[tensor].reshape(shape) - expected for each in baselines if tensor in each]
+        return moments.judge(xp, expected, values - expected, ways, may, absolute)
 
 
 def _expected(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference) -> Array:

@@ -143,6 +143,7 @@ def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     """Prepare a peer on a pass, run it once and judge its outputs as those of a kernel: arithmetic f32 or, in 16 bits, p16.
 
+    Its moments are told but do not fail it: what a peer rounds besides is its own (torch's CPU dK and dV: 1.6 times as rough).
     Raises as Peer.prepare does.
     """
     problem = oracle.problem
@@ -150,7 +151,8 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
     arithmetic = arithmetic_of(problem)
-    verdicts = oracle.judge(outputs, arithmetic, 64)
+    judged = oracle.judge(outputs, arithmetic, 64)
+    verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran, arithmetic=arithmetic)
 
 

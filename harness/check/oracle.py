@@ -47,7 +47,7 @@ class Oracle:
             self._baselines[arithmetic] = found
         got = {name: self._put(array) for name, array in outputs.items()}
         return budget.compare(
-            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, inputs=self._device, xp=self.xp, tile=tile
+            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp, tile, arithmetic
         )
 
     def error_maps(self, outputs: Mapping[str, Array], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Array]:

@@ -44,13 +44,17 @@ class Reference:
     rows: the indices on axis 2 of each tensor that the values stand for; None where they are all rows. share: the part of all rows that
     was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
     error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
-    amplifies the last bits of a long dot product by so much, in whatever order the product is summed.
+    amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
+    over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
+    the heads.
     """
 
     values: Mapping[str, Array]
     rows: Mapping[str, Array] | None
     share: float
     noise: Mapping[str, float]
+    score: float = 0.0
+    spread: float = np.inf
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -138,6 +142,7 @@ class _Math:
             s = self.scores(q[heads][:, :, some], k[heads, 0][:, keys], some, keys)
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
+            sizes = xp.where(s == -np.inf, 0.0, xp.abs(s)) if self.noise is not None else s
             s -= m[..., None]
             p = xp.exp(s, out=s)
             row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
@@ -145,6 +150,8 @@ class _Math:
             p, vs = self.narrow(p).reshape(p.shape[0], -1, len(keys)), v[heads, 0][:, keys]
             out[heads, :, at] = o = self.product(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
             if self.noise is not None:  # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
+                mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape) / divisor
+                self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
                 lengths, norm = _square(k[heads, 0][:, keys]), xp.sqrt(_square(q[heads][:, :, some]))
                 lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
                 p *= p
@@ -269,15 +276,26 @@ def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -
     math, backward = _Math(xp, problem, noise=noise), "dO" in tensors
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = _rows(xp, problem, backward)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
         values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", math.logsumexp(row_max, row_sum))}
         if backward:
             if picked:
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             values |= math.backward(x, out, row_max, row_sum)
+        spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, math.logsumexp(row_max, row_sum)))
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    return Reference(values, picked, share, noise)
+    return Reference(values, picked, share, noise, noise.pop("score"), spread)
+
+
+def _spread(xp: ArrayModule, rows: Array) -> float:
+    """The least standard deviation over the rows of a head, of those that are finite; rows: (..., rows)."""
+    finite = xp.isfinite(rows)
+    number = xp.where(finite, 1.0, 0.0).sum(axis=-1, keepdims=True)
+    number = xp.where(number > 0, number, 1.0)
+    away = xp.where(finite, rows, 0.0)
+    away = xp.where(finite, away - away.sum(axis=-1, keepdims=True) / number, 0.0)
+    return float(xp.sqrt((away * away / number).sum(axis=-1)).min())
 
 
 def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str) -> list[dict[str, Array]]:

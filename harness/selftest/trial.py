@@ -24,8 +24,8 @@ from .mutant import Mutant, mutants
 
 #: The checks of each backend; what only compute-sanitizer finds is experiments/verify's.
 CHECKS: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("budget", "poison", "guards", "inputs", "launches", "engine", "race"),
-    "cuda": ("budget", "guards", "inputs", "launches"),
+    "cpu": ("budget", "moments", "poison", "guards", "inputs", "launches", "engine", "race"),
+    "cuda": ("budget", "moments", "guards", "inputs", "launches"),
 }
 
 
@@ -98,7 +98,7 @@ def finding(backend: Backend, kernel: Kernel, problem: Problem, timed: bool = Fa
 
 def as_expected(mutant: Mutant, check: str, tensors: Sequence[str], message: str) -> bool:
     """Whether a finding is the one that the fault's found_by asks of a check: exactly these tensors, or all these words."""
-    if check in ("budget", "poison"):
+    if check in ("budget", "moments", "poison"):
         return set(tensors) == set(mutant.found_by[check])
     return not tensors and all(re.search(words, message, re.DOTALL) for words in mutant.found_by[check])
 

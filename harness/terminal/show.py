@@ -71,7 +71,6 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
 
 def result_json(result: Result) -> dict[str, object]:
     """A Result as the JSON object of README, "JSON"."""
-    keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
     return {
         "compute": result.compute,
         "mode": result.mode,
@@ -82,7 +81,7 @@ def result_json(result: Result) -> dict[str, object]:
         "time_ms": dict(result.time_ms),
         "tflops": dict(result.tflops),
         "gbps": dict(result.gbps),
-        "errors": {name: {key: getattr(v, key) for key in keys} for name, v in result.verdicts.items()},
+        "errors": {name: v.numbers() for name, v in result.verdicts.items()},
         "outputs": str(result.outputs.resolve()) if result.outputs else None,
         **({"broken": result.broken} if result.broken else {}),
     }

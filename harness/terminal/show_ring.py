@@ -39,7 +39,6 @@ def ring(outcome: Outcome | None, files: Sequence[Path], as_json: bool, verbosit
 
 def ring_json(outcome: Outcome) -> dict[str, Any]:
     """run's keys, and what a ring has besides: README, "JSON"."""
-    keys = ("max_abs", "mean_abs", "mse", "max_rel", "budget", "passed")
     problem, seconds, passed = outcome.spec.problem, outcome.seconds, outcome.passed
     steps = [dict(dataclasses.asdict(step)) for each in outcome.times.values() for step in each.steps]
     return {
@@ -52,7 +51,7 @@ def ring_json(outcome: Outcome) -> dict[str, Any]:
         "time_ms": {name: s * 1e3 if s else None for name, s in seconds.items()},
         "tflops": {name: problem.flops(name) / 1e12 / s if s else None for name, s in seconds.items()},
         "gbps": {name: problem.bytes(name) / 1e9 / s if s else None for name, s in seconds.items()},
-        "errors": {name: {key: getattr(v, key) for key in keys} for name, v in outcome.verdicts.items()},
+        "errors": {name: v.numbers() for name, v in outcome.verdicts.items()},
         "outputs": None,
         "ranks": outcome.ranks,
         "partition": outcome.partition,

@@ -116,7 +116,8 @@ def test_json_of_one_kernel(fa_cli: Run, tmp_path: Path) -> None:
     assert (found["compute"], found["mode"], found["device"], found["passed"]) == ("naive", "forward", "cpu", True)
     assert found["problem"]["causal"] is True and found["problem"]["seq_q"] == 33 and found["problem"]["causal_shift"] == 0
     assert found["time_ms"]["forward"] > 0 and found["time_ms"]["backward"] is None
-    assert list(found["errors"]["O"]) == ["max_abs", "mean_abs", "mse", "max_rel", "budget", "passed"]
+    moments = ["rms", "rms_budget", "bias", "bias_budget", "slope", "slope_budget"]
+    assert list(found["errors"]["O"]) == ["max_abs", "mean_abs", "mse", "max_rel", "budget", "passed", *moments]
     assert found["outputs"] == str(tmp_path / "data" / "B1_H2_S33_D16")
     work = 4 * 1 * 2 * 16 * (33 * 34 // 2)
     assert found["tflops"]["forward"] == pytest.approx(work / (found["time_ms"]["forward"] * 1e9))

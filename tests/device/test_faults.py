@@ -88,6 +88,18 @@ def test_wrong_numbers_are_caught_by_the_error_budget(fault: Mutant, backend: Ba
     assert failing(judge(backend, fault.plant(tmp_path), fault.problem)) == set(fault.found_by["budget"])
 
 
+@of("moments")
+def test_small_errors_of_all_elements_are_caught_by_the_moments(fault: Mutant, backend: Backend, tmp_path: Path) -> None:
+    """Exactly the tensors that are wrong fail, though each of their elements is within its budget; the unspoiled kernel passes."""
+    result = judge(backend, fault.plant(tmp_path), fault.problem)
+    assert failing(result) == set(fault.found_by["moments"])
+    for tensor in failing(result):
+        verdict = result.verdicts[tensor]
+        assert verdict.max_abs <= verdict.budget and re.match(rf"{tensor} is .* a right kernel has", verdict.reason)
+    name, _, pass_ = fault.kernel.rpartition("_")
+    assert judge(backend, kernel.find(name, pass_), fault.problem).passed
+
+
 def test_the_unmasked_key_in_bfloat16_is_seen_by_logsumexp(backend: Backend) -> None:
     """16-bit outputs hide one zero key among many; the float32 logsumexp does not."""
     oracle = oracle_for(Problem.of(1, 1, 513, 64, dtype="bfloat16"), backend, "forward")

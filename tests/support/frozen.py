@@ -40,6 +40,7 @@ COLUMNS = [
 KEYS = [
     (r"time_ms|tflops|gbps|KernelTime_ms|TorchTime_ms|Speedup|TFLOPS|Bandwidth_GBps", "<float>"),
     (r"ms|p20_ms|p80_ms|call_ms|samples_ms|seconds|vs_default|vs_low|vs_high", "<float>"),
+    (r"(rms|bias|slope)(_budget)?", "<float>"),
     (r"max_abs|mean_abs|mse|max_rel|max_errors|MaxError(_\w+)?|MeanError|MSE|MaxRelError", "<float>"),
     (r"registers|cpus", "<int>"),
     (r"run_id|source_hash|(O|logsumexp|dQ|dK|dV)\.bin", "<hash>"),  # sha256 of what a compiler's code computed, not of inputs

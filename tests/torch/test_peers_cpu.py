@@ -58,7 +58,7 @@ def check(peer: Any, shape: Problem, arithmetic: str = "f32") -> None:
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (shape.shape(name), dataset.STORAGE[shape.tensor_dtype(name)])
         verdicts = budget.compare(shape, outputs, expected, baselines, inputs=inputs)
-        assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
+        assert all(v.max_abs <= v.budget for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert 0 < prepared.enqueue()() < 10 and 0 < prepared.call() < 10
         assert prepared.graph() is None
 

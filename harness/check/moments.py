@@ -1,0 +1,225 @@
+"""The second verdict on a tensor: its RMS error, its mean signed error and the slope of got on reference.
+
+The largest error cannot see a small error that all elements share: bfloat16 outputs 0.1 % too large are each within the rounding of a
+right kernel. Thousands of elements together show it, for the rounding errors of a right kernel have random signs and cancel.
+
+**The test.** Let x_i be what row i adds to a sum that is zero in the mean, y_j what column j of a head adds. The errors of a row share its
+row sum and its rounded P. Where P is nearly uniform, the rows of a head are copies of each other and share the errors of each column. So
+rows and columns count as the independent units, never elements (two-way clusters: Cameron, Gelbach & Miller 2011, doi
+10.1198/jbes.2010.07136). For N independent terms of either sign, whatever their sizes,
+
+    P(|sum x_i| > t sqrt(sum x_i^2)) <= 2 exp(-t^2 / 2)
+
+(Efron 1969, Student's t-test under symmetry conditions; Hoeffding's inequality on the signs). A sum X of both kinds of terms is within
+
+    t (sqrt(sum x_i^2) + sqrt(sum y_j^2)),    t = SIGNIFICANCE
+
+but for a probability of 4 exp(-6.1^2 / 2) = 3.3e-8. A case has at most 14 such sums, three for each of O, dQ, dK and dV, two for
+logsumexp: 4.7e-7 false alarms, below 1e-6. A true error of all rows would widen this limit itself, so the part of X that each row has of
+it is taken out first. With g_i, its share of the sum (sum g_i = 1, G = sum g_i^2), sqrt(sum x_i^2) <= sqrt(sum (x_i - X g_i)^2) +
+|X| sqrt(G), and so whatever exceeds
+
+    t / (1 - t sqrt(G)) * sqrt(sum (x_i - X g_i)^2)
+
+exceeds the limit above. The bound holds for any number of rows. Where there are too few, t sqrt(G) >= 1, nothing is judged: with equal
+shares fewer than 38 rows, or 38 columns of all heads. There the largest error alone decides.
+
+**The weights.** A rounding error is relative to its row, so row i counts with 1 / (its mean square + 1 % of the tensor's). Errors below
+are relative in this sense; those of logsumexp are absolute.
+
+**The statistics**, of errors e, baseline errors b and reference r. A right kernel may have in common over all rows what A says.
+
+    slope   1 + sum e r / sum r^2, from 1 at most A + twice the worst baseline's + chance
+    bias    mean of e, at most A + twice the worst baseline's + chance
+    rms     the typical ratio of its RMS errors to the worst baseline's: the root of the F at which the sum over the rows of
+
+                (q - F p) / (q + F p),    q = sum e^2 of a row,    p = sum (b^2 + a^2 / 2)
+
+            is zero. Each term is between -1 and 1, so one bad row counts as one row (the largest error finds it). Right kernels have
+            F = 1: q and p change places. F may be 2, as after one more rounding as large as all of the baseline's together; an F
+            above it is significant where the sum at F = 2 exceeds chance, over the rows and also over the columns.
+
+With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| under P, and tensor cores where P is rounded or tf32, A sums
+
+    u (3 + D / 16) s       the scale is rounded as float32, times a rounded log2(e), rounded: 2.2 u of every score. Tensor cores (D / 16)
+                           truncate: a step of 16 products loses at most half an ulp, u, in the mean (Fasi et al. 2021, doi
+                           10.7717/peerj-cs.330). Of steps of 8, as on sm_80, there are twice as many, at a mean partial sum of 2/3 and
+                           a mean ulp of 0.72 * 2 u: 0.96 u for 16 products. tf32 has half as many products a step
+    u n / 16               tensor cores: the same in the sums over keys or queries
+    u sqrt(n)              rounding to nearest of the sums
+    n 2^-25                float16 P or dS below its least subnormal number, where P is rounded
+    2 u                    logsumexp only: the mean relative error of an exponential. ex2.approx is at most 2 u off, and on an H200
+                           -0.67 u in the mean (tests/device/golden_h200.npz)
+    unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
+                           are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
+    2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
+
+In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
+delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). float64 has no second
+verdict.
+
+Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..array import Array, ArrayModule, to_host
+from ..problem import Problem
+
+#: Standard deviations t of the self-normalised sums; the docstring above has the rate of false alarms.
+SIGNIFICANCE = 6.1
+#: The unit roundoff of float32 and of the types that P may be rounded to.
+UNIT = 2.0**-24
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A tensor's RMS error, mean signed error and slope of got on reference, each with its limit.
+
+    rms is a multiple of the worst baseline's. bias is relative to the size of a row, of logsumexp absolute. slope_budget and bias_budget
+    limit |slope - 1| and |bias|. A limit is infinite where there are too few rows; what a tensor does not have is NaN.
+    """
+
+    rms: float = math.nan
+    rms_budget: float = math.nan
+    bias: float = math.nan
+    bias_budget: float = math.nan
+    slope: float = math.nan
+    slope_budget: float = math.nan
+
+    def reason(self, tensor: str) -> str:
+        """What exceeds its limit, in words: statistic, value, limit. Empty where nothing does."""
+        of = "" if math.isnan(self.slope) else " of the row's size"
+        off = self.slope - 1
+        if abs(off) > self.slope_budget:
+            side = "large" if off > 0 else "small"
+            return f"{tensor} is {abs(off):.2%} too {side}: slope {self.slope:.6f}, a right kernel has 1 ± {self.slope_budget:.2g}"
+        if abs(self.bias) > self.bias_budget:
+            side = "high" if self.bias > 0 else "low"
+            return f"{tensor} is too {side} in the mean: mean error {self.bias:.3g}{of}, a right kernel has at most {self.bias_budget:.2g}"
+        if self.rms > self.rms_budget:
+            times = f"RMS error {self.rms:.3g} times its baseline's"
+            return f"{tensor} is too rough: {times}, a right kernel has at most {self.rms_budget:.3g}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a right kernel may have in common over all rows (A), and in the mean square beside its baseline (a), relative or absolute."""
+
+    bias: float
+    rms: float
+
+
+def allowed(problem: Problem, tensor: str, arithmetic: str, terms: int, score: float, noise: float, copies: float, size: float) -> Allowed:
+    """A and a of the docstring above.
+
+    terms: what an element sums. score: the mean |score| under P. noise: absolute, of budget.budget. copies: of :func:`copies`. size: the
+    RMS of the reference.
+    """
+    single = problem.dtype == "float32"
+    per_step = {"p16": 16, "tf32": 8}.get(arithmetic, 0)
+    truncated = problem.head_dim / per_step if per_step else 0.0
+    of_scores = UNIT * (3 + truncated) * score
+    if tensor == "logsumexp":
+        bias = of_scores + 2 * UNIT + copies
+        return Allowed(bias, bias + UNIT * (math.sqrt(problem.head_dim) * score + 2 * size + math.sqrt(terms)) + noise)
+    bias = of_scores + UNIT * math.sqrt(terms) + (UNIT * terms / per_step if per_step else 0.0)
+    if arithmetic == "p16":
+        bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (terms * 2.0**-25 if problem.dtype == "float16" else 0.0)
+    if single and size:
+        bias += noise / size
+    return Allowed(bias, bias + UNIT * math.sqrt(problem.head_dim) * score)
+
+
+def copies(xp: ArrayModule, expected: Array) -> float:
+    """How much the rows of a head are copies of each other: the eighth power of the mean cosine of two rows, 0 to 1."""
+    finite = xp.where(xp.isfinite(expected), expected, 0.0)
+    length = xp.sqrt((finite * finite).sum(axis=-1, keepdims=True))
+    unit = finite / xp.where(length > 0, length, 1.0)
+    together = unit.sum(axis=-2) / max(1, expected.shape[-2])
+    return float((together * together).sum(axis=-1).max()) ** 8
+
+
+def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Array], may: Allowed, absolute: bool) -> Moments:
+    """The moments of a tensor: expected, signed error and signed baseline errors as (batch, heads, rows, columns), float64.
+
+    Elements where one of them is not finite are left out. absolute: every row counts alike and has no slope (logsumexp).
+    """
+    kept = xp.isfinite(expected) & xp.isfinite(error)
+    for each in baselines:
+        kept = kept & xp.isfinite(each)
+    expected, error, *others = (xp.where(kept, each, 0.0) for each in (expected, error, *baselines))
+    number = int(xp.count_nonzero(kept))
+    squares = (expected * expected).mean(axis=-1, keepdims=True)
+    weight = squares + _FLOOR * float(squares.mean())
+    weight = xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0)
+    if not number or not baselines or not (absolute or float(squares.max()) > 0):
+        return Moments()
+
+    # The RMS error, beside the worst baseline's of each row and column
+    pairs = []
+    for axis in (-1,) if absolute else (-1, -2):
+        counted = to_host(xp.where(kept, 0.5 * may.rms**2, 0.0).sum(axis=axis))
+        worst = np.max([to_host((each * each * weight).sum(axis=axis)) for each in others], axis=0)
+        pairs.append((to_host((error * error * weight).sum(axis=axis)), worst + counted))
+    rms, least = _ratio(*pairs[0], 0.0), min(_ratio(*pair, SIGNIFICANCE) for pair in pairs)
+    rms_budget = math.sqrt(2) * rms / least if least else math.inf
+
+    # The mean signed error
+    root = xp.sqrt(weight)
+    bias = float((error * root).sum()) / number
+    common = 2 * max(abs(float((each * root).sum())) for each in others) / number
+    bias_budget = may.bias + common + _chance(xp, error * root, xp.where(kept, 1.0, 0.0), not absolute) / number
+    if absolute:
+        return Moments(rms, rms_budget, bias, bias_budget)
+
+    # The slope of got on reference
+    whole = float((expected * expected * weight).sum())
+    slope = float((error * expected * weight).sum()) / whole
+    common = 2 * max(abs(float((each * expected * weight).sum())) for each in others) / whole
+    chance = _chance(xp, error * expected * weight, expected * expected * weight) / whole
+    return Moments(rms, rms_budget, bias, bias_budget, 1 + slope, may.bias + common + chance)
+
+
+def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -> float:
+    """What the sum of these terms may be by chance: terms (batch, heads, rows, columns), whose rows and columns are independent.
+
+    share: not negative; what each term has of the sum where the sum is no chance. inf where there are too few rows or columns.
+    """
+    part, total = float(terms.sum()), 0.0
+    whole = float(share.sum())
+    for axis in (-1, -2) if columns else (-1,):
+        each, mean = terms.sum(axis=axis), share.sum(axis=axis) / whole
+        left = 1 - SIGNIFICANCE * math.sqrt(float((mean * mean).sum()))
+        if left <= 0:
+            return math.inf
+        away = each - part * mean
+        total += SIGNIFICANCE / left * math.sqrt(float((away * away).sum()))
+    return total
+
+
+def _ratio(squares: Array, base: Array, significance: float) -> float:
+    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance."""
+    squares, base = squares[base > 0], base[base > 0]
+    left = 1 - significance / math.sqrt(max(1, base.size))
+    if left <= 0:
+        return 0.0
+    chance = significance / left
+    low, high = -40.0, 40.0  # of log2(F)
+    for _ in range(40):
+        middle = (low + high) / 2
+        terms = (squares - 2.0**middle * base) / (squares + 2.0**middle * base)
+        if terms.sum() > chance * terms.std() * math.sqrt(terms.size):
+            low = middle
+        else:
+            high = middle
+    return 2.0 ** (low / 2) if low > -39 else 0.0

@@ -1,0 +1,106 @@
+"""The second verdict: it finds what all elements share, and random errors, copies of rows and small cases raise no alarm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.check import moments
+from harness.dataset.storage import through
+from harness.problem import Problem
+
+Array = np.ndarray[Any, Any]
+NOTHING = moments.Allowed(0.0, 0.0)
+
+
+def drawn(draw: np.random.RandomState, kind: str, shape: tuple[int, ...]) -> Array:
+    """Signed errors of right kernels: independent, heavy-tailed, shared by a row, or by all rows of a head."""
+    if kind == "heavy tails":
+        return draw.standard_t(1.5, shape)
+    if kind == "a factor of each row":
+        return draw.randn(*shape[:3], 1) * np.ones(shape)
+    if kind == "copies of a row":
+        return draw.randn(*shape[:2], 1, shape[3]) * np.ones(shape)
+    return draw.randn(*shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 2, 64), (2, 2, 33, 16), (1, 2, 129, 64)], ids=str)
+@pytest.mark.parametrize("kind", ["independent", "heavy tails", "a factor of each row", "copies of a row"])
+def test_random_errors_raise_no_alarm(kind: str, shape: tuple[int, ...]) -> None:
+    """Also where the rows are not independent, or the columns: and the worst of 50 cases is far from its limit."""
+    draw = np.random.RandomState(1)
+    for _ in range(50):
+        reference = draw.randn(*shape) if kind != "copies of a row" else draw.randn(*shape[:2], 1, shape[3]) * np.ones(shape)
+        error, first, second = (drawn(draw, kind, shape) * 1e-3 for _ in range(3))
+        found = moments.judge(np, reference, error, [first, second], NOTHING, False)
+        assert not found.reason("O"), found
+        if kind == "copies of a row":
+            continue  # of logsumexp: budget.compare sees them, and allows two ulp (Reference.spread)
+        found = moments.judge(np, reference[..., :1], error[..., :1], [first[..., :1]], NOTHING, True)
+        assert not found.reason("logsumexp") and math.isnan(found.slope)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_all_elements_share_is_found(dtype: str) -> None:
+    """A slope of 1.001, truncation, a mean error, an RMS error of 1.7 times the baseline's: at 2 x 129 rows, and the right one passes."""
+    draw = np.random.RandomState(2)
+    exact = draw.randn(1, 2, 129, 64)
+    unit = 2.0**-11 if dtype == "float16" else 2.0**-8
+    inner = [exact * (1 + unit / 3 * draw.randn(*exact.shape)) for _ in range(3)]
+    right, other, more = (through(np, each, dtype) for each in inner)
+    scale = 2.0 ** np.floor(np.log2(np.abs(inner[1])))
+    cut = np.trunc(inner[1] / scale / unit / 2) * scale * unit * 2
+    bad = {
+        "1.001": (through(np, inner[1] * 1.001, dtype), "too large: slope 1.00"),
+        "cut": (cut, "too small: slope 0.99"),
+        "shifted": (other + unit / 2, "too high in the mean"),
+        "rough": (exact + 1.7 * 2**0.5 * (other - exact), "too rough: RMS error"),
+    }
+    may = moments.Allowed(1e-5, 1e-5)
+    ways = [right - exact, more - exact]
+    assert not moments.judge(np, exact, other - exact, ways, may, False).reason("O")
+    for name, (got, words) in bad.items():
+        reason = moments.judge(np, exact, got - exact, ways, may, False).reason("O")
+        assert reason.startswith("O is ") and words in reason and " a right kernel has " in reason, f"{name}: {reason!r}"
+
+
+def test_fewer_than_38_rows_or_columns_are_never_judged() -> None:
+    """The bound holds for any number of rows, and so says nothing about few; one more and it does."""
+    for rows, columns, judged in ((37, 64, False), (64, 37, False), (38, 38, True)):
+        exact = np.random.RandomState(3).choice([-1.0, 1.0], (1, 1, rows, columns))
+        found = moments.judge(np, exact, exact * 0.5, [exact * 1e-9], NOTHING, False)
+        assert math.isfinite(found.slope_budget) is judged and math.isfinite(found.rms_budget) is judged
+        assert bool(found.reason("O")) is judged
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    """Masked rows, infinities on both sides, and a tensor of zeros."""
+    draw = np.random.RandomState(4)
+    exact, error = draw.randn(1, 2, 65, 64), draw.randn(1, 2, 65, 64) * 1e-3
+    whole = moments.judge(np, exact[:, :, 1:], error[:, :, 1:], [error[:, :, 1:]], NOTHING, False)
+    exact[:, :, 0], error[:, :, 0] = np.inf, np.nan
+    found = moments.judge(np, exact, error, [error], NOTHING, False)
+    assert found.slope == pytest.approx(whole.slope) and found.rms == pytest.approx(1) == whole.rms
+    assert not moments.judge(np, np.zeros((1, 1, 2, 2)), np.ones((1, 1, 2, 2)), [np.ones((1, 1, 2, 2))], NOTHING, False).reason("dQ")
+
+
+def test_what_a_right_kernel_may_have_in_common() -> None:
+    """A and a of the docstring, by hand."""
+    unit, problem = 2.0**-24, Problem.of(1, 1, 1024, 64, dtype="bfloat16")
+    plain = moments.allowed(problem, "O", "f32", 1024, 2.0, 9.0, 1.0, 1.0)
+    assert plain.bias == pytest.approx(unit * (3 * 2 + 32)) and plain.rms == pytest.approx(plain.bias + unit * 8 * 2)
+    rounded = moments.allowed(problem, "O", "p16", 1024, 2.0, 9.0, 0.5, 1.0)
+    assert rounded.bias == pytest.approx(unit * ((3 + 4) * 2 + 32 + 64) + 0.5 * 2.0**-8)
+    lse = moments.allowed(problem, "logsumexp", "p16", 1024, 2.0, 0.0, 0.0, 7.0)
+    assert lse.bias == pytest.approx(unit * ((3 + 4) * 2 + 2)) and lse.rms == pytest.approx(lse.bias + unit * (8 * 2 + 14 + 32))
+
+
+def test_copies() -> None:
+    """1 where all rows are the same, nearly 0 where they are not."""
+    draw = np.random.RandomState(5)
+    row = draw.randn(1, 2, 1, 16)
+    assert moments.copies(np, row * np.arange(1, 9).reshape(8, 1)) == pytest.approx(1)
+    assert moments.copies(np, draw.randn(1, 2, 100, 16)) < 1e-9
