@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +19,9 @@ from ..problem import Problem
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
 F = TypeVar("F", bound=Callable[..., object])
+
+#: The exit code where the reader of stdout is gone (fa-cli list | head -1): the shell's for SIGPIPE. No verdict was delivered, so not 0.
+CLOSED_PIPE = 141
 
 EXIT_CODES = """\
 \b
@@ -66,14 +71,44 @@ class FaCli(click.Group):
             code = complain("interrupted", code=130)
         except Exception as error:
             code = explain(error, obj["verbosity"])
-        sys.exit(code or 0)
+        sys.exit(_flushed() or code or 0)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _open_pipe():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _open_pipe():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _open_pipe() -> Iterator[None]:
+    """Exit code CLOSED_PIPE where the reader of stdout goes away; click and rich would say 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise click.exceptions.Exit(CLOSED_PIPE) from None
+    except SystemExit as end:  # rich's
+        raise click.exceptions.Exit(CLOSED_PIPE) if isinstance(end.__context__, BrokenPipeError) else end from None
+
+
+def _flushed() -> int:
+    """Flush stdout; CLOSED_PIPE where its reader is gone. Python would flush at its end, and then complain."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    return 0
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     """Print the lines of an error on stderr and return its exit code."""
-    for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
-        if text:
-            click.echo(label + text, err=True)
+    with suppress(BrokenPipeError):
+        for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
+            if text:
+                click.echo(label + text, err=True)
     return code
 
 
