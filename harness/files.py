@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,25 @@ import numpy as np
 from .array import Bytes
 from .fault import DataFault, DiskFault
 
-#: Bytes of the largest JSON record; a larger file is refused unread.
-JSON_LIMIT = 1 << 20
+#: Bytes of the largest JSON record; a larger file is refused unread. Its objects and lists are nested no deeper than JSON_DEPTH.
+JSON_LIMIT, JSON_DEPTH = 1 << 20, 16
 
-#: A JSON object as json reads it. Its values are checked where they are used.
+#: How long a run waits for programs that only read its folder, under a shared lock.
+READERS_SECONDS = 10.0
+
+#: A JSON object as json reads it. :func:`read_json` checks the keys that it is told of.
 Json = dict[str, Any]
+#: What the value of a key must be: the test, and the words for a message.
+Kind = tuple[Callable[[object], bool], str]
+TEXT: Kind = (lambda v: isinstance(v, str), "a text")
+WHOLE: Kind = (lambda v: type(v) is int, "an integer")
+TEXTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, str) for each in v.values()), "an object of texts")
+OBJECTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, dict) for each in v.values()), "an object of objects")
+
+
+def or_null(kind: Kind) -> Kind:
+    """The kind, or null."""
+    return (lambda v: v is None or kind[0](v)), f"{kind[1]} or null"
 
 
 def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
@@ -60,20 +76,58 @@ def read_exact(path: Path, size: int | None = None, hint: str = "") -> Bytes:
     return data
 
 
-def read_json(path: Path, hint: str = "") -> Json:
-    """A JSON object from a file. Raises DataFault as :func:`read_exact` does, and where it is not a JSON object."""
+def read_json(path: Path, hint: str = "", required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None) -> Json:
+    """A JSON object from a file, with its keys checked: those required are there, and these and the optional ones are of their kinds.
+
+    Other keys are kept as they are. Raises DataFault as :func:`read_exact` does, where it is not a JSON object (:func:`parse_json`), and
+    for the first key that is missing or not of its kind.
+    """
     data = read_exact(path, hint=hint)
+    try:
+        return parse_json(data.tobytes(), required or {}, optional or {})
+    except ValueError as error:
+        raise DataFault(f"{path} {error}", "it was damaged, or fa-cli did not write it", hint) from None
+
+
+def parse_json(data: bytes, required: Mapping[str, Kind], optional: Mapping[str, Kind]) -> Json:
+    """A JSON object, checked as :func:`read_json` says. Raises ValueError where it is none, and for what our writers never write.
+
+    These are NaN, numbers beyond 64 bits, nesting deeper than JSON_DEPTH, and text that UTF-8 cannot hold.
+    """
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
     try:
-        found = json.loads(data.tobytes().decode("utf-8"), parse_constant=refuse)
+        found = json.loads(data.decode("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise DataFault(f"{path} is not JSON", str(error), hint) from None
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise DataFault(f"{path} is not a JSON object", f"it holds a {type(found).__name__}", hint)
+        raise ValueError(f"is not a JSON object: it holds a {type(found).__name__}")
+    level: list[object] = [found]
+    for _ in range(JSON_DEPTH):
+        inner = [part for each in level if isinstance(each, (dict, list)) for part in (each.items() if isinstance(each, dict) else each)]
+        level = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
+        if wrong := next((each for each in level if not _writable(each)), None):
+            raise ValueError(f"holds {wrong!r:.60}, which fa-cli does not write")
+    if level:
+        raise ValueError(f"is nested deeper than {JSON_DEPTH} levels")
+    for key in (*required, *(key for key in optional if key in found)):
+        is_kind, words = {**optional, **required}[key]
+        if key not in found:
+            raise ValueError(f"lacks {key!r}: {words}")
+        if not is_kind(found[key]):
+            raise ValueError(f"has {found[key]!r:.60} for {key!r}, which is {words}")
     return found
+
+
+def _writable(value: object) -> bool:
+    """Whether a value of a JSON document is one that json_bytes could have written and everything else can use."""
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 def json_bytes(record: Mapping[str, object]) -> bytes:
@@ -166,7 +220,6 @@ def locked(folder: Path) -> Iterator[None]:
     Temporary files left by a killed run are removed, since the lock's holder is the only writer. Raises DiskFault where another run
     holds the lock (the folder's listing is then unchanged), DataFault where there is no such folder.
     """
-    import fcntl
 
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -176,7 +229,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise disk_fault(folder, error) from None
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except BlockingIOError:
             raise DiskFault(f"{folder} is in use", "another run holds it", "wait for that run, or use another --data folder") from None
         except OSError as error:
@@ -187,3 +240,19 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int) -> None:
+    """Lock a folder exclusively. Readers that share its lock (a backup) are waited for; raises BlockingIOError where a run holds it."""
+    import fcntl
+
+    until = time.monotonic() + READERS_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises where a run holds it: a run's lock is exclusive
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
