@@ -315,4 +315,8 @@ def _differences(a: Path, b: Path) -> tuple[str, ...]:
     record_a, record_b = (environment.read_env(path) for path in (a, b))
     flat_a, flat_b = ({**record, **(record.get("packages") or {})} for record in (record_a, record_b))
     names = sorted({*FACTS, *(record_a.get("packages") or {}), *(record_b.get("packages") or {})} - {"packages"})
-    return tuple(f"{name}: {flat_a.get(name)} in A, {flat_b.get(name)} in B" for name in names if flat_a.get(name) != flat_b.get(name))
+    return tuple(
+        f"{name:.60}: {flat_a.get(name)!s:.100} in A, {flat_b.get(name)!s:.100} in B"
+        for name in names
+        if flat_a.get(name) != flat_b.get(name)
+    )

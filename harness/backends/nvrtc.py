@@ -147,7 +147,7 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
         saved = json.loads(file.read_text(encoding="utf-8"))
         saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
         return Compiled(**saved)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass  # missing, or not in this format
     found = replace(compile_(kernel, plan, arch), cubin=b"")
     record = asdict(found)

@@ -131,7 +131,7 @@ def read_header(path: Path) -> Table:
     body = "\n".join(line[2:].removeprefix(" ") for line in block["toml"].splitlines())
     try:
         head = tomllib.loads(body)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         at = re.search(r"line (\d+)", str(error))
         raise bad(path, first + int(at[1]) - 1 if at else first, f"the header is not TOML: {error}") from None
     lines = _Lines(path, first, body)
@@ -164,9 +164,9 @@ class _Lines:
         where = f" in {table}" if table else ""
         for key, value in found.items():
             if key not in kinds:
-                raise self.bad(key, f"unknown key {key!r}{where}; known: {', '.join(kinds)}")
+                raise self.bad(key, f"unknown key {key!r:.60}{where}; known: {', '.join(kinds)}")
             if not kinds[key][0](value):
-                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
+                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r:.100}")
         for key in required:
             if key not in found:
                 raise self.bad(table, f"the header lacks the required key {key!r}{where}")

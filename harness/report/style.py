@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -248,10 +249,18 @@ def bytes_words(value: float) -> str:
     return f"{value:.4g} {unit}"
 
 
+def plain(text: str, most: int = 160) -> str:
+    """Text of a file or an option as it may stand in a figure: $ is no formula, one line, no character that has no shape, at most `most`."""
+    whole = "".join(letter if letter.isprintable() else " " for letter in text).replace("\\$", "$")
+    return (whole if len(whole) <= most else whole[: most - 1] + "…").replace("$", r"\$")
+
+
 def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
     """Write a figure as a PNG file of 256 colours, a third the size of one of all colours, and close it. Raises OSError."""
     whole = io.BytesIO()
-    figure.savefig(whole, dpi=dpi)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a letter that DejaVu lacks is drawn as a box
+        figure.savefig(whole, dpi=dpi)
     plt.close(figure)
     Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, dpi=(dpi, dpi), optimize=True)
     return path

@@ -23,6 +23,9 @@ F = TypeVar("F", bound=Callable[..., object])
 #: The exit code where the reader of stdout is gone (fa-cli list | head -1): the shell's for SIGPIPE. No verdict was delivered, so not 0.
 CLOSED_PIPE = 141
 
+#: Letters of a line of a message at most: a compiler's command line fits.
+LINE = 4000
+
 EXIT_CODES = """\
 \b
 Exit codes: 0 ok; 1 a check failed; 2 usage (unknown kernel, unsupported
@@ -108,8 +111,15 @@ def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     with suppress(BrokenPipeError):
         for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
             if text:
-                click.echo(label + text, err=True)
+                click.echo(label + shown(text), err=True)
     return code
+
+
+def shown(text: str) -> str:
+    """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
+    whole = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in whole.split("\n"))
+    return "\n".join(lines)
 
 
 def explain(error: Exception, verbosity: int) -> int:
@@ -205,7 +215,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def note(text: str) -> None:
     """A remark on a choice, on stderr."""
-    click.echo(f"note: {text}", err=True)
+    click.echo(f"note: {shown(text)}", err=True)
 
 
 def problem_of(given: dict[str, Value]) -> Problem:

@@ -98,7 +98,7 @@ def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
 
     backend, problem = backends.pick("cpu"), Problem.of(**sizes)
     contender = choose.choose([kernel], MODES[mode], (problem,), backend.device())[0][0]
-    tiny = Problem.of(**sizes | {"batch": 1, "heads": 1, "seq": 8, "seq_kv": 8})
+    tiny = Problem.of(**sizes | {"batch": 1, "heads": 1, "heads_kv": 1, "seq": 8, "seq_kv": 8})
     assert run.check_in_memory(contender, mode, tiny, backend).passed  # what is loaded once
     before = resident("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

@@ -221,7 +221,7 @@ def _build(key: str, steps: Sequence[Sequence[str]], sources: Mapping[str, str],
     """
     folder = cache_dir() / "host" / key[:2]
     library, note = folder / f"{key}.so", folder / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(note.read_text())["sha256"] == hashlib.sha256(library.read_bytes()).hexdigest():
             return library
     try:
