@@ -68,7 +68,10 @@ REQUIRED: dict[str, Kind] = {
     "causal": _FLAG,
     "gqa": _FLAG,
     "cross": _FLAG,
-    "logits": (lambda v: v == "any" or type(v) in (int, float), 'a number or "any"'),
+    "logits": (
+        lambda v: v == "any" or (isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < 1e300),
+        'a number of at least 0 or "any"',
+    ),
     "deterministic": _FORMS,
     "launch": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[launch]]"),
 }

@@ -84,7 +84,8 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
 
 def _drawable(row: Row) -> Row:
     """A row whose texts a figure can hold."""
-    return replace(row, **{name: plain(value) for name, value in vars(row).items() if isinstance(value, str)})
+    texts: Json = {name: plain(value) for name, value in vars(row).items() if isinstance(value, str)}
+    return replace(row, **texts)
 
 
 def _save(figure: plot.Figure, folder: Path, name: str) -> Path:

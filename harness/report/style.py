@@ -250,7 +250,7 @@ def bytes_words(value: float) -> str:
 
 
 def plain(text: str, most: int = 160) -> str:
-    """Text of a file or an option as it may stand in a figure: $ is no formula, one line, no character that has no shape, at most `most`."""
+    """Text of a file or an option as a figure may hold it: one line of at most `most` letters that have a shape; $ is no formula."""
     whole = "".join(letter if letter.isprintable() else " " for letter in text).replace("\\$", "$")
     return (whole if len(whole) <= most else whole[: most - 1] + "…").replace("$", r"\$")
 

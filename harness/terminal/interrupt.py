@@ -8,7 +8,8 @@ collector). So a signal inside an import ends the process at once too, and one t
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]  # the C module: `signal` itself imports enum, 5 ms in which Ctrl-C would still be a traceback
+# The C module: `signal` itself imports enum, 5 ms in which Ctrl-C would still be a traceback.
+import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 
