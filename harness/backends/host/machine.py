@@ -28,8 +28,8 @@ _NOTHING = 0  # PROT_NONE, which mmap has no name for
 def threads() -> int:
     """How many cores to use: FA_CLI_THREADS, or all of this process's. Raises UsageFault where that is not a positive integer."""
     asked = os.environ.get("FA_CLI_THREADS") or str(len(os.sched_getaffinity(0)))
-    if not asked.isdecimal() or int(asked) < 1:
-        raise UsageFault(f"FA_CLI_THREADS is {asked!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", asked, re.ASCII):
+        raise UsageFault(f"FA_CLI_THREADS is {asked!r:.60}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all")
     return int(asked)
 
 
