@@ -133,6 +133,7 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
     if chosen.logits == float("inf"):
         return
     q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
+    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))  # where NaN and Inf are allowed, they come out as NaN
     norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
     if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return

@@ -20,7 +20,7 @@ DOORS = {
     "-I cli.py": [sys.executable, "-I", str(ROOT / "cli.py")],
     "-m fa_cli": [sys.executable, "-m", "fa_cli"],
 }
-KILLS = 60
+KILLS = 7  # of each door
 RUN = ["run", "--compute", "naive", "--batch", "1", "--heads", "1", "--seq", "32", "--dim", "16", "--device", "cpu"]
 
 

@@ -169,3 +169,21 @@ def test_asan_under_a_safe_path(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "cli.py"), *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_no_large_score(value: float) -> None:
+    """Where NaN and Inf are allowed a kernel with a limit on its scores runs, and shows NaN; a large finite score is refused still."""
+    import numpy as np
+
+    from harness.check.contender import check_logits
+    from harness.fault import UsageFault
+    from harness.kernel.kernel import find
+
+    problem = Problem.of(1, 1, 4, 4)
+    inputs = {name: np.ones((1, 1, 4, 4), np.float32) for name in "QKV"}
+    inputs["K"][0, 0, 1, 2] = value
+    check_logits(find("mma", "forward"), problem, inputs)
+    inputs["K"][0, 0, 2, 2] = 1e6
+    with pytest.raises(UsageFault, match="scores as large as 5e"):
+        check_logits(find("mma", "forward"), problem, inputs)
