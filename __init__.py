@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
+    from typing import Any
+
     from .harness.torch_op import attention as attention
     from .harness.torch_op import attention_flash as attention_flash
     from .harness.torch_op import attention_naive as attention_naive

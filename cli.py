@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # python cli.py; the installed command starts in __main__.py
+    sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]  # python -I and PYTHONSAFEPATH leave it out
+    from harness.terminal import interrupt
+
+    interrupt.at_once()
+
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -355,4 +364,4 @@ def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: st
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.command(main)

@@ -6,11 +6,12 @@ Rooms and modules load when first used (PEP 562), so that `fa-cli --help` needs 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as typing has it, whose import takes 8 ms: before it, Ctrl-C would be a traceback (terminal/interrupt.py)
 if TYPE_CHECKING:  # what the command line opens
+    from collections.abc import Callable
+    from types import ModuleType
+
     from . import choose as choose
     from . import compare as compare
     from . import compile as compile

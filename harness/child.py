@@ -40,10 +40,13 @@ T = TypeVar("T")
 GRACE_SECONDS = 2.0
 #: The program of a child. It imports from its parent's sys.path, not from the current folder. Its sys.argv is its parent's, for
 #: records. It is a file, so the command line needs no quoting in any launcher. A process that multiprocessing spawns from it reads
-#: the file again and runs nothing.
+#: the file again and runs nothing. Until the job starts, Ctrl-C ends the child without a word: its parent speaks.
 _START = """\
 if __name__ == "__main__":
-    import os, pickle, sys
+    import _signal, os
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+    import pickle, sys
     with open(os.path.join(os.path.dirname(__file__), "job"), "rb") as file:
         sys.path[:], sys.argv[:] = pickle.load(file)
         start = pickle.load(file)
@@ -260,7 +263,7 @@ def _ended(label: str, code: int | None) -> Ended:
 
 def _main(job: Callable[[], object], label: str, folder: Path) -> int:
     """Run the job and leave its result or its fault in the folder; returns the exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored here, as in the parent
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # else Ctrl-C is ignored here, as in the parent
         signal.signal(signal.SIGINT, _interrupt_once)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     code, left = 0, None

@@ -16,7 +16,6 @@ between two runs, however many samples each has). FASTER, SLOWER: else, where it
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -27,6 +26,7 @@ from statistics import NormalDist, median
 
 from . import environment
 from .fault import DataFault, UsageFault
+from .files import TEXT, Kind, or_null, parse_json
 from .report.views import KEY, Key, geometric_mean, key_of, latest
 from .row import Row, read_records, read_rows
 
@@ -35,6 +35,13 @@ DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
 FEWEST = 3  # samples for any interval; order statistics at sqrt(95%) need 7
+#: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
+_SAMPLE: dict[str, Kind] = {
+    "samples_ms": (lambda v: isinstance(v, list) and all(type(t) in (int, float) and 0 < t < 1e15 for t in v), "a list of positive times"),
+    "run_id": or_null(TEXT),
+    **dict.fromkeys(KEY, (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")),
+}
+_COUNTS: Kind = (lambda v: isinstance(v, list) and all(type(count) is int and count > 0 for count in v), "a list of counts")
 #: Facts of env.json that explain a difference.
 FACTS = ("cuda_driver", "driver", "cuda_runtime", "nvrtc", "cupy", "compiler", "threads", "packages", "git_commit")
 
@@ -279,14 +286,11 @@ def _samples(path: Path) -> dict[Key, Sample]:
         return found
     for number, line in enumerate(read_records(path).splitlines(), 1):
         try:
-            record = json.loads(line)
-            samples = [float(value) for value in record["samples_ms"]]
-            turns = [int(count) for count in record.get("turns", ())]
-            key = (record["run_id"], *(record[name] for name in KEY))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataFault(f"{path}:{number}: not a line of samples", str(error), "fa-cli experiment writes such a file") from None
-        if not all(math.isfinite(sample) and sample > 0 for sample in samples):
-            raise DataFault(f"{path}:{number}: a sample is not a positive time", f"of {record['Kernel']}", "run the experiment again")
+            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS})
+        except ValueError as error:
+            raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
+        samples, turns = record["samples_ms"], record.get("turns", [])
+        key = (record["run_id"], *(record[name] for name in KEY))
         found[key] = samples, turns if sum(turns) == len(samples) else []
     return found
 
@@ -310,4 +314,8 @@ def _differences(a: Path, b: Path) -> tuple[str, ...]:
     record_a, record_b = (environment.env_beside(path) for path in (a, b))
     flat_a, flat_b = ({**record, **(record.get("packages") or {})} for record in (record_a, record_b))
     names = sorted({*FACTS, *(record_a.get("packages") or {}), *(record_b.get("packages") or {})} - {"packages"})
-    return tuple(f"{name}: {flat_a.get(name)} in A, {flat_b.get(name)} in B" for name in names if flat_a.get(name) != flat_b.get(name))
+    return tuple(
+        f"{name:.60}: {flat_a.get(name)!s:.100} in A, {flat_b.get(name)!s:.100} in B"
+        for name in names
+        if flat_a.get(name) != flat_b.get(name)
+    )

@@ -60,11 +60,18 @@ def doctor() -> list[Check]:
         _mpi(),
         _tools(gpu is not None),
         _injection(),
-        _cache("cache", cache_dir(), "FA_CLI_CACHE_DIR", gpu is None, FAIL if gpu is None else WARN),
+        _kernel_cache(needed=gpu is None),
         *([_cache("cupy cache", _cupy_cache(), "CUPY_CACHE_DIR", True, WARN)] if gpu is not None else []),
         _disk(),
         _memory(),
     ]
+
+
+def _kernel_cache(needed: bool) -> Check:
+    try:
+        return _cache("cache", cache_dir(), "FA_CLI_CACHE_DIR", needed, FAIL if needed else WARN)
+    except Fault as fault:  # a user without a home
+        return Check("cache", FAIL if needed else WARN, fault.why, fault.hint)
 
 
 def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -> list[Check] | None:

@@ -13,10 +13,22 @@ from importlib import metadata
 from pathlib import Path
 
 from .fault import Dropped
-from .files import Json, json_bytes, read_exact, read_json, write_files
+from .files import OBJECTS, TEXT, TEXTS, Json, Kind, json_bytes, or_null, read_exact, read_json, write_files
 
 #: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
 PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
+
+
+#: What the keys that are read again hold.
+_KINDS: dict[str, Kind] = {
+    "packages": TEXTS,
+    "earlier": OBJECTS,
+    "run_id": or_null(TEXT),
+    "git_commit": or_null(TEXT),
+    "device_name": or_null(TEXT),
+    "python": or_null(TEXT),
+    "command": (lambda v: isinstance(v, str) or (isinstance(v, list) and all(isinstance(word, str) for word in v)), "a list of texts"),
+}
 
 
 def environment(**facts: object) -> Json:
@@ -67,8 +79,8 @@ def write_env(path: Path, record: Mapping[str, object] | None = None) -> None:
 
 
 def read_env(path: Path) -> Json:
-    """The record that :func:`write_env` wrote. Raises DataFault."""
-    return read_json(path, "fa-cli experiment writes it beside results.csv")
+    """The record that :func:`write_env` wrote, or an older or hand-written one: no key is required. Raises DataFault."""
+    return read_json(path, "fa-cli experiment writes it beside results.csv; without it the rest is still read", optional=_KINDS)
 
 
 def env_beside(table: Path) -> Json:

@@ -6,6 +6,7 @@ Every room may import it. It imports nothing of ours but the faults that it rais
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,10 @@ from .fault import UsageFault
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+#: The largest size: kernels take sizes as 32-bit integers.
+LARGEST = 2**31 - 1
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 PASSES = ("forward", "backward")
 
@@ -69,29 +74,24 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        Raises UsageFault for empty or negative sizes, heads that do not group, an unknown dtype or a scale that is not finite.
+        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype or a scale that is
+        not finite in float32.
         """
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
         sizes = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "heads-kv": heads_kv, "seq-kv": seq_kv}
-        for name, value in sizes.items():
-            if value < 1:
-                raise UsageFault(
-                    f"{name} is {value}",
-                    "every size of an attention problem is at least 1",
-                    f"use --{name.replace('heads-kv', 'kv-heads')} 1 or more",
-                )
+        batch, heads, seq, dim, heads_kv, seq_kv = (_size(name, value) for name, value in sizes.items())
         if heads % heads_kv:
             raise UsageFault(
                 f"{heads} query heads cannot share {heads_kv} key heads evenly",
                 "grouped-query attention needs heads to be a multiple of kv-heads",
                 "choose --kv-heads from the divisors of --heads",
             )
-        if dtype not in DTYPE_BYTES:
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
             raise UsageFault(f"unknown dtype {dtype!r}", f"known: {', '.join(DTYPE_BYTES)}", "use --dtype float32")
-        if scale is not None and not math.isfinite(scale):
-            raise UsageFault(f"scale is {scale}", "the softmax scale must be finite", "leave --scale out for 1/sqrt(dim)")
-        scale = dim**-0.5 if scale is None else float(scale)
+        if not isinstance(causal, bool):
+            raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
+        scale = dim**-0.5 if scale is None else _scale(scale)
         return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, _shift(seq, seq_kv, causal, causal_shift))
 
     # -- names --------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class Problem:
     def with_(self, **changes: object) -> Problem:
         """A copy with some fields changed. A default causal_shift follows the lengths, any other is kept; None asks for the default.
 
-        The new values are not checked, but for causal_shift, which is clamped. Raises TypeError for a field that there is none of.
+        Raises UsageFault as :meth:`of` does, TypeError for a field that there is none of.
         """
-        made = replace(self, **changes)  # type: ignore[arg-type]  # the values are the caller's
-        given = "causal_shift" in changes or self.causal_shift != self.default_shift
-        return replace(made, causal_shift=_shift(made.seq_q, made.seq_kv, made.causal, made.causal_shift if given else None))
+        p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
+        shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
+        return Problem.of(p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv, p.dtype, p.causal, p.scale, shift)
 
     def describe(self) -> str:
         """One line for messages: the folder's name, and causal, causal_shift and scale where they are not the default."""
@@ -188,6 +188,30 @@ class Problem:
         if pass_ == "both":
             return self.bytes("forward") + self.bytes("backward")
         return sum(self.tensor_bytes(t) for t in READS[pass_] + WRITES[pass_])
+
+
+def _size(name: str, value: object) -> int:
+    """A size as a Python integer, also of a numpy integer. Raises UsageFault for anything else and beyond the bounds."""
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is what it tells
+    except TypeError:
+        size = -1
+    if 1 <= size <= LARGEST:
+        return size
+    if size > LARGEST:
+        raise UsageFault(f"{name} is above 2^{size.bit_length() - 1}", f"every size is at most {LARGEST}", f"use a smaller --{name}")
+    option = name.replace("heads-kv", "kv-heads")
+    kind = "at least 1" if type(value) is int else "an integer"
+    raise UsageFault(f"{name} is {value!r:.40}", f"every size of an attention problem is {kind}", f"use --{option} 1 or more")
+
+
+def _scale(value: object) -> float:
+    """A softmax scale. Raises UsageFault where it is no number, or not finite in float32, in which kernels take it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
+        raise UsageFault(
+            f"scale is {value!r:.40}", "the softmax scale must be finite, also in float32", "leave --scale out for 1/sqrt(dim)"
+        )
+    return float(value)
 
 
 def _shift(seq_q: int, seq_kv: int, causal: bool, given: int | None) -> int:

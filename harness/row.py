@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .fault import DataFault, Dropped
+from .fault import DataFault, Dropped, Fault
 from .files import TABLE_LIMIT, append_files, make_folder, read_exact, write_files
+from .problem import DTYPE_BYTES, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,17 @@ TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 #: The last column of the oldest files that are read. Columns that came after it may be missing, from the last one back.
 _OLDEST = "MaxError_dV"
 
+#: What columns of words may hold. An empty cell is None where the column allows it.
+_WORDS = {
+    "Type": tuple(TYPES.values()),
+    "Status": ("PASS", "FAIL", "REFUSED", "ERROR", "ABSENT"),
+    "dtype": (*DTYPE_BYTES, "tf32"),
+    "device": ("cpu", "cuda"),
+    "timing": ("warm", "cold", "burst"),
+}
+#: Milliseconds, which are positive.
+_TIMES = ("KernelTime_ms", "TorchTime_ms", "p20_ms", "p80_ms", "call_ms")
+
 _TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_type_hints(Row).items()}
 
 
@@ -125,16 +137,31 @@ def read_rows(path: Path) -> list[Row]:
     if not text:
         return []
     lines = csv.reader(io.StringIO(text, newline=""))
-    header = next(lines, [])
+    try:
+        header = next(lines, [])
+    except csv.Error:  # a first line of more than csv.field_size_limit()
+        header = []
     if _OLDEST not in header or header != columns()[: len(header)]:
         raise DataFault(f"{path} is not a results file of this version", "its first line is not the header", hint)
-    rows = []
-    for cells in lines:
+    rows: list[Row] = []
+    while True:
         try:
-            rows.append(Row(**{name: _value(name, cell) for name, cell in zip(header, cells, strict=True)}))
-        except (ValueError, KeyError) as error:
-            raise DataFault(f"{path}:{lines.line_num}: not a row of results", str(error), hint) from None
-    return rows
+            if (cells := next(lines, None)) is None:
+                return rows
+            rows.append(_checked(Row(**{name: _value(name, cell) for name, cell in zip(header, cells, strict=True)})))
+        except (ValueError, csv.Error, Fault) as error:
+            why = error.what if isinstance(error, Fault) else str(error)
+            raise DataFault(f"{path}:{lines.line_num}: not a row of results", why, hint) from None
+
+
+def _checked(row: Row) -> Row:
+    """The row, where its problem and its words are some that there are. Raises ValueError, or UsageFault as Problem.of."""
+    for name, known in _WORDS.items():
+        if (value := getattr(row, name)) is not None and value not in known:
+            raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
+    dtype = "float32" if row.dtype == "tf32" else row.dtype
+    Problem.of(row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv, dtype, row.causal, row.scale)
+    return row
 
 
 def read_records(path: Path, hint: str = "", quoted: bool = False) -> str:
@@ -204,8 +231,15 @@ def _value(name: str, cell: str) -> Any:
             return None
         raise ValueError(f"{name} is empty")
     if bool in kinds:
-        return {"true": True, "false": False}[cell]
+        if cell not in ("true", "false"):
+            raise ValueError(f"{name} is {cell!r:.60}, neither true nor false")
+        return cell == "true"
     for kind in (int, float):
         if kind in kinds:
-            return kind(cell)
+            value = kind(cell)
+            low, high = (1e-9, 1e15) if name in _TIMES else (0, 2**63)
+            is_error = name.startswith(("Max", "Mean", "MSE"))  # may be infinite or NaN
+            if name != "scale" and not (low <= value <= high or (is_error and not value < 0)):
+                raise ValueError(f"{name} is {cell:.60}: not from {low:g} to {high:g}")
+            return value
     return cell.removeprefix("'")

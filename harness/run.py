@@ -10,7 +10,7 @@ from pathlib import Path
 from . import choose, dataset
 from .array import Array
 from .backends import Backend, pick
-from .check import budget
+from .check import budget, memory
 from .check.contender import Contender, PassResult
 from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
@@ -150,6 +150,8 @@ def run(
     contenders, notes = choose.choose(computes, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
     for each in contenders:  # before a byte is written
         each.refuse(problem, MODES[mode], backend)
+    if backend.name == "cpu":  # all of them have their tensors at once
+        memory.check(problem, MODES[mode], [each.workspace_bytes(problem, backend) for each in contenders])
     found = found or dataset.write(problem, seed, data_root)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
         raise disk_fault(found.folder, PermissionError(13, "permission denied"))

@@ -20,6 +20,7 @@ A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, a
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,15 +28,27 @@ from pathlib import Path
 from typing import Any
 
 from .fault import DataFault, Fault, UsageFault
-from .files import JSON_LIMIT, read_text
+from .files import JSON_LIMIT, TEXT, Kind, read_text
 from .kernel.header import Table
 from .kernel.kernel import KERNELS
 from .problem import PASSES, Problem
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
-KEYS = {"title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "training", "cpu"}
+KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "training", "cpu")
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
+_FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
+_TABLE: Kind = (lambda v: isinstance(v, dict), "a table")
+_KINDS: dict[str, Kind] = {
+    "title": TEXT,
+    "mode": (lambda v: v in (*PASSES, "both"), "forward, backward or both"),
+    "ceilings": _FLAG,
+    "deterministic": _FLAG,
+    "training": _TABLE,
+    "cpu": (lambda v: isinstance(v, dict) and set(v) in ({"shapes"}, {"training"}), "a table with shapes, or with training"),
+}
+#: The most shapes that the lists of one shape may stand for: more is a mistake, and would not end in a week.
+MOST_SHAPES = 10_000
 SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
@@ -98,27 +111,29 @@ def load(spec: str) -> Sweep:
         known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
         raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
     try:
-        return _parse(path, tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT)))
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT))
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
+    return _parse(path, data)
 
 
 def _parse(path: Path, data: Table) -> Sweep:
     def wrong(why: str) -> DataFault:
         return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
 
-    if unknown := set(data) - KEYS | set(data.get("cpu", {})) - {"shapes", "training"}:
-        raise wrong(f"unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(KEYS))}")
+    for key, value in data.items():
+        if key not in KEYS:
+            raise wrong(f"unknown key {key!r:.60}; known: {', '.join(KEYS)}")
+        if key in _KINDS and not _KINDS[key][0](value):
+            raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
     mode = data.get("mode", "forward")
-    if mode not in (*PASSES, "both"):
-        raise wrong(f"mode is {mode!r}; known: forward, backward, both")
 
     own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
     def names(where: Table, key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise wrong(f"{key} is a name, a range or a list of them; is {value!r}")
+            raise wrong(f"{key} is a name, a range or a list of them; is {value!r:.60}")
         return tuple(value)
 
     def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
@@ -172,18 +187,25 @@ def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str
 def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
     """One shape table as (test, problem) pairs, one for each combination of its lists."""
     if unknown := set(item) - SHAPE_KEYS:
-        raise wrong(f"unknown key {sorted(unknown)[0]!r} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")
+        raise wrong(f"unknown key {sorted(unknown)[0]!r:.60} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")
+    label = item.get("test", "")
+    if not isinstance(label, str):
+        raise wrong(f"test is {label!r:.60}; it is a text")
     lists = {key: value if isinstance(value, list) else [value] for key, value in item.items() if key != "test"}
+    if (count := math.prod(len(values) for values in lists.values())) > MOST_SHAPES:
+        raise wrong(f"the lists of a shape combine to {count} shapes; at most {MOST_SHAPES}")
     found = []
     for values in itertools.product(*lists.values()):
         try:
             sizes = dict(zip(lists, values, strict=True))
             if "tokens" in sizes:
-                sizes["batch"] = max(1, sizes.pop("tokens") // sizes["seq"])
+                tokens = Problem.of(batch=sizes.pop("tokens"), seq=sizes["seq"])  # checks both
+                sizes["batch"] = max(1, tokens.batch // tokens.seq_q)
             problem = Problem.of(**sizes)
-        except (KeyError, TypeError, Fault) as error:
-            raise wrong(f"shape {item}: {error}") from None
-        label = item.get("test", "")
+        except KeyError as error:
+            raise wrong(f"shape {item!r:.200}: tokens needs {error}") from None
+        except Fault as fault:
+            raise wrong(f"shape {item!r:.200}: {fault.what}; {fault.why}") from None
         varied = "_".join(
             f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1 and key != "causal"
         )

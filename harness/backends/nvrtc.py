@@ -148,7 +148,7 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
         saved = read_json(file)  # a regular file: a FIFO there does not block
         saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
         return Compiled(**saved)
-    except (DataFault, ValueError, TypeError, KeyError, AttributeError):
+    except (DataFault, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass  # missing, or not in this format
     found = replace(compile_(kernel, plan, arch), cubin=b"")
     record = asdict(found)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..array import ArrayModule, Bytes
-from ..fault import KernelFault, clipped
+from ..fault import EnvironmentFault, KernelFault, clipped
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..problem import Problem
@@ -170,4 +170,11 @@ def cache_dir() -> Path:
     own = os.environ.get("FA_CLI_CACHE_DIR")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa-cli"
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "fa-cli"
+    try:
+        return Path.home() / ".cache" / "fa-cli"
+    except RuntimeError:  # no HOME, and the user has no entry in passwd, as in a container
+        raise EnvironmentFault(
+            "no folder for compiled kernels", "this user has no home folder", "set FA_CLI_CACHE_DIR to a folder"
+        ) from None

@@ -9,14 +9,13 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, Loaded
-from ..dataset.folder import check_size
 from ..dataset.storage import widen
 from ..fault import EnvironmentFault, UsageFault
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
 from ..peers import Peer
 from ..problem import Problem
-from . import budget
+from . import budget, memory
 from .oracle import Oracle
 from .tensors import Bound
 from .trial import Trial
@@ -94,10 +93,14 @@ class Contender:
                 raise EnvironmentFault(f"{self.name} is not here", *absent)
             for pass_ in passes:
                 self.peer.refuse(problem, pass_)
-        for kernel in self.kernels.values():
-            spaces = kernel.plan(problem, backend.device(), self.tiles).workspaces
-            if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
-                check_size(problem, workspace=sum(space.bytes for space in spaces))
+        workspaces = self.workspace_bytes(problem, backend)  # refuses what a header does
+        if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
+            memory.check(problem, passes, [workspaces])
+
+    def workspace_bytes(self, problem: Problem, backend: Backend) -> int:
+        """The bytes of its kernels' workspaces on a problem. Raises UsageFault where a header refuses it."""
+        plans = (kernel.plan(problem, backend.device(), self.tiles) for kernel in self.kernels.values())
+        return sum(space.bytes for plan in plans for space in plan.workspaces)
 
     def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:
         """Run a pass once on poisoned outputs and judge it; nothing is timed yet.
@@ -164,7 +167,7 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
     if chosen.logits == float("inf"):
         return
     q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
-    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))
+    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))  # where NaN and Inf are allowed, they come out as NaN
     norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
     if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return

@@ -13,8 +13,8 @@ from ..backends import Backend
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to
-from ..problem import READS, Problem
-from . import budget, reference
+from ..problem import MODES, READS, Problem
+from . import budget, memory, reference
 
 
 @dataclass
@@ -78,6 +78,9 @@ class Oracle:
 
 def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42) -> Oracle:
     """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
-    check_size(problem)
+    if backend.xp is np:
+        memory.check(problem, MODES[mode])
+    else:
+        check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
     return Oracle(problem, generate.inputs(problem, seed, names), None, backend.xp)

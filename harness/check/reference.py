@@ -34,7 +34,7 @@ DENSE_SCORES = 1 << 28
 EDGE, SAMPLE = 128, 256
 
 #: Scores held at once: small enough for a CPU's cache, large enough to fill a GPU.
-_TILE_CPU, _TILE_GPU = 1 << 18, 1 << 25
+TILE_CPU, TILE_GPU = 1 << 18, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class _Math:
         self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
     def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
-        """(slice of key heads, row indices) of each tile; a tile has at most _TILE_CPU or _TILE_GPU scores, or one row."""
-        p, limit = self.problem, _TILE_CPU if self.xp is np else _TILE_GPU
+        """(slice of key heads, row indices) of each tile; a tile has at most TILE_CPU or TILE_GPU scores, or one row."""
+        p, limit = self.problem, TILE_CPU if self.xp is np else TILE_GPU
         group = p.heads_q // p.heads_kv
         step = max(1, min(len(rows), limit // (group * keys)))
         some = max(1, limit // (group * keys * step))

@@ -1,13 +1,14 @@
 """Problem <-> data/<folder>/*.bin + meta.json: generating, reading and writing. Every file is checked before it is used.
 
 Inputs are raw little-endian C-order tensors in the problem's dtype. meta.json describes them. An interrupted write is completed or
-discarded when the folder is next opened (harness/files.py). Hashes, in meta.json of the inputs and in outputs.json of a run, reveal what
+discarded when the folder is next opened (harness/files). Hashes, in meta.json of the inputs and in outputs.json of a run, reveal what
 was changed otherwise.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,13 +19,48 @@ import ml_dtypes
 import numpy as np
 
 from ..array import Array
-from ..fault import DataFault, UsageFault
-from ..files import Json, disk_fault, json_bytes, locked, make_folder, read_exact, read_json, settle, sha256, write_files
+from ..fault import DataFault, DiskFault, UsageFault
+from ..files import (
+    TEXT,
+    TEXTS,
+    WHOLE,
+    Json,
+    Kind,
+    disk_fault,
+    json_bytes,
+    locked,
+    make_folder,
+    or_null,
+    read_exact,
+    read_json,
+    settle,
+    sha256,
+    write_files,
+)
 from ..problem import READS, WRITES, Problem
 from .generate import INPUTS, RECIPE, generate
+from .memory import available_memory
 from .storage import STORAGE
 
 META, OUTPUTS = "meta.json", "outputs.json"
+FORMAT, LAYOUT = 1, "little-endian, C order, (batch, heads, rows, head_dim)"
+_SIZES = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
+#: The keys of meta.json and of outputs.json that are read again.
+_META: dict[str, Kind] = {
+    "shape": (
+        lambda v: isinstance(v, dict) and set(v) == set(_SIZES) and all(type(size) is int for size in v.values()),
+        f"an object of the integers {', '.join(_SIZES)}",
+    ),
+    "dtype": TEXT,
+    "seed": or_null(WHOLE),
+    "sha256": TEXTS,
+}
+_META_OPTIONAL: dict[str, Kind] = {
+    "format": (lambda v: type(v) is int and v == FORMAT, f"{FORMAT}, the one format that this fa-cli reads"),
+    "layout": (lambda v: v == LAYOUT, f"{LAYOUT!r}, the one layout that this fa-cli reads"),
+    "recipe": or_null(TEXT),
+}
+_OUTPUTS: dict[str, Kind] = {"inputs": TEXTS, "outputs": TEXTS}
 #: The hash of a dO.bin that is not there. Data folders of an earlier harness have none: their dO is all ones.
 ONES = "ones"
 
@@ -54,13 +90,14 @@ class Dataset:
         if name == "dO" and name not in self.tensors and f"{name}.bin" not in listed:
             self.hashes[name] = ONES
             return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
-        data = read_exact(path, self.problem.tensor_bytes(name), _remake(self.problem))
+        remake = _remake(self.problem, self.folder)
+        data = read_exact(path, self.problem.tensor_bytes(name), remake)
         self.hashes[name] = sha256(data.data)
         if self.meta is not None and listed.get(path.name) != self.hashes[name]:
             raise DataFault(
                 f"{path} is not the file {META} describes",
                 f"its SHA-256 is {self.hashes[name][:16]}…, {META} says {str(listed.get(path.name))[:16]}…",
-                _remake(self.problem),
+                remake,
             )
         return data.view(STORAGE[self.problem.dtype]).reshape(self.problem.shape(name))
 
@@ -72,7 +109,7 @@ class Dataset:
             if not allow_nonfinite and not finite.all():
                 at = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), array.shape))
                 what = f"{self.folder / name}.bin holds {float(array[at])} at index {at}"
-                hint = f"add --allow-nonfinite to run all the same, or {_remake(self.problem)}"
+                hint = f"add --allow-nonfinite to run all the same, or {_remake(self.problem, self.folder)}"
                 raise DataFault(what, "attention of data that is not finite is not finite", hint)
         return found
 
@@ -106,12 +143,12 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
             data = generate(problem, seed)
             hashes = {f"{name}.bin": sha256(array.view(np.uint8).data) for name, array in data.items()}
             meta = {
-                "format": 1,
+                "format": FORMAT,
                 "shape": _shape(problem),
                 "dtype": problem.dtype,
                 "seed": seed,
                 "recipe": RECIPE,
-                "layout": "little-endian, C order, (batch, heads, rows, head_dim)",
+                "layout": LAYOUT,
                 "sha256": hashes,
                 "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
             }
@@ -174,24 +211,16 @@ def open_(folder: Path) -> Dataset:
             raise DataFault(f"{folder} does not say what it holds", why, "fa-cli gen-data makes a data folder")
         warning = f"{folder} has no {META}: shape and dtype are taken from its name, nothing can be checked"
         return Dataset(folder, named, None, None, tensors, (warning,))
-    meta = read_json(folder / META, _remake(named))
-    problem, seed = _parse(folder / META, meta, _remake(named))
+    hint = _remake(named, folder)
+    meta = read_json(folder / META, hint, _META, _META_OPTIONAL)
+    try:
+        problem = Problem.of(**meta["shape"], dtype=meta["dtype"])
+    except UsageFault as fault:
+        raise DataFault(f"{folder / META}: {fault.what}", fault.why, hint) from None
     if named is not None and named.folder != problem.folder:
         why = f"it says {problem.folder}, the folder's name {named.folder}"
-        raise DataFault(f"{folder / META} describes another problem", why, _remake(named))
-    return Dataset(folder, problem, seed, meta, tensors)
-
-
-def _parse(path: Path, meta: Json, hint: str) -> tuple[Problem, int | None]:
-    shape, hashes, seed = meta.get("shape"), meta.get("sha256"), meta.get("seed")
-    names = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
-    good = isinstance(hashes, dict) and (seed is None or type(seed) is int)
-    if not good or not isinstance(shape, dict) or set(shape) != set(names) or any(type(v) is not int for v in shape.values()):
-        raise DataFault(f"{path} is not a data folder's record", f"it needs shape ({', '.join(names)}), dtype, seed and sha256", hint)
-    try:
-        return Problem.of(**shape, dtype=str(meta.get("dtype"))), seed
-    except UsageFault as fault:
-        raise DataFault(f"{path}: {fault.what}", fault.why, hint) from None
+        raise DataFault(f"{folder / META} describes another problem", why, hint)
+    return Dataset(folder, problem, meta["seed"], meta, tensors)
 
 
 def _shape(problem: Problem) -> dict[str, int]:
@@ -200,14 +229,17 @@ def _shape(problem: Problem) -> dict[str, int]:
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
 
-def _remake(problem: Problem | None) -> str:
-    if problem is None:
-        return "generate it again: fa-cli gen-data --force"
+def _remake(problem: Problem | None, folder: Path) -> str:
+    """The hint that generates a folder again: the command for exactly this folder, where gen-data would give it this name."""
+    if problem is None or problem.folder != folder.name:
+        return "generate another: fa-cli gen-data makes a data folder"
     p = problem
     text = f"generate it again: fa-cli gen-data --batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
-    return text + (f" --dtype {p.dtype}" if p.dtype != "float32" else "") + " --force"
+    text += f" --dtype {p.dtype}" if p.dtype != "float32" else ""
+    root = Path(os.path.relpath(folder.parent)) if folder.is_relative_to(Path.cwd()) else folder.parent
+    return text + (f" --output-dir {shlex.quote(str(root))}" if root != Path("data") else "") + " --force"
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -225,7 +257,7 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     listed = {name: sha256(data) for name, data in files.items()}
     whole = dict(record)
     if record["mode"] == "backward":
-        earlier = read_json(dataset.folder / OUTPUTS)
+        earlier = read_json(dataset.folder / OUTPUTS, required=_OUTPUTS)
         whole["forward"] = earlier.get("forward", {key: earlier.get(key) for key in ("kernel", "source_hash")})
         listed |= {name: digest for name, digest in earlier["outputs"].items() if name in ("O.bin", "logsumexp.bin")}
     inputs = READS["forward"] if record["mode"] == "forward" else INPUTS
@@ -240,10 +272,8 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
     or dtype. A record without causal_shift, from an earlier version, has the default.
     """
     hint, folder = "run both passes: --mode both", dataset.folder
-    record = read_json(folder / OUTPUTS, hint)
-    inputs, listed = record.get("inputs"), record.get("outputs")
-    if not isinstance(inputs, dict) or not isinstance(listed, dict):
-        raise DataFault(f"{folder / OUTPUTS} is not a record of outputs", "it lacks inputs or outputs", hint)
+    record = read_json(folder / OUTPUTS, hint, _OUTPUTS)
+    inputs, listed = record["inputs"], record["outputs"]
     record = {"causal_shift": problem.default_shift} | record
     for what, made, wanted in (
         *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "dtype")),
@@ -266,26 +296,18 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
 # -- size -------------------------------------------------------------------------------------------------------------
 
 
-def available_memory() -> int:
-    """Bytes of memory that this process may still take: the system's available memory, or the container's limit where that is less."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no such file, or "max": no limit
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free
-
-
-def check_size(problem: Problem, folder: Path | None = None, workspace: int = 0) -> None:
-    """Raise UsageFault where inputs, outputs and workspace (bytes) exceed 90 % of the free memory, or of the free disk at folder."""
-    need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"])) + workspace
-    room = [("memory", available_memory())]
-    if folder is not None:
-        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-        room.append(("disk", shutil.disk_usage(place).free))
-    for what, free in room:
-        if need > 0.9 * free:
-            why = f"its tensors take {need / 1e9:.3g} GB, 90 % of the {what} is {0.9 * free / 1e9:.3g} GB"
-            raise UsageFault(f"{problem.folder} is too large for this machine", why, "use a smaller --batch, --heads or --seq")
+def check_size(problem: Problem, folder: Path | None = None) -> None:
+    """Raise UsageFault where inputs and outputs exceed 90 % of the free memory, DiskFault where they do of the free disk at folder."""
+    need = sum(problem.tensor_bytes(name) for name in (*INPUTS, *WRITES["forward"], *WRITES["backward"]))
+    text = f"its tensors take {need / 1e9:.3g} GB, 90 % of the"
+    if need > 0.9 * (free := available_memory()):
+        why = f"{text} memory is {0.9 * free / 1e9:.3g} GB"
+        raise UsageFault(f"{problem.folder} is too large for this machine", why, "use a smaller --batch, --heads or --seq")
+    if folder is None:
+        return
+    place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if need > 0.9 * (free := shutil.disk_usage(place).free):
+        why = f"{text} free disk is {0.9 * free / 1e9:.3g} GB"
+        raise DiskFault(
+            f"no room for {problem.folder} in {place}", why, f"free some space (df -h {place}), or --output-dir on another disk"
+        )

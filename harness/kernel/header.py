@@ -182,7 +182,7 @@ class _Lines:
             if key not in kinds:
                 raise self.bad(key, f"unknown key {clipped(key, 40)!r}{where}; known: {', '.join(kinds)}")
             if not kinds[key][0](value):
-                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r}")
+                raise self.bad(key, f"{key}{where} must be {kinds[key][1]}; is {value!r:.100}")
         return [(key, table) for key in required if key not in found]
 
     def integers(self, value: object, key: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ..files import Json, make_folder, settle, write_files
 from ..row import read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
-from .style import save
+from .style import plain, save
 from .summary import commit_of, dates_of, heading, summary
 from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, views
 
@@ -61,6 +62,7 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         env = found if env is None else env
     else:
         rows = list(source)
+    rows, title = [_drawable(row) for row in rows], plain(title)
     made: list[Path] = []
     for view in views(rows):
         pass_ = PASS_WORDS[view.type]
@@ -76,13 +78,24 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
             ]
         for kind, part, function, heading_ in drawn:
             if figure := function(part, heading_, footer):
-                made.append(save(figure, out_dir / (f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix + ".png")))
+                made.append(_save(figure, out_dir, f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix))
     for panels in ladders(rows):
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
         apart = "_causal" * first.causal + "_cpu" * first.cpu
-        made.append(save(figure, out_dir / (f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}.png")))
+        made.append(_save(figure, out_dir, f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}"))
     return made
+
+
+def _drawable(row: Row) -> Row:
+    """A row whose texts a figure can hold."""
+    texts: Json = {name: plain(value) for name, value in vars(row).items() if isinstance(value, str)}
+    return replace(row, **texts)
+
+
+def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
+    """Save a figure in the folder. A name has words of rows in it, a device's: what is no letter of a file name becomes -."""
+    return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
 def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
@@ -112,4 +125,4 @@ def _footer(view: View, env: Json) -> str:
     """One line below a figure: what it was measured on, when, at which commit."""
     commit = commit_of(view.rows, env)
     parts = [view.device_name, heading(view, view.timing), dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli"]
-    return " · ".join(filter(None, parts))
+    return plain(" · ".join(filter(None, parts)), 400)

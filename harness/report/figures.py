@@ -37,7 +37,7 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
     if not kernels:
         return None
     shapes = view.shapes
-    figure, axes = style.sheet(view, title, footer, (max(10.0, 0.5 * len(shapes) + 3), 7.6), 2, 2, sharex=True)
+    figure, axes = style.sheet(view, title, footer, (min(100.0, max(10.0, 0.5 * len(shapes) + 3)), 7.6), 2, 2, sharex=True)
     labels = [view.label(shape) for shape in shapes]
 
     def place(row: Row) -> float:  # kernels side by side within a shape, in the order of the legend
@@ -255,7 +255,7 @@ def error_picture(errors: Array, title: str, path: Path) -> Path:
     for colour, width in (("black", 3.2), ("white", 1.6)):  # seen on every colour
         axis.plot(column, row, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
     what = f"{worst:.3g}" if math.isfinite(worst) else "not finite (red)"
-    axis.set_title(f"{title}\nworst: row {row}, block {column}: {what}")
+    axis.set_title(f"{style.plain(title)}\nworst: row {row}, block {column}: {what}")
     axis.set_xlabel("block of columns")
     axis.set_ylabel("row")
     return style.save(figure, path, 150)

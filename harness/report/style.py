@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -249,11 +250,19 @@ def bytes_words(value: float) -> str:
     return f"{value:.4g} {unit}"
 
 
+def plain(text: str, most: int = 160) -> str:
+    """Text of a file or an option as a figure may hold it: one line of at most `most` letters that have a shape; $ is no formula."""
+    whole = "".join(letter if letter.isprintable() else " " for letter in text).replace("\\$", "$")
+    return (whole if len(whole) <= most else whole[: most - 1] + "…").replace("$", r"\$")
+
+
 def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
     """Write a figure as a PNG file of 256 colours, a third the size of one of all colours, and close it. The file is whole or
     not there. Raises DiskFault."""
     whole = io.BytesIO()
-    figure.savefig(whole, dpi=dpi)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a letter that DejaVu lacks is drawn as a box
+        figure.savefig(whole, dpi=dpi)
     plt.close(figure)
     reduced = io.BytesIO()
     Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "png", dpi=(dpi, dpi), optimize=True)

@@ -47,7 +47,7 @@ def heading(view: View, timing: str | None) -> str:
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns but the first are to the right."""
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in rows])
 
 
 # -- details ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .. import doors
 
+TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
+    from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing
     from . import show as show

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,6 +20,12 @@ from ..problem import Problem
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
 F = TypeVar("F", bound=Callable[..., object])
+
+#: The exit code where the reader of stdout is gone (fa-cli list | head -1): the shell's for SIGPIPE. No verdict was delivered, so not 0.
+CLOSED_PIPE = 141
+
+#: Letters of a line of a message at most: a compiler's command line fits.
+LINE = 4000
 
 EXIT_CODES = """\
 \b
@@ -70,7 +78,36 @@ class FaCli(click.Group):
             code = complain("interrupted", code=130)
         except Exception as error:
             code = explain(error, obj["verbosity"])
-        sys.exit(code or 0)
+        sys.exit(_flushed() or code or 0)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _open_pipe():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _open_pipe():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _open_pipe() -> Iterator[None]:
+    """Exit code CLOSED_PIPE where the reader of stdout goes away; click and rich would say 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise click.exceptions.Exit(CLOSED_PIPE) from None
+    except SystemExit as end:  # rich's
+        raise click.exceptions.Exit(CLOSED_PIPE) if isinstance(end.__context__, BrokenPipeError) else end from None
+
+
+def _flushed() -> int:
+    """Flush stdout; CLOSED_PIPE where its reader is gone. Python would flush at its end, and then complain."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    return 0
 
 
 def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
@@ -87,10 +124,18 @@ def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     """Print the lines of an error on stderr and return its exit code."""
-    for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
-        if text:
-            click.echo(label + text, err=True)
+    with suppress(BrokenPipeError):
+        for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
+            if text:
+                click.echo(label + shown(text), err=True)
     return code
+
+
+def shown(text: str) -> str:
+    """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
+    whole = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in whole.split("\n"))
+    return "\n".join(lines)
 
 
 def explain(error: Exception, verbosity: int) -> int:
@@ -186,7 +231,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def note(text: str) -> None:
     """A remark on a choice, on stderr."""
-    click.echo(f"note: {text}", err=True)
+    click.echo(f"note: {shown(text)}", err=True)
 
 
 def problem_of(given: dict[str, Value]) -> Problem:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .options import shown
+
 QUIET, VERBOSE = -1, 1
 _STYLES = {"PASS": "bold green", "OK": "green", "FAIL": "bold red", "ERROR": "bold red", "SPILLS": "bold red", "WARN": "yellow"}
 
@@ -47,7 +49,7 @@ def line(*parts: str) -> None:
 
 def note(text: str) -> None:
     """A line about the result, on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+    print(f"note: {shown(text)}", file=sys.stderr)
 
 
 def document(value: object) -> None:

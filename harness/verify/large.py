@@ -16,7 +16,7 @@ from ..check import budget
 from ..check.contender import check_logits
 from ..check.oracle import Oracle
 from ..check.tensors import Bound
-from ..dataset.folder import available_memory
+from ..dataset.memory import available_memory
 from ..fault import UsageFault
 from ..kernel import KERNELS, Kernel
 from ..problem import READS, WRITES, Problem

@@ -171,7 +171,7 @@ def test_a_figure_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         write(descriptor, data[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(DiskFault, match="no room"):
         style.save(plt.figure(figsize=(2, 2)), tmp_path / "a.png", 50)
     assert (tmp_path / "a.png").read_bytes() == before and os.listdir(tmp_path) == ["a.png"]

@@ -297,6 +297,16 @@ def test_asan_names_the_line_of_an_access_out_of_bounds(right: str, wrong: str, 
     assert f"out of bounds: {access} at" in done.stderr and f"own_forward.cu:{line}" in done.stderr, done.stderr
 
 
+def test_asan_knows_a_division_by_zero(tmp_path: Path) -> None:
+    """It is no access out of bounds: exit code 5, with the line."""
+    right = "O[row * dim + d] ="
+    own(tmp_path, PLAIN.replace(right, f"O[row * dim + d] = seq / (dim - {64}) *"))
+    line = (HEADER + PLAIN)[: (HEADER + PLAIN).index(right)].count("\n") + 1
+    done = cli("run", "--compute", "./own_forward.cu", "--batch", 1, "--heads", 1, "--seq", 16, "--check", "asan", cwd=tmp_path)
+    assert done.returncode == 5 and f"own_forward.cu:{line}" in done.stderr, done.stderr
+    assert "division by zero" in done.stderr and "out of bounds" not in done.stderr, done.stderr
+
+
 def test_asan_is_silent_on_a_right_kernel(tmp_path: Path) -> None:
     """No false alarm from fibers or pools."""
     done = cli(

@@ -18,7 +18,7 @@ from datasets import SMALL, fails, outputs, record
 from harness import files
 from harness.dataset import folder as data
 from harness.dataset.folder import STORAGE, generate
-from harness.fault import DataFault, UsageFault
+from harness.fault import DataFault, DiskFault, UsageFault
 from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -143,16 +143,24 @@ BAD_META: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "not text": (lambda meta: b"\xff\xfe", "is not JSON"),
     "a list": (lambda meta: "[]", "is not a JSON object"),
     "nested without end": (lambda meta: "[" * 100000, "is not JSON"),
-    "no shape": (lambda meta: {k: v for k, v in meta.items() if k != "shape"}, "is not a data folder's record"),
-    "shape a list": (lambda meta: meta | {"shape": [1, 2, 6, 4]}, "is not a data folder's record"),
-    "shape of text": (lambda meta: meta | {"shape": meta["shape"] | {"seq": "6"}}, "is not a data folder's record"),
-    "shape of true": (lambda meta: meta | {"shape": meta["shape"] | {"batch": True}}, "is not a data folder's record"),
+    "no shape": (lambda meta: {k: v for k, v in meta.items() if k != "shape"}, "lacks 'shape'"),
+    "shape a list": (lambda meta: meta | {"shape": [1, 2, 6, 4]}, "for 'shape'"),
+    "shape of text": (lambda meta: meta | {"shape": meta["shape"] | {"seq": "6"}}, "for 'shape'"),
+    "shape of true": (lambda meta: meta | {"shape": meta["shape"] | {"batch": True}}, "for 'shape'"),
     "an empty shape": (lambda meta: meta | {"shape": meta["shape"] | {"seq": 0}}, "seq is 0"),
-    "hashes a text": (lambda meta: meta | {"sha256": "abc"}, "is not a data folder's record"),
+    "hashes a text": (lambda meta: meta | {"sha256": "abc"}, "for 'sha256'"),
     "another shape": (lambda meta: meta | {"shape": meta["shape"] | {"seq": 7, "seq_kv": 7}}, "describes another problem"),
     "another dtype": (lambda meta: meta | {"dtype": "float16"}, "describes another problem"),
     "an unknown dtype": (lambda meta: meta | {"dtype": "int8"}, "unknown dtype"),
-    "no dtype": (lambda meta: {k: v for k, v in meta.items() if k != "dtype"}, "unknown dtype"),
+    "no dtype": (lambda meta: {k: v for k, v in meta.items() if k != "dtype"}, "lacks 'dtype'"),
+    "another format": (lambda meta: meta | {"format": 99}, "for 'format', which is 1"),
+    "another layout": (lambda meta: meta | {"layout": "big-endian"}, "for 'layout'"),
+    "deeply nested": (lambda meta: '{"a":' * 20 + "1" + "}" * 20, "nested deeper"),
+    "a number beyond 64 bits": (lambda meta: meta | {"seed": 10**30}, "does not write"),
+    "an infinite number": (lambda meta: '{"seed": 1e400}', "does not write"),
+    "half a character": (lambda meta: r'{"recipe": "\ud800"}', "does not write"),
+    "a number of 5000 digits": (lambda meta: '{"seed": ' + "1" * 5000 + "}", "is not JSON"),
+    "a size beyond 32 bits": (lambda meta: meta | {"shape": meta["shape"] | {"batch": 2**40}}, "batch is above 2\\^40"),
     "too large": (lambda meta: " " * (files.JSON_LIMIT + 1), "too large to be a record"),
 }
 
@@ -173,6 +181,19 @@ def test_a_hash_that_is_not_listed(folder: Path) -> None:
     del meta["sha256"]["V.bin"]
     (folder / "meta.json").write_text(json.dumps(meta))
     fails(DataFault, "is not the file meta.json describes", lambda: data.open_(folder).read("V"))
+
+
+def test_the_hint_names_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of the hint makes the damaged folder again, wherever it lies; a folder of another name gets none."""
+    monkeypatch.chdir(tmp_path)
+    away = tmp_path.parent / f"{tmp_path.name}-away"
+    for root, words in ((Path("data"), ""), (Path("my data"), " --output-dir 'my data'"), (away, f" --output-dir {away}")):
+        made = data.write(SMALL, 1, root)
+        (made.folder / "Q.bin").unlink()
+        fault = fails(DataFault, "is missing", lambda made=made: made.read("Q"))
+        assert fault.hint.endswith(f"fa-cli gen-data --batch 1 --heads 2 --seq 6 --dim 4{words} --force")
+    renamed = made.folder.rename(tmp_path / "mine")
+    assert "--batch" not in fails(DataFault, "is missing", lambda: data.open_(renamed).read("Q")).hint
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
@@ -221,7 +242,7 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault.exit_code == 2 and not list(tmp_path.iterdir())
     data.check_size(SMALL, tmp_path / "not" / "yet")
     monkeypatch.setattr(data.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
-    fails(UsageFault, "90 % of the disk", lambda: data.check_size(SMALL, tmp_path))
+    fails(DiskFault, "no room for", lambda: data.check_size(SMALL, tmp_path))
     assert data.available_memory() > 1 << 20
 
 
@@ -264,7 +285,7 @@ NOT_THIS_FORWARD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a FIFO": (lambda folder: _replace(os.mkfifo)(folder / "O.bin"), "is not a regular file"),
     "other data": (lambda folder: data.write(SMALL, 5, folder.parent, force=True), "holds another run's forward"),
     "record not JSON": (lambda folder: (folder / "outputs.json").write_text("{"), "is not JSON"),
-    "record of nothing": (lambda folder: (folder / "outputs.json").write_text("{}"), "is not a record of outputs"),
+    "record of nothing": (lambda folder: (folder / "outputs.json").write_text("{}"), "lacks 'inputs'"),
 }
 
 

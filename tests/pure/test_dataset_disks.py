@@ -45,7 +45,7 @@ def test_disk_full_leaves_everything_as_it_was(tmp_path: Path, folder: Path, mon
             left[0] -= 1
             return write(descriptor, content)
 
-        monkeypatch.setattr(files.os, "write", full)
+        monkeypatch.setattr(os, "write", full)
         fault = fails(DiskFault, "no room", lambda: data.write_outputs(opened, outputs(fill=2.0), record()))
         assert fault.exit_code == 6 and listing(folder) == before
     fails(DiskFault, "no room", lambda: data.write(Problem.of(1, 1, 3, 3), 1, tmp_path))
@@ -174,7 +174,7 @@ def test_stopped_between_renames(tmp_path: Path, renames: int, new: bool, monkey
         replace(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files.os, "replace", stop)
+        patch.setattr(os, "replace", stop)
         data.write(SMALL, 43, tmp_path, force=True)
     folder = tmp_path / SMALL.folder
     if not renames and new:

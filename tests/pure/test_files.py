@@ -29,7 +29,7 @@ def stop_at(patch: pytest.MonkeyPatch, name: str, allowed: int) -> None:
         left[0] -= 1
         return call(*given, **more)
 
-    patch.setattr(files.os, name, counted)
+    patch.setattr(os, name, counted)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -66,7 +66,7 @@ def test_a_full_disk_takes_an_append_back(tmp_path: Path, monkeypatch: pytest.Mo
             return write(descriptor, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(files.os, "write", full)
+            patch.setattr(os, "write", full)
             with pytest.raises(DiskFault, match="no room"):
                 files.append_files(tmp_path, {"a": b"2\n", "b": b"3\n"})
         found = contents(tmp_path)

@@ -56,7 +56,7 @@ CASES = [
 @pytest.mark.parametrize("tile", [1, 40, 1 << 18])
 def test_reference_is_attention(problem: Problem, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor agrees with the written-out formula, whatever the tiles."""
-    monkeypatch.setattr(ref, "_TILE_CPU", tile)
+    monkeypatch.setattr(ref, "TILE_CPU", tile)
     tensors = generate(problem, 1)
     found, wanted = reference(np, problem, tensors), plain(problem, tensors)
     assert found.rows is None and found.share == 1

@@ -85,3 +85,22 @@ def rank(what: str, place: Place) -> list[object] | None:
         raise_or_die[what]()
     found = control.gather(place.rank)
     return found if place.rank == 0 else None
+
+
+def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of resident memory that checking a kernel took at its peak, above what the process had before; what memory.need says."""
+    from harness import backends, choose, run
+    from harness.check import memory
+    from harness.problem import MODES, Problem
+
+    def resident(word: str) -> int:
+        return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(word))
+
+    backend, problem = backends.pick("cpu"), Problem.of(**sizes)
+    contender = choose.choose([kernel], MODES[mode], (problem,), backend.device())[0][0]
+    tiny = Problem.of(**sizes | {"batch": 1, "heads": 1, "heads_kv": 1, "seq": 8, "seq_kv": 8})
+    assert run.check_in_memory(contender, mode, tiny, backend).passed  # what is loaded once
+    before = resident("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    assert run.check_in_memory(contender, mode, problem, backend).passed
+    return resident("VmHWM:") - before, memory.need(problem, MODES[mode], [contender.workspace_bytes(problem, backend)])

@@ -91,8 +91,10 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     # the kernel's line if it is known: words are inlined into it
     place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", told)
     allocated = re.search(r"^(\S+ is located .*)$", told, re.M)
+    where = place[1] if place else "an unknown line"
+    why = "\n".join(m[1] for m in (error, allocated) if m)
+    if error and error[1].startswith("FPE"):  # no access, but it comes through AddressSanitizer's handler of signals
+        raise KernelFault(f"division by zero at {where}", why, "the divisor of an integer division or remainder was 0")
     raise CheckFault(
-        f"out of bounds: {access[1] if access else 'bad access'} at {place[1] if place else 'an unknown line'}",
-        "\n".join(m[1] for m in (error, allocated) if m),
-        "the access is outside what the launch was given",
+        f"out of bounds: {access[1] if access else 'bad access'} at {where}", why, "the access is outside what the launch was given"
     )

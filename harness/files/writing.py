@@ -11,104 +11,24 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from ..fault import DataFault, DiskFault
+from .reading import TABLE_LIMIT, Json, json_bytes, open_regular, read_exact, read_json, sha256
 
-from .array import Bytes
-from .fault import DataFault, DiskFault
-
-#: Bytes of the largest JSON record; a larger file is refused unread.
-JSON_LIMIT = 1 << 20
-#: Bytes of the largest table (results.csv, samples.jsonl) that is read.
-TABLE_LIMIT = 1 << 31
 #: Lists what is staged whole in a folder, while it is renamed and appended.
 JOURNAL = ".journal"
 _STAGED = re.compile(r"\.[^/\0]+\.[0-9a-f]{8}\.tmp")
 
-#: A JSON object as json reads it. Its values are checked where they are used.
-Json = dict[str, Any]
-
-
-def open_regular(path: Path, hint: str = "") -> int:
-    """A descriptor to read a regular file by (links are followed; a FIFO does not block). Raises DataFault as :func:`read_exact` does."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise DataFault(f"{path} is missing", "there is no such file", hint) from None
-    except (OSError, ValueError) as error:
-        raise DataFault(
-            f"{path} cannot be read", getattr(error, "strerror", None) or str(error), "check the file and its permissions"
-        ) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DataFault(f"{path} is not a regular file", "it is a folder, a pipe or a device", hint)
-    return descriptor
-
-
-def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int = JSON_LIMIT) -> Bytes:
-    """The bytes of a regular file (links are followed). size: the bytes it must have; None takes files of up to `limit` bytes.
-
-    Raises DataFault where it is missing, cannot be read, is not a regular file (a FIFO does not block) or has another size.
-    """
-    descriptor = open_regular(path, hint)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if size is None and found.st_size > limit:
-            raise DataFault(f"{path} is too large to be a record", f"{found.st_size} bytes; at most {limit} are read", hint)
-        if size is not None and found.st_size != size:
-            how = "empty" if not found.st_size else "too short" if found.st_size < size else "too long"
-            raise DataFault(f"{path} is {how}", f"it has {found.st_size} bytes, its shape and dtype need {size}", hint)
-        data = np.empty(found.st_size, np.uint8)
-        view, done = memoryview(data.data), 0
-        while done < len(view):
-            count = file.readinto(view[done:])
-            if not count:
-                raise DataFault(f"{path} became shorter while it was read", f"{done} of {len(view)} bytes came", hint)
-            done += count
-    return data
-
-
-def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
-    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
-    try:
-        return read_exact(path, hint=hint, limit=limit).tobytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataFault(f"{path} cannot be read", str(error), hint) from None
-
-
-def read_json(path: Path, hint: str = "") -> Json:
-    """A JSON object from a file. Raises DataFault as :func:`read_exact` does, and where it is not a JSON object."""
-    data = read_exact(path, hint=hint)
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    try:
-        found = json.loads(data.tobytes().decode("utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise DataFault(f"{path} is not JSON", str(error), hint) from None
-    if not isinstance(found, dict):
-        raise DataFault(f"{path} is not a JSON object", f"it holds a {type(found).__name__}", hint)
-    return found
-
-
-def json_bytes(record: Mapping[str, object]) -> bytes:
-    """A record as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have (write None)."""
-    return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
-
-
-def sha256(data: bytes | memoryview) -> str:
-    """The SHA-256 of bytes, in hex."""
-    return hashlib.sha256(data).hexdigest()
+#: How long a run waits for programs that only read its folder, under a shared lock.
+READERS_SECONDS = 10.0
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes | memoryview]) -> None:
@@ -288,8 +208,6 @@ def settle(folder: Path) -> None:
 
 
 def _lock(folder: Path, instead: str) -> int:
-    import fcntl
-
     while True:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -298,7 +216,7 @@ def _lock(folder: Path, instead: str) -> int:
         except OSError as error:
             raise disk_fault(folder, error) from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                     return descriptor
@@ -309,6 +227,22 @@ def _lock(folder: Path, instead: str) -> int:
         except OSError as error:
             os.close(descriptor)
             raise DiskFault(f"cannot lock {folder}", error.strerror or str(error), "use a folder on a local disk") from None
+
+
+def _take(descriptor: int) -> None:
+    """Lock a folder exclusively. Readers that share its lock (a backup) are waited for; raises BlockingIOError where a run holds it."""
+    import fcntl
+
+    until = time.monotonic() + READERS_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises where a run holds it: a run's lock is exclusive
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def _recover(folder: Path) -> None:
@@ -365,13 +299,3 @@ def _digest(path: Path) -> str | None:
         return None
     with os.fdopen(descriptor, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# -- who may write ----------------------------------------------------------------------------------------------------
-
-
-def exposed(about: os.stat_result) -> str:
-    """How a file or folder could be changed by another user (root aside): its owner, or its permissions; empty where it cannot."""
-    if about.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {about.st_uid}"
-    return f"its mode {stat.S_IMODE(about.st_mode):04o} lets others write" if about.st_mode & 0o022 else ""

@@ -1,0 +1,156 @@
+"""What is read: regular files of an exact size, JSON objects with their keys checked, and whether another user may change them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..array import Bytes
+from ..fault import DataFault
+
+#: Bytes of the largest JSON record; a larger file is refused unread. Its objects and lists are nested no deeper than JSON_DEPTH.
+JSON_LIMIT, JSON_DEPTH = 1 << 20, 16
+#: Bytes of the largest table (results.csv, samples.jsonl) that is read.
+TABLE_LIMIT = 1 << 31
+#: A JSON object as json reads it. :func:`read_json` checks the keys that it is told of.
+Json = dict[str, Any]
+#: What the value of a key must be: the test, and the words for a message.
+Kind = tuple[Callable[[object], bool], str]
+TEXT: Kind = (lambda v: isinstance(v, str), "a text")
+WHOLE: Kind = (lambda v: type(v) is int, "an integer")
+TEXTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, str) for each in v.values()), "an object of texts")
+OBJECTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, dict) for each in v.values()), "an object of objects")
+
+
+def or_null(kind: Kind) -> Kind:
+    """The kind, or null."""
+    return (lambda v: v is None or kind[0](v)), f"{kind[1]} or null"
+
+
+def open_regular(path: Path, hint: str = "") -> int:
+    """A descriptor to read a regular file by (links are followed; a FIFO does not block). Raises DataFault as :func:`read_exact` does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DataFault(f"{path} is missing", "there is no such file", hint) from None
+    except (OSError, ValueError) as error:
+        raise DataFault(
+            f"{path} cannot be read", getattr(error, "strerror", None) or str(error), "check the file and its permissions"
+        ) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataFault(f"{path} is not a regular file", "it is a folder, a pipe or a device", hint)
+    return descriptor
+
+
+def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int = JSON_LIMIT) -> Bytes:
+    """The bytes of a regular file (links are followed). size: the bytes it must have; None takes files of up to `limit` bytes.
+
+    Raises DataFault where it is missing, cannot be read, is not a regular file (a FIFO does not block) or has another size.
+    """
+    descriptor = open_regular(path, hint)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if size is None and found.st_size > limit:
+            raise DataFault(f"{path} is too large to be a record", f"{found.st_size} bytes; at most {limit} are read", hint)
+        if size is not None and found.st_size != size:
+            how = "empty" if not found.st_size else "too short" if found.st_size < size else "too long"
+            raise DataFault(f"{path} is {how}", f"it has {found.st_size} bytes, its shape and dtype need {size}", hint)
+        data = np.empty(found.st_size, np.uint8)
+        view, done = memoryview(data.data), 0
+        while done < len(view):
+            count = file.readinto(view[done:])
+            if not count:
+                raise DataFault(f"{path} became shorter while it was read", f"{done} of {len(view)} bytes came", hint)
+            done += count
+    return data
+
+
+def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
+    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
+    try:
+        return read_exact(path, hint=hint, limit=limit).tobytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataFault(f"{path} cannot be read", str(error), hint) from None
+
+
+def read_json(path: Path, hint: str = "", required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None) -> Json:
+    """A JSON object from a file, with its keys checked: those required are there, and these and the optional ones are of their kinds.
+
+    Other keys are kept as they are. Raises DataFault as :func:`read_exact` does, where it is not a JSON object (:func:`parse_json`), and
+    for the first key that is missing or not of its kind.
+    """
+    data = read_exact(path, hint=hint)
+    try:
+        return parse_json(data.tobytes(), required or {}, optional or {})
+    except ValueError as error:
+        raise DataFault(f"{path} {error}", "it was damaged, or fa-cli did not write it", hint) from None
+
+
+def parse_json(data: bytes, required: Mapping[str, Kind], optional: Mapping[str, Kind]) -> Json:
+    """A JSON object, checked as :func:`read_json` says. Raises ValueError where it is none, and for what our writers never write.
+
+    These are NaN, numbers beyond 64 bits, nesting deeper than JSON_DEPTH, and text that UTF-8 cannot hold.
+    """
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        found = json.loads(data.decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"is not a JSON object: it holds a {type(found).__name__}")
+    level: list[object] = [found]
+    for _ in range(JSON_DEPTH):
+        inner = [part for each in level if isinstance(each, (dict, list)) for part in (each.items() if isinstance(each, dict) else each)]
+        level = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
+        if wrong := next((each for each in level if not _writable(each)), None):
+            raise ValueError(f"holds {wrong!r:.60}, which fa-cli does not write")
+    if level:
+        raise ValueError(f"is nested deeper than {JSON_DEPTH} levels")
+    for key in (*required, *(key for key in optional if key in found)):
+        is_kind, words = {**optional, **required}[key]
+        if key not in found:
+            raise ValueError(f"lacks {key!r}: {words}")
+        if not is_kind(found[key]):
+            raise ValueError(f"has {found[key]!r:.60} for {key!r}, which is {words}")
+    return found
+
+
+def _writable(value: object) -> bool:
+    """Whether a value of a JSON document is one that json_bytes could have written and everything else can use."""
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
+
+
+def json_bytes(record: Mapping[str, object]) -> bytes:
+    """A record as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have (write None)."""
+    return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """The SHA-256 of bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+# -- who may write ----------------------------------------------------------------------------------------------------
+
+
+def exposed(about: os.stat_result) -> str:
+    """How a file or folder could be changed by another user (root aside): its owner, or its permissions; empty where it cannot."""
+    if about.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {about.st_uid}"
+    return f"its mode {stat.S_IMODE(about.st_mode):04o} lets others write" if about.st_mode & 0o022 else ""
