@@ -313,3 +313,22 @@ def test_asan_is_silent_on_a_right_kernel(tmp_path: Path) -> None:
         "run", "--compute", "fa2", "--mode", "both", "--batch", 1, "--heads", 2, "--seq", 65, "--dim", 59, "--check", "asan", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:
+    """With an empty cache, where each thread would build an engine of its own: kernels then found one and were run by the other."""
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from harness.backends import pick\n"
+        "from harness.kernel import kernel\n"
+        "from harness.problem import Problem\n"
+        "from harness.selftest.trial import judge\n"
+        "backend, problem = pick('cpu'), Problem.of(1, 1, 33, 16)\n"
+        "chosen = [kernel.find(name, 'forward') for name in ('fa2_naive', 'fa1', 'naive', 'tiled')]\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    list(pool.map(lambda each: backend.load(each, problem), chosen))\n"
+        "assert all(judge(backend, each, problem).passed for each in chosen)\n"
+    )
+    environment = {**os.environ, "FA_CLI_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr

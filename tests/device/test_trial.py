@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from harness.array import ArrayModule
-from harness.backends import Backend
+from harness.backends import Backend, pick
 from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import oracle_for
 from harness.check.trial import Change, Trial, _alike, _untouched
@@ -56,8 +56,9 @@ TURNS = Policy(0.0, 2e-3, 0.1, 2, 20, 60, 0.0, 1.0, apart=2.0, slow=1e9)
 
 
 @pytest.mark.parametrize("name", ["returns where O is written", "works in every second launch", SKIPS])
-def test_turns_of_many_samples(name: str, backend: Backend, tmp_path: Path) -> None:
+def test_turns_of_many_samples(name: str, tmp_path: Path) -> None:
     """A few of each turn are judged, two of them one after the other; the right kernel is not accused."""
+    backend = pick("cpu")  # TURNS are few and short, for its speed
     fault = CHEATS[name]
     found = {"": fault.plant(tmp_path), "right": kernel.find("fa2_naive", "forward")}
     runs = {label: first(backend, each, fault.problem).timed for label, each in found.items()}

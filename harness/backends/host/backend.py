@@ -231,8 +231,17 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-@functools.cache
+_loading = threading.Lock()
+
+
 def _engine() -> ctypes.CDLL:
+    """The engine, loaded once: of two, kernels would find the symbols of one and be run by the other."""
+    with _loading:
+        return _load_engine()
+
+
+@functools.cache
+def _load_engine() -> ctypes.CDLL:
     source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
     step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w", f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
     key = _hash("engine", source, _toolchain(), *step)

@@ -6,8 +6,9 @@
 //   sm_90 and later   25 bits behind the point; the 16 (tf32: 8) products of one mma.sync at once
 //   sm_80 to sm_89    24 bits; the first half of them, then the second onto the float32 of the first
 //
-// The exponent of a product is the sum of its factors' exponents, whatever the product of their mantissas carries. A zero counts as the
-// smallest float32's exponent. Any NaN, or infinities of both signs, give NaN 0x7fffffff.
+// The exponent of a product is the sum of its factors' exponents, whatever the product of their mantissas carries. A zero has none: it
+// does not hold the others up (MMA-Sim gives it 2^-126's, at which an H200's sums of products below 2^-130 come out otherwise). Any NaN,
+// or infinities of both signs, give NaN 0x7fffffff.
 #pragma once
 
 #include <fa/collective.cuh>
@@ -26,6 +27,7 @@ typedef int64_t Longs __attribute__((vector_size(128)));
 
 constexpr int kept_bits = FA_HOST_SM >= 90 ? 25 : 24;
 constexpr int sums_per_mma = FA_HOST_SM >= 90 ? 1 : 2;
+constexpr int of_zero = -400;  // below any exponent of a product
 constexpr int by_definition = 1000;  // the exponent given to what a vector of float32 does not hold: larger than any sum of two others
 
 // Exponents of some operands of type T that are widened to float32. A subnormal float16 has the smallest normal one's.
@@ -33,8 +35,9 @@ template <class T> __forceinline__ Ints exponents(Floats x) {
     constexpr bool narrow = __is_same(T, float16);
     const Ints biased = (Ints)((Words)x >> 23 & 0xff), size = (Ints)((Words)x & 0x7fffffffu);
     const Ints odd = biased == 0xff | (biased == 0 & size != 0);  // infinities, NaN, and float32's subnormals, which this thread flushes
-    const Ints least = size == 0 | !narrow ? Ints{} + 1 : Ints{} + (127 - 14);
-    return odd ? Ints{} + by_definition : (biased < least ? least : biased) - 127;
+    const Ints least = narrow ? Ints{} + (127 - 14) : Ints{} + 1;
+    const Ints exponent = size == 0 ? Ints{} + of_zero : (biased < least ? least : biased) - 127;
+    return odd ? Ints{} + by_definition : exponent;
 }
 
 struct Number {  // mantissa * 2^(exponent - 23); not flushed where it is subnormal
@@ -56,14 +59,14 @@ template <class T> inline float fused_sum_of_one(int n, const float* a, const fl
     Number terms[17] = {number<float>(c)};
     bool nan = terms[0].nan, infinite[2] = {};
     if (terms[0].infinite) infinite[c < 0] = true;
-    int largest = terms[0].exponent;
+    int largest = terms[0].mantissa ? terms[0].exponent : of_zero;
     terms[0].mantissa *= 0x1p-23;
     for (int i = 0; i < n; ++i) {
         const Number x = number<T>(a[i]), y = number<T>(b[i]);
         nan |= x.nan | y.nan | (x.infinite & (y.mantissa == 0)) | (y.infinite & (x.mantissa == 0));
         if (x.infinite | y.infinite) infinite[x.mantissa * y.mantissa < 0] = true;
         terms[1 + i] = {x.mantissa * y.mantissa * 0x1p-46, x.exponent + y.exponent, false, false};
-        if (largest < terms[1 + i].exponent) largest = terms[1 + i].exponent;
+        if (terms[1 + i].mantissa && largest < terms[1 + i].exponent) largest = terms[1 + i].exponent;
     }
     if (nan | (infinite[0] & infinite[1])) return __uint_as_float(0x7fffffffu);
     if (infinite[0] | infinite[1]) return __uint_as_float(infinite[1] ? 0xff800000u : 0x7f800000u);
