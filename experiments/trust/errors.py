@@ -26,12 +26,14 @@ from harness import backends, peers
 from harness.array import to_host
 from harness.backends import Backend
 from harness.check.contender import Contender
-from harness.check.oracle import Oracle, oracle_for
+from harness.check.oracle import Oracle
 from harness.choose import contender
 from harness.dataset.storage import widen
 from harness.fault import Fault
 from harness.kernel.kernel import catalogue
 from harness.problem import PASSES, Problem
+from harness.verify.cases import Case
+from harness.verify.judge import oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -168,7 +170,7 @@ def main(output: Path, device: str, seconds: float, only_draw: Path | None) -> N
                 click.echo(f"left out after {seconds:g} s: {problem.describe()} input x{scale:g} and what follows")
                 break
             mode = "both" if scale <= 10 and problem.seq_q <= LONGEST_BACKWARD else "forward"
-            oracle = oracle_for(problem, backend, mode, 42, scale)
+            oracle = oracle_of(backend, Case(0, problem, scale, 0), mode)
             for one in chosen:
                 for row in rows(backend, one, oracle, scale):
                     failed += not row["passed"] and bool(row["arithmetic"])

@@ -1,7 +1,7 @@
 """Every kernel of the tree and every planted fault by its moments: python experiments/trust/moments.py --output FOLDER
 
 The evidence behind harness/check/moments.py. For each kernel a sample of the verify matrix (--every 1: all of it) is run and judged; a
-line of moments.csv is a tensor of a case, with each statistic over its limit. Then the faults of tests/support/faults.toml that the
+line of moments.csv is a tensor of a case, with each statistic over its limit. Then the faults of harness/selftest/faults.toml that the
 moments must find. moments.txt has the distributions of right kernels beside the faults. --device cuda on a GPU.
 """
 
@@ -25,11 +25,11 @@ from harness import backends, verify
 from harness.backends import Backend
 from harness.check.budget import Verdict
 from harness.check.contender import run_kernel
-from harness.check.oracle import oracle_for
 from harness.fault import Fault
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
 from harness.selftest.mutant import mutants
+from harness.verify.judge import in_form, oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STATISTICS = ("max", "rms", "bias", "slope")
@@ -61,13 +61,13 @@ class Line:
         return cls(kind, kernel, problem.describe(), scale, v.tensor, v.passed, *parts, m.rms, m.slope - 1)
 
 
-def judged(kind: str, backend: Backend, chosen: Kernel, problem: Problem, scale: float, seed: int) -> Iterator[Line]:
+def judged(kind: str, backend: Backend, chosen: Kernel, case: verify.Case) -> Iterator[Line]:
     """The lines of one run."""
-    oracle = oracle_for(problem, backend, chosen.pass_, seed, scale)
+    oracle = oracle_of(backend, case, chosen.pass_)
     done = run_kernel(backend, chosen, oracle, oracle.inputs_of(chosen.pass_))
     for verdict in done.verdicts.values():
-        if problem.dtype != "float64":
-            yield Line.of(kind, kind if kind != "right" else chosen.label, problem, scale, verdict)
+        if case.problem.dtype != "float64":
+            yield Line.of(kind, kind if kind != "right" else chosen.label, case.problem, case.input_scale, verdict)
 
 
 def table(lines: list[Line]) -> Iterator[str]:
@@ -112,15 +112,15 @@ def main(output: Path, device: str, every: int, only: str, seconds: float, large
         for case in cases[chosen.number % every :: every]:
             p = case.problem
             work = p.visible_pairs * p.batch * p.heads_q * p.head_dim
-            if time.monotonic() - start > seconds or (backend.name == "cpu" and work > largest):
+            if case.copies > 1 or time.monotonic() - start > seconds or (backend.name == "cpu" and work > largest):
                 continue
-            lines += judged("right", backend, verify.in_form(chosen, case), p, case.input_scale, 42 + case.number)
+            lines += judged("right", backend, in_form(chosen, case), case)
             for line in lines[-3:]:
                 if not line.passed:
                     click.echo(f"FAIL {line}")
     for name, fault in mutants("moments").items():
         try:
-            lines += judged(name, backend, fault.plant(Path(tempfile.mkdtemp())), fault.problem, 1.0, 42)
+            lines += judged(name, backend, fault.plant(Path(tempfile.mkdtemp())), verify.Case(0, fault.problem, 1.0, 0))
         except Fault as raised:
             click.echo(f"{name}: {raised}")
     output.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,7 @@ class Cuda(Backend):
         Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, KernelFault where an entry
         is not in the file or needs more shared memory than there is.
         """
+        plan = kernel.plan(problem, self._device, overrides)
         if not kernel.runs_on(self._device.arch, problem.dtype):
             raise UsageFault(
                 f"{kernel.label} does not run on {self._device.name}",
@@ -109,7 +110,7 @@ class Cuda(Backend):
             )
         with self.xp.cuda.Device(self._index):  # CuPy compiles for the current one
             check_parameters(kernel)
-            return self._load(kernel, kernel.plan(problem, self._device, overrides))
+            return self._load(kernel, plan)
 
     def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])

@@ -53,6 +53,9 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
                            are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
     2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
+    u n / 2, or 6 s        logsumexp only, the smaller, where s < u n: the terms of a row sum are all so near 1 that a partial sum of k of
+                           them, whose ulp is u k, rounds each alike. It loses what they differ from 1, at most the distance of the
+                           mean score from the row maximum (6 s for up to 10^5 normal ones), and never more than half an ulp a term
 
 In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
 delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). float64 has no second
@@ -130,7 +133,8 @@ def allowed(problem: Problem, tensor: str, arithmetic: str, terms: int, score: f
     truncated = problem.head_dim / per_step if per_step else 0.0
     of_scores = UNIT * (3 + truncated) * score
     if tensor == "logsumexp":
-        bias = of_scores + 2 * UNIT + copies
+        alike = min(UNIT * terms / 2, 6 * score) if score < UNIT * terms else 0.0
+        bias = of_scores + 2 * UNIT + copies + alike
         return Allowed(bias, bias + UNIT * (math.sqrt(problem.head_dim) * score + 2 * size + math.sqrt(terms)) + noise)
     bias = of_scores + UNIT * math.sqrt(terms) + (UNIT * terms / per_step if per_step else 0.0)
     if arithmetic == "p16":

@@ -104,3 +104,20 @@ def test_copies() -> None:
     row = draw.randn(1, 2, 1, 16)
     assert moments.copies(np, row * np.arange(1, 9).reshape(8, 1)) == pytest.approx(1)
     assert moments.copies(np, draw.randn(1, 2, 100, 16)) < 1e-9
+
+
+def test_row_sums_of_terms_near_one_may_stagnate() -> None:
+    """Scores of 1e-6: a float32 chain rounds each term to 1. Its logsumexp is too high in all rows, and right; with larger scores it is not."""
+    draw, keys = np.random.RandomState(3), 1024
+    scores = 1e-6 * draw.randn(1, 1, 129, keys)
+    exact = np.log(np.exp(scores).sum(-1, keepdims=True))
+    top = scores.max(-1, keepdims=True)
+    terms = np.exp(scores - top).astype(np.float32)
+    chain = np.cumsum(terms, -1, dtype=np.float32)[..., -1:].astype(np.float64)
+    pairwise = terms.sum(-1, keepdims=True).astype(np.float64)
+    error, other = (top + np.log(each) - exact for each in (chain, pairwise))
+    problem = Problem.of(1, 1, 129, 64, seq_kv=keys)
+    for score, right in ((float(np.abs(scores).mean()), True), (0.6, False)):
+        may = moments.allowed(problem, "logsumexp", "f32", keys, score, 0.0, 0.0, float(exact.mean()))
+        may = moments.Allowed(may.bias if right else may.bias - moments.UNIT * 3 * score, may.rms)  # without what the scores' rounding adds
+        assert bool(moments.judge(np, exact, error, [other], may, True).reason("logsumexp")) is not right
