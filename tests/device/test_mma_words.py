@@ -183,7 +183,8 @@ def exponents(values: Any, least: int) -> Any:
 def tensor_core(a: Any, b: Any, c: Any, dtype: str, sm: int = 90) -> Any:
     """c + a b in a tensor core's arithmetic (Xie et al., MMA-Sim, arXiv 2511.10909): float64 arrays (M, K), (K, N), (M, N) -> (M, N).
 
-    Zeros have no exponent, as an H200 has it. Terms are aligned to the largest exponent, truncated 25 bits behind the point (24 before sm_90, where K is halved), summed, truncated.
+    Terms are aligned to the largest exponent, truncated 25 bits behind the point (24 before sm_90, where K is halved), summed, truncated.
+    Zeros have no exponent, as an H200 has it.
     """
     least, bits, parts = (-14 if dtype == "float16" else -126), (25 if sm >= 90 else 24), (1 if sm >= 90 else 2)
     for a_part, b_part in zip(np.split(a, parts, 1), np.split(b, parts, 0), strict=True):

@@ -107,7 +107,7 @@ def test_copies() -> None:
 
 
 def test_row_sums_of_terms_near_one_may_stagnate() -> None:
-    """Scores of 1e-6: a float32 chain rounds each term to 1. Its logsumexp is too high in all rows, and right; with larger scores it is not."""
+    """Scores of 1e-6: a float32 chain rounds each term to 1. Its logsumexp is too high in all rows, and right; not with larger scores."""
     draw, keys = np.random.RandomState(3), 1024
     scores = 1e-6 * draw.randn(1, 1, 129, keys)
     exact = np.log(np.exp(scores).sum(-1, keepdims=True))

@@ -1,0 +1,51 @@
+"""The table of README, "How the judge is judged": kernels x checks, counted from records and faults.toml: python experiments/trust/table.py
+
+Counts of the H200 are those of experiments/verify (verify.log, repeat.log), faults those of harness/selftest/faults.toml, which
+`fa-cli selftest` plants.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from harness.kernel.kernel import catalogue
+from harness.selftest.mutant import mutants
+
+
+def counted(name: str) -> Counter[tuple[str, str]]:
+    """Cases that passed in a log of `fa-cli verify`, by kernel and pass. Raises ValueError where one failed."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in (ROOT / "experiments" / "verify" / name).read_text().splitlines():
+        if match := re.match(r"(\w+) +(forward|backward) +(\d+) +(\d+) +[\d.e+-]+ +(PASS|FAIL)$", line):
+            if match[4] != "0":
+                raise ValueError(f"{name}: {line}")
+            found[match[1], match[2]] += int(match[3])
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    matrix, repeats = counted("verify.log"), counted("repeat.log")
+    kinds = sorted({mutant.kind for mutant in mutants().values()})
+    click.echo("| kernel | H200: matrix | H200: 250 repeats at B60 | " + " | ".join(kinds) + " |")
+    click.echo("|---" * 1 + "|---:" * (2 + len(kinds)) + "|")
+    sums: Counter[str] = Counter()
+    for chosen in catalogue():
+        key = chosen.name, chosen.pass_
+        planted = Counter(mutant.kind for mutant in mutants().values() if mutant.kernel == chosen.label)
+        sums += planted + Counter({"matrix": matrix[key], "repeats": repeats[key]})
+        cells = [matrix[key], repeats[key], *(planted[kind] or "" for kind in kinds)]
+        click.echo(f"| {chosen.number:02} {chosen.name} {chosen.pass_} | " + " | ".join(map(str, cells)) + " |")
+    click.echo("| all | " + " | ".join(str(sums[name]) for name in ("matrix", "repeats", *kinds)) + " |")
+
+
+if __name__ == "__main__":
+    main()
