@@ -13,11 +13,12 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.kernel.kernel import catalogue
 from harness.selftest.mutant import mutants
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def counted(name: str) -> Counter[tuple[str, str]]:
