@@ -64,7 +64,8 @@ def interrupted(command: list[str], package: Path, folder: Path, seconds: float)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    starting = "KeyboardInterrupt" in told and not any(name in told for name in ("cli.py", "__main__.py", "harness", "start.py"))
+    ours = ("cli.py", "__main__.py", "harness", "start.py")
+    starting = "Failed to import the site module" in told or ("KeyboardInterrupt" in told and not any(name in told for name in ours))
     return None if starting or process.returncode == -signal.SIGINT else (process.returncode, told)
 
 

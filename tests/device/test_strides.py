@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import planted
 import pytest
 import sample
 
@@ -22,6 +21,7 @@ from harness.check.tensors import row_pitch
 from harness.dataset.storage import STORAGE
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import READS, WRITES, Problem
+from harness.selftest.mutant import edited
 
 #: Elements from one batch or head to the next: 32 bits of it are FOLDED.
 FOLDED = 1 << 17
@@ -105,5 +105,5 @@ def test_a_32_bit_index_is_seen(axis: str, backend: Backend, tmp_path: Path) -> 
     right = "fa::row_pointer<float>(args.O, batch, head, q_first + r)"
     folded = "(static_cast<float*>(args.O.data) + int(batch * args.O.batch + head * args.O.head) + (q_first + r) * args.O.row)"
     path = tmp_path / "fa2_naive_forward.cu"
-    path.write_text(planted.edited(source.read_text(encoding="utf-8"), (right, folded)), encoding="utf-8")
+    path.write_text(edited(source.read_text(encoding="utf-8"), (right, folded)), encoding="utf-8")
     assert wrong(backend, Kernel.read(path), problem_of(Kernel.read(path)), axis) == {"O"}

@@ -106,8 +106,9 @@ def test_a_file_that_is_edited_is_another_kernel(device: Any, tmp_path: Path) ->
 
 def test_a_file_that_does_not_compile_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:
     """The compiler's log with the file's own line, as a RuntimeError; without a backward pass, what to write."""
-    path = write(tmp_path, PLAIN.replace("float sum = 0;", "float sum = nothing;"), args='// args = ["Q"]\n')
-    q = torch.randn(1, 1, 4, 8, device=device)
+    named = '// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim"]\n'
+    path = write(tmp_path, PLAIN.replace("float sum = 0;", "float sum = nothing;"), args=named)
+    q = torch.randn(1, 1, 4, 64, device=device)
     with pytest.raises(RuntimeError, match=r"(?s)mine_forward.cu does not compile.*mine_forward.cu.*nothing"):
         attention(q, q, q, kernel=path)
     with pytest.raises(ValueError, match="no kernel file .*mine_backward.cu"):
