@@ -143,7 +143,8 @@ def test_a_source_that_changes_in_flight_is_told(tmp_path: Path) -> None:
     body = edited(
         PIPELINE, ("a + 256 * n", "from + 256 * n"), ("fa::cp_async_wait_group<1>();", "from[4 * t] += 1.0f; fa::cp_async_wait_group<1>();")
     )
-    start = "    float* from = reinterpret_cast<float*>(out) + 1024;\n    for (int i = t; i < 1024; i += 64) from[i] = a[i];\n    __syncthreads();\n"
+    start = "    float* from = reinterpret_cast<float*>(out) + 1024;\n"
+    start += "    for (int i = t; i < 1024; i += 64) from[i] = a[i];\n    __syncthreads();\n"
     with pytest.raises(KernelFault, match="written while a copy from it was in flight"):
         run(Host(), tmp_path, start + body, NUMBERS, block=64, shared=2048, before=BEFORE)
 
