@@ -184,7 +184,7 @@ struct Async {
         Copy& c = start(w, store[w.current], given);
         Box& box = boxed(w, c, map, at);
         memcpy(box.image, from, box.bytes);
-        if (w.race) w.race->access(from, box.bytes, false, c.code, w.current, by_async_proxy);
+        if (w.race) w.race->access(from, box.bytes, false, c.code, w.current, read_begun);
         complete_some(w);
     }
 

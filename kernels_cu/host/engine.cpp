@@ -499,10 +499,10 @@ Next fa_host_wgmma_arrive(const Product* mine, const char* word, const char* fil
 
 void fa_host_wgmma_fence() { Wgmma::of(*this_worker)->fence(int(this_worker->current)); }
 void fa_host_wgmma_commit() { Wgmma::of(*this_worker)->commit(int(this_worker->current)); }
-void fa_host_wgmma_wait(int but, const char* file, int line) {
+void fa_host_wgmma_wait(int but) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
-    Wgmma::of(w)->wait(w, int(w.current), unsigned(but), file, line);
+    Wgmma::of(w)->wait(w, int(w.current), unsigned(but), __builtin_return_address(0));
 }
 
 void* fa_host_code() { return __builtin_return_address(0); }

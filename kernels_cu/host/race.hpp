@@ -23,7 +23,8 @@ enum Access_kind {
     atomically,
     copy_started,     // an asynchronous write begins: unordered until it has been waited for
     copy_waited_for,  // this thread has waited for its cp.async
-    by_async_proxy,   // of TMA and wgmma
+    by_async_proxy,   // of TMA and wgmma, at the wait
+    read_begun,       // the same at the issue: compared with the writes before it, not kept
 };
 
 struct Race {
@@ -88,7 +89,7 @@ struct Race {
             bool own_copy = kind == copy_waited_for && c.write.in_flight && c.write.thread == thread;
             if (c.write.bytes & mask && !own_copy && !(c.write.atomic && atomic)) {
                 if (!ordered(c.write, thread)) report_race(c.write, true, now, writes, found.at, "no barrier orders them");
-                else if (kind == by_async_proxy && !c.write.async_proxy && !clocks.behind_fence(thread, c.write.thread, c.write.clock))
+                else if (kind >= by_async_proxy && !c.write.async_proxy && !clocks.behind_fence(thread, c.write.thread, c.write.clock))
                     report_race(c.write, true, now, writes, found.at, "no fence_proxy_async_shared lies between them");
             }
             if (writes) {
@@ -96,7 +97,7 @@ struct Race {
                     if (read.bytes & mask && !ordered(read, thread) && !(read.atomic && atomic))
                         report_race(read, false, now, true, found.at, "no barrier orders them");
                 c.write = now;
-            } else {
+            } else if (kind != read_begun) {
                 c.read[slot] = now;
             }
         }

@@ -116,7 +116,7 @@ struct Wgmma {
         if (p.transposed_b)
             for (int k = 0; k < 16; ++k)
                 for (int n = 0; n < columns; ++n) b[n * 16 + k] = turned[k * columns + n];
-        for (int warp = 0; w.race && warp < 4; ++warp) read_by(w, p, warp, 128 * i + 32 * warp);
+        for (int warp = 0; w.race && warp < 4; ++warp) read_by(w, p, warp, 128 * i + 32 * warp, read_begun);
         if (first.registers_a) take_registers_a(p, lanes, a);
         p.chain = chained(w, g, lanes, word, file, line);
         Chain& c = g.chain[p.chain];
@@ -125,17 +125,17 @@ struct Wgmma {
     }
 
     // wgmma.wait_group of one thread: all but its latest `but` groups are retired.
-    void wait(Worker& w, int thread, unsigned but, const char* file, int line) {
+    void wait(Worker& w, int thread, unsigned but, void* code) {
         Group& g = group[thread / 128];
         const int lane = thread % 128;
         while (g.retired[lane] != g.issued) {
             Issued& p = g.product[g.retired[lane] % ring];
             if (g.commits[lane] - p.group <= but) break;
-            retire(w, p, thread, file, line);
+            retire(w, p, thread, code);
             ++g.retired[lane];
         }
         for (Chain& c : g.chain)
-            if (c.in_flight && c.d[lane] && int(g.retired[lane] - c.last) > 0) write_back(w, c, thread, file, line);
+            if (c.in_flight && c.d[lane] && int(g.retired[lane] - c.last) > 0) write_back(w, c, thread, code);
     }
 
     // This thread has returned.
@@ -255,9 +255,9 @@ struct Wgmma {
     static void unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word);
 
     // The warp's part of the reads: its 16 rows of A, all of B.
-    static void read_by(Worker& w, const Issued& p, int warp, int thread) {
+    static void read_by(Worker& w, const Issued& p, int warp, int thread, Access_kind kind) {
         each_chunk(p, [&](int matrix, int row, int, uint32_t address) {
-            if (matrix || row / 16 == warp) w.race->access(w.arena + (address - shared_base), 16, false, p.code, thread, by_async_proxy);
+            if (matrix || row / 16 == warp) w.race->access(w.arena + (address - shared_base), 16, false, p.code, thread, kind);
         });
     }
 
@@ -292,7 +292,7 @@ struct Wgmma {
         for (int t = 0; t < 128; ++t) {
             if (!fresh && c.d[t] != lanes[t]->d) wrong(w, "threads of a warpgroup name different accumulators", word, file, line);
             c.d[t] = lanes[t]->d;
-            if (!fresh) check_poison(w, c, t, file, line);
+            if (!fresh) check_poison(w, c, t, nullptr, file, line);
             for (int i = 0; (fresh || zero) && i < c.registers; ++i) element(c, t, i) = zero ? 0.0f : c.d[t][i];
             if (fresh) memset(static_cast<void*>(c.d[t]), 0xff, 4 * size_t(c.registers));
         }
@@ -305,35 +305,37 @@ struct Wgmma {
     // Register i of a thread: its row and column of D (PTX ISA, wgmma.mma_async, accumulator fragments).
     static float& element(Chain& c, int t, int i) { return c.value[t / 32][i / 4 * 8 + t % 4 * 2 + i % 2][t % 32 / 4 + i / 2 % 2 * 8]; }
 
-    static void check_poison(Worker& w, const Chain& c, int t, const char* file, int line) {
+    // code: of the wait; null where the next product at file:line sees it.
+    static void check_poison(Worker& w, const Chain& c, int t, void* code, const char* file, int line) {
         for (int i = 0; i < c.registers; ++i) {
             uint32_t bits;
             memcpy(&bits, c.d[t] + i, 4);
             if (bits == ~0u) continue;
             begin_report(w, "an accumulator of a wgmma in flight was written");
-            print(": register %d of thread %d, issued at %s:%d, seen at %s:%d\n", i, t % 128, c.file, c.line, file, line);
+            print(": register %d of thread %d, issued at %s:%d, seen at ", i, t % 128, c.file, c.line);
+            code ? print("pc:%p\n", code) : print("%s:%d\n", file, line);
             end_report(w);
         }
     }
 
-    void retire(Worker& w, Issued& p, int thread, const char* file, int line) {
+    void retire(Worker& w, Issued& p, int thread, void* code) {
         const int lane = thread % 128, warp = lane / 32;
         if (p.left-- == 128) {
             unsigned short a[64][16], b[max_columns * 16];
             if (gather(w, p, a, b, "wgmma_wait") != p.hash) {
                 begin_report(w, "shared memory was written while a wgmma that reads it was in flight");
-                print(": issued at %s:%d, retired at %s:%d\n", p.file, p.line, file, line);
+                print(": issued at %s:%d, retired at pc:%p\n", p.file, p.line, code);
                 end_report(w);
             }
         }
         if (p.registers_a && memcmp(p.a_at[lane], p.a_value[lane], 16)) {
             begin_report(w, "an A register of a wgmma in flight was written");
-            print(": thread %d, issued at %s:%d, retired at %s:%d\n", thread, p.file, p.line, file, line);
+            print(": thread %d, issued at %s:%d, retired at pc:%p\n", thread, p.file, p.line, code);
             end_report(w);
         }
         if (!w.race) return;
         if (p.reader[warp] < 0) {
-            read_by(w, p, warp, thread);
+            read_by(w, p, warp, thread, by_async_proxy);
             p.reader[warp] = int16_t(thread);
             p.reader_clock[warp] = w.race->clocks.clock[thread]++;
         } else {
@@ -341,9 +343,9 @@ struct Wgmma {
         }
     }
 
-    void write_back(Worker& w, Chain& c, int thread, const char* file, int line) {
+    void write_back(Worker& w, Chain& c, int thread, void* code) {
         const int lane = thread % 128;
-        check_poison(w, c, lane, file, line);
+        check_poison(w, c, lane, code, c.file, c.line);
         for (int i = 0; i < c.registers; ++i) c.d[lane][i] = element(c, lane, i);
         c.d[lane] = nullptr;
         if (--c.left == 0) c.in_flight = false;
