@@ -58,7 +58,8 @@ struct Wgmma {
         uint64_t hash;  // of the operands in shared memory
         const uint32_t* a_at[128];
         uint32_t a_value[128][4];
-        int left;  // threads that have not retired it
+        int left;        // threads that have not retired it
+        bool waited[4];  // a lane of the warp has
         int16_t reader[4];  // under the race check: the thread of each warp whose wait was first, and its clock then
         uint32_t reader_clock[4];
         const char* file;
@@ -109,7 +110,7 @@ struct Wgmma {
         p.a = Descriptor(first.a), p.b = Descriptor(first.b);
         p.columns = columns, p.transposed_b = first.transposed_b, p.registers_a = first.registers_a;
         p.group = g.commits[0], p.left = 128, p.file = file, p.line = line, p.code = code;
-        for (auto& reader : p.reader) reader = -1;
+        for (int warp = 0; warp < 4; ++warp) p.reader[warp] = -1, p.waited[warp] = false;
         unsigned short a[64][16], b[max_columns * 16], turned[max_columns * 16];
         check_descriptors(w, p, word, file, line);
         p.hash = gather(w, p, a, p.transposed_b ? turned : b, word);
@@ -320,7 +321,9 @@ struct Wgmma {
 
     void retire(Worker& w, Issued& p, int thread, void* code) {
         const int lane = thread % 128, warp = lane / 32;
-        if (p.left-- == 128) {
+        --p.left;
+        if (!p.waited[warp]) {  // the latest moment at which this warp may still read: its first lane's wait
+            p.waited[warp] = true;
             unsigned short a[64][16], b[max_columns * 16];
             if (gather(w, p, a, b, "wgmma_wait") != p.hash) {
                 begin_report(w, "shared memory was written while a wgmma that reads it was in flight");
