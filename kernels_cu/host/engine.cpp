@@ -183,8 +183,11 @@ bool deliver_one(Worker& w) { return w.async && w.async->deliver_first(w); }
 
 void Wgmma::unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word) {
     const Copy* load = w.async ? w.async->load_to(address) : nullptr;
-    begin_report(w, load ? "a wgmma reads what a TMA load in flight is to write: no wait for its mbarrier"
-                         : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
+    const bool late = load && w.barrier[load->box->mbarrier].phase != load->box->phase;
+    begin_report(w, late
+                        ? "a wgmma reads what a TMA load in flight is to write: its mbarrier's phase has ended, too few bytes were expected"
+                    : load ? "a wgmma reads what a TMA load in flight is to write: no wait for its mbarrier"
+                           : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
     print(": operand %c of %s at %s:%d, byte %td", matrix ? 'B' : 'A', word, p.file, p.line, address - w.arena);
     if (load) print("; the load of thread %d at %s:%d", load->thread, load->file, load->line);
     print("\n");

@@ -38,6 +38,8 @@ struct Descriptor {
 };
 
 struct Wgmma {
+    // A signalling NaN: arithmetic makes another NaN of it, so that also a register which is only scaled is seen as written.
+    static constexpr uint32_t poison = 0xffbfffff;
     static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8;
 
     struct Chain {  // products on the same accumulators
@@ -58,7 +60,7 @@ struct Wgmma {
         uint64_t hash;  // of the operands in shared memory
         const uint32_t* a_at[128];
         uint32_t a_value[128][4];
-        int left;        // threads that have not retired it
+        int left;  // threads that have not retired it
         bool waited[4];  // a lane of the warp has
         int16_t reader[4];  // under the race check: the thread of each warp whose wait was first, and its clock then
         uint32_t reader_clock[4];
@@ -156,10 +158,11 @@ struct Wgmma {
         const int lane = w.current % 128;
         for (const Chain& c : g.chain)
             if (c.in_flight && c.d[lane] && overlap(address, bytes, c.d[lane], 4 * c.registers))
-                name_access(w, "an accumulator of a wgmma in flight", writes, code, c.file, c.line);
+                name_access(w, writes ? "an accumulator of a wgmma in flight is written" : "an accumulator of a wgmma in flight is read",
+                            code, c.file, c.line);
         for (unsigned n = g.retired[lane]; writes && n != g.issued; ++n)
             if (const Issued& p = g.product[n % ring]; p.registers_a && overlap(address, bytes, p.a_at[lane], 16))
-                name_access(w, "an A register of a wgmma in flight", true, code, p.file, p.line);
+                name_access(w, "an A register of a wgmma in flight is written", code, p.file, p.line);
     }
 
   private:
@@ -167,9 +170,9 @@ struct Wgmma {
         return address < static_cast<const char*>(from) + size && static_cast<const char*>(from) < address + bytes;
     }
 
-    static void name_access(Worker& w, const char* what, bool writes, void* code, const char* file, int line) {
+    static void name_access(Worker& w, const char* what, void* code, const char* file, int line) {
         begin_report(w, what);
-        print(" is %s: thread %d at pc:%p, issued at %s:%d\n", writes ? "written" : "read", w.current, code, file, line);
+        print(": thread %d at pc:%p, issued at %s:%d\n", w.current, code, file, line);
         end_report(w);
     }
 
@@ -295,7 +298,7 @@ struct Wgmma {
             c.d[t] = lanes[t]->d;
             if (!fresh) check_poison(w, c, t, nullptr, file, line);
             for (int i = 0; (fresh || zero) && i < c.registers; ++i) element(c, t, i) = zero ? 0.0f : c.d[t][i];
-            if (fresh) memset(static_cast<void*>(c.d[t]), 0xff, 4 * size_t(c.registers));
+            for (int i = 0; fresh && i < c.registers; ++i) memcpy(c.d[t] + i, &poison, 4);
         }
         c.in_flight = true;
         c.left = 128;
@@ -311,7 +314,7 @@ struct Wgmma {
         for (int i = 0; i < c.registers; ++i) {
             uint32_t bits;
             memcpy(&bits, c.d[t] + i, 4);
-            if (bits == ~0u) continue;
+            if (bits == poison) continue;
             begin_report(w, "an accumulator of a wgmma in flight was written");
             print(": register %d of thread %d, issued at %s:%d, seen at ", i, t % 128, c.file, c.line);
             code ? print("pc:%p\n", code) : print("%s:%d\n", file, line);
