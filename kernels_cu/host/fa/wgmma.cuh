@@ -67,6 +67,7 @@ template <class... Arrays> __forceinline__ void wgmma_fence(Arrays&...) { fa_hos
 __forceinline__ void wgmma_commit() { fa_host_wgmma_commit(); }
 template <int PENDING, class... Arrays> __forceinline__ void wgmma_wait(Arrays&...) {
     static_assert(PENDING >= 0);
+    fa_host_wgmma_late(PENDING);
     fa_host_wgmma_wait(PENDING);
 }
 
