@@ -91,7 +91,7 @@ def run(context: Context, /, compute: list[str], mode: str, data: Path | None, w
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
     results = harness.run.run(compute or ["fa2"], mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
-    return harness.terminal.show.results(results, json, context.obj["verbosity"])
+    return harness.terminal.show.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
@@ -185,7 +185,7 @@ def verify(
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
+    return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(

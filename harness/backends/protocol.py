@@ -108,6 +108,10 @@ class Backend(Protocol):
         """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""
         return 0
 
+    def watched(self) -> int | None:
+        """What --check has watched in all launches so far; None without a check."""
+        return None
+
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...
