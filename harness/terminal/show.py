@@ -63,7 +63,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
         if result.broken:
             line(" ", result.broken)
     if check and verbosity > QUIET:
-        watched(check, [(f"{r.compute} {name}", each.watched, False) for r in found for name, each in r.passes.items()], "passes")
+        watched(check, [(f"{r.compute} {name}", each.watched, False) for r in found for name, each in r.passes.items()], "pass", "passes")
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
@@ -223,7 +223,7 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int, check: str
         print(f"     {case.repro}")
     line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
     if check and verbosity > QUIET:
-        watched(check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in found], "cases")
+        watched(check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in found], "case", "cases")
     return code
 
 

@@ -24,18 +24,20 @@ WATCHED = {
 }
 
 
-def watched(check: str, seen: Sequence[tuple[str, int | None, bool]], what: str) -> None:
-    """What --check found, and over what: the cases (what) by label, each with what was watched in it and whether the check found something.
+def watched(check: str, seen: Sequence[tuple[str, int | None, bool]], one: str, many: str) -> None:
+    """What --check found, and over what. seen: the label of each case (one, many: its name in words), what was watched in it, and
+    whether the check found something.
 
     Where nothing was watched the check does not say that it found nothing.
     """
     unit, nothing = WATCHED[check]
-    findings, total = sum(found for _, _, found in seen), sum(count or 0 for _, count, _ in seen)
-    cases = [label for label, count, found in seen if count or found]
+    findings, total = sum(finding for *_, finding in seen), sum(count or 0 for _, count, _ in seen)
+    cases = [label for label, count, finding in seen if count or finding]
     if cases:
-        line(f"{check:<4} {findings} findings in {len(cases)} {what}: {total:,} {unit}")
+        found = "1 finding" if findings == 1 else f"{findings} findings"
+        line(f"{check} {found} in {len(cases)} {one if len(cases) == 1 else many}: {total:,} {unit}")
     if blind := [label for label, count, _ in seen if count == 0]:
-        line(f"{check:<4} watched nothing in {len(blind)} {what}: {nothing} in {', '.join(dict.fromkeys(blind))}")
+        line(f"{check} watched nothing in {len(blind)} {one if len(blind) == 1 else many}: {nothing} in {', '.join(dict.fromkeys(blind))}")
 
 
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
