@@ -96,6 +96,10 @@ class Backend(Protocol):
         """
         ...
 
+    def fresh(self, loaded: Loaded) -> AbstractContextManager[Loaded]:
+        """The same kernel loaded once more: module globals are as they are before a first launch."""
+        ...
+
     def memory(self, size: int) -> Bytes:
         """A new buffer of `size` bytes of unspecified values. Raises UsageFault or MemoryError where there is no room."""
         ...

@@ -198,6 +198,19 @@ class Bound:
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
 
     @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Launches in here are of a module that was just loaded, and find workspaces of init zero_once zeroed."""
+        loaded = self.loaded
+        for space, tensor in self.workspaces:
+            if space.init != "none":
+                tensor.buffer[:] = 0
+        try:
+            with self.backend.fresh(loaded) as self.loaded:
+                yield
+        finally:
+            self.loaded = loaded
+
+    @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
         """Inputs may be written here, by the harness."""
         self._freeze(False)

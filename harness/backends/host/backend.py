@@ -19,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,17 @@ class Host(Backend):
         plan = kernel.plan(problem, self.device(), overrides)
         library = _library(kernel, plan, self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
+
+    @contextlib.contextmanager
+    def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
+        """A copy of the library, closed at the end."""
+        library: _Library = loaded.functions["library"]
+        opened = cache.copied(cache.Opened(library.path, library.dll, library.descriptor))
+        try:
+            yield replace(loaded, functions={"library": _Library(opened, loaded.kernel)})
+        finally:
+            _ctypes.dlclose(opened.dll._handle)
+            os.close(opened.descriptor)
 
     def memory(self, size: int) -> Bytes:
         """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
