@@ -25,9 +25,10 @@ from ..array import Bytes
 from ..fault import EnvironmentFault, KernelFault, UsageFault, install_extra
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel.plan import TensorMap
 from ..kernel.signature import check_parameters
 from ..problem import Problem
-from . import nvml, nvrtc
+from . import nvml, nvrtc, tensor_map
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
 #: Bytes of shared memory that a block may use without opting in.
@@ -184,6 +185,10 @@ class Cuda(Backend):
         """The address of a device buffer's first byte."""
         memory: Any = buffer.data  # CuPy's own object, not numpy's memoryview
         return int(memory.ptr)
+
+    def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, ...]) -> bytes:
+        """The driver's opaque descriptor, kept for an address. Raises KernelFault for what TMA cannot address."""
+        return tensor_map.for_cuda(map_, address, strides)
 
     # -- running ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ..array import ArrayModule, Bytes
 from ..fault import EnvironmentFault, KernelFault, clipped
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel.plan import TensorMap
 from ..problem import Problem
 
 
@@ -122,6 +123,10 @@ class Backend(Protocol):
 
     def address(self, buffer: Bytes) -> int:
         """The address of a device buffer's first byte."""
+        ...
+
+    def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, ...]) -> bytes:
+        """The 128 bytes of fa::TensorMap for a tensor's address and byte strides. Raises KernelFault for what TMA cannot address."""
         ...
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:

@@ -29,7 +29,9 @@ from ...array import ArrayModule, Bytes
 from ...fault import EnvironmentFault, UsageFault
 from ...files import Json
 from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
+from ...kernel.plan import TensorMap
 from ...problem import Problem
+from .. import tensor_map
 from ..protocol import Backend, Fill, Loaded, Step
 from . import cache
 from .library import checks_accesses
@@ -111,6 +113,9 @@ class Host(Backend):
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
         plan = kernel.plan(problem, self.device(), overrides)
+        if clustered := [launch for launch in plan.launches if launch.cluster != (1, 1, 1)]:
+            why = f"{clustered[0].entry} has clusters of {clustered[0].cluster} blocks"
+            raise UsageFault(f"{kernel.label} does not run on the CPU backend", f"{why}; it runs blocks one by one", "use --device cuda")
         library = _library(kernel, plan, self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
@@ -152,6 +157,10 @@ class Host(Backend):
         """The address of a buffer's first byte."""
         return int(buffer.ctypes.data)
 
+    def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, ...]) -> bytes:
+        """The fields themselves. Raises KernelFault for what TMA cannot address."""
+        return tensor_map.for_host(map_, address, strides)
+
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order. Raises KernelFault (deadlock, bad address …) or CheckFault with the engine's report."""
         self.submit(loaded, steps)
@@ -163,7 +172,7 @@ class Host(Backend):
             if isinstance(call, Fill):
                 ctypes.memset(call.address, 0, call.size)
                 continue
-            # Parameters are copied to 64-byte aligned storage, which the tensor maps in fa::Args need.
+            # Parameters are copied to 64-byte aligned storage, which tensor maps need.
             copies = [_aligned(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)

@@ -39,7 +39,7 @@ def translation_unit(kernel: Kernel) -> str:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
     exported = 'extern "C" __attribute__((visibility("default")))'
     entries = "\n".join(
-        f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::Passed<{_sizes(args)}>::call(&{name}, p); }}"
+        f"{exported} void fa_host_entry_{name}(void** p) {{ fa_host::Passed<{_sizes(args, kernel.maps_of(name))}>::call(&{name}, p); }}"
         for name, args in kernel.entries.items()
     )
     return f"""{source}
@@ -50,9 +50,10 @@ static __thread char fa_host_anchor;
 """
 
 
-def _sizes(args: tuple[str, ...]) -> str:
+def _sizes(args: tuple[str, ...], maps: tuple[str, ...]) -> str:
     """The bytes of each parameter that a launch passes; 0 for the scale, which has the width of the dtype."""
-    return ", ".join(str(4 if name in SIZES else 0 if name == "scale" else 8) for name in args) or "sizeof(fa::Args)"
+    own = [str(4 if name in SIZES else 0 if name == "scale" else 8) for name in args] or ["sizeof(fa::Args)"]
+    return ", ".join([*own, *(["128"] * len(maps))])
 
 
 def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
