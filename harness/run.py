@@ -104,8 +104,12 @@ def time_together(results: Sequence[Result], backend: Backend, timing: str, poli
     return done
 
 
-def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None) -> Backend:
-    """The backend for --device, --check and --schedule-seed; the latter two exist on the CPU only. Raises UsageFault otherwise."""
+def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None, debug: bool = False) -> Backend:
+    """The backend for --device, --check, --schedule-seed and --debug. --check and --schedule-seed exist on the CPU only, --check and
+    --debug are two builds of the kernel. Raises UsageFault otherwise."""
+    if check and debug:
+        why = "each is a build of its own: a debugger steps through code without a check's instructions"
+        raise UsageFault(f"--debug and --check {check} together", why, "use one, then the other")
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
@@ -113,8 +117,8 @@ def open_backend(device: str, check: str | None = None, schedule_seed: int | Non
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )
-        return pick("cpu", check=check, seed=schedule_seed)
-    return pick(device)
+        return pick("cpu", check=check, seed=schedule_seed, debug=debug)
+    return pick(device, debug=debug)
 
 
 def run(
@@ -134,14 +138,16 @@ def run(
     causal: bool = False,
     scale: float | None = None,
     deterministic: bool = False,
+    debug: bool = False,
 ) -> list[Result]:
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
     or reused there, and write the first one's outputs.
 
-    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
-    or disk; a failed check is no exception, it is Result.passed.
+    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm; with check they are launched once more
+    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data,
+    environment, kernel or disk; a failed check is no exception, it is Result.passed.
     """
-    backend = open_backend(device, check, schedule_seed)
+    backend = open_backend(device, check, schedule_seed, debug)
     found = dataset.open_(data_folder) if data_folder else None
     shape = found.problem if found else problem
     assert shape is not None, "either a folder or a problem"
@@ -167,6 +173,8 @@ def run(
             if len(results) == 1:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
                 dataset.write_outputs(found, outputs, _record(result))
+    if debug:
+        return results
     if check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
