@@ -60,7 +60,6 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
         "fa-cli run --compute fa2 --mode both",
         "fa-cli run --compute fa2,fa1,naive --seq 256 --device cpu",
         "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
-        "fa-cli run ./mine_forward.cu --device cpu --debug",
     )
 )
 @options.kernels
