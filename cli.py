@@ -106,7 +106,7 @@ def run(
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
     results = harness.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
-    return harness.terminal.show.results(results, json, context.obj["verbosity"])
+    return harness.terminal.show.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
@@ -200,7 +200,7 @@ def verify(
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
+    return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .fault import DataFault, Dropped, Fault
-from .files import TABLE_LIMIT, append_files, make_folder, read_exact, write_files
+from .files import TABLE_LIMIT, read_exact, write_files
 from .problem import DTYPE_BYTES, Problem
 
 
@@ -150,16 +150,6 @@ def columns() -> list[str]:
     return [field.name for field in fields(Row)]
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, with the header where the file is new. A row is complete or absent.
-
-    Raises DataFault where the file has another header, DiskFault where it cannot be written.
-    """
-    make_folder(path.parent)
-    mend(path, quoted=True)
-    append_files(path.parent, {path.name: encoded(path, [row])})
-
-
 def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
     """Rows as the bytes to append to a CSV file, or to write it anew. Raises DataFault where the file has another header."""
     header = _line(columns())
@@ -173,7 +163,7 @@ def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file written by :func:`append_row`, also by a version that had fewer columns: those are None.
+    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None.
 
     A torn end is left out with the warning Dropped; an empty file has no rows. Raises DataFault naming file and line where it is not one.
     """

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import threading
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,12 +114,32 @@ class Cuda(Backend):
             check_parameters(kernel)
             return self._load(kernel, plan)
 
+    @contextlib.contextmanager
+    def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
+        """A module of its own from the cached cubin. CuPy has one module for the same code, options and log stream: hence the stream."""
+        kernel, plan, stream = loaded.kernel, loaded.plan, io.StringIO()
+        exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
+        functions: dict[str, Any] = {}
+        with self.xp.cuda.Device(self._index):
+            module = self._module(kernel, nvrtc.options(kernel, plan, exact, self._debug))
+            for entry in kernel.entries:
+                try:
+                    functions[entry] = module.get_function(entry)
+                    functions[entry].compile(log_stream=stream)
+                    _ready(functions[entry], entry, plan)
+                except RuntimeError as error:  # CuPy's CUDADriverError
+                    raise _load_fault(kernel, plan, entry, error) from None
+        yield replace(loaded, functions=functions)
+
+    def _module(self, kernel: Kernel, options: tuple[str, ...]) -> Any:
+        path = str(kernel.path).replace("\\", "\\\\").replace('"', '\\"')
+        code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8-sig")}'  # messages name the real file and line
+        return self.xp.RawModule(code=code, options=options, backend="nvrtc")
+
     def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
         given = nvrtc.options(kernel, plan, exact, self._debug)  # None: CuPy adds the device's own
-        path = str(kernel.path).replace("\\", "\\\\").replace('"', '\\"')
-        code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8-sig")}'  # messages name the real file and line
-        module = self.xp.RawModule(code=code, options=given, backend="nvrtc")
+        module = self._module(kernel, given)
         functions: dict[str, Any] = {}
         shared = 0
         try:

@@ -59,6 +59,11 @@ class PassResult:
         )
 
     @property
+    def watched(self) -> int | None:
+        """What --check has watched in its launches (Backend.watched); None without a check, and for a peer."""
+        return self.timed.bound.watched if isinstance(self.timed, Trial) else None
+
+    @property
     def seconds(self) -> tuple[float, ...]:
         """The warm samples."""
         return self.timings["warm"].seconds if "warm" in self.timings else ()

@@ -39,6 +39,7 @@ struct Launch {
     int workers;
     char* report;  // receives the report, as text
     int report_bytes;
+    unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
 };
 
 enum Outcome { ok = 0, fault = 1, race = 2, interrupted = 3, no_memory = 4 };

@@ -35,6 +35,7 @@ struct Race {
 
     Worker* worker;
     uint64_t epoch, block_epoch;
+    uint64_t watched;  // accesses to shared memory in this launch
     uint32_t clock[max_threads];
     uint32_t vector_clock[max_threads][max_threads];  // [a][b]: the clock of b up to which a is ordered after b
     uint32_t joined[max_threads];
@@ -86,6 +87,7 @@ struct Race {
             if (!worker->static_shared || at < 0 || at >= worker->launch->static_bytes || at / 2 + 8 >= static_cells) return;
             first = dynamic_cells + int(at / 2);
         }
+        ++watched;
         uint8_t mask = bytes == 1 ? (at & 1 ? 2 : 1) : 3;
         int cells = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
         Access now{epoch, clock[thread], int16_t(thread), mask, atomic, copying == copy_started, code};

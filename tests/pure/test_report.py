@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from rows import CPU, RUN, row
+from rows import CPU, RUN, append_row, row
 
 from harness import results
 from harness.fault import DataFault, DiskFault
@@ -23,7 +23,7 @@ from harness.report import compose as report
 from harness.report import figures, style
 from harness.report.summary import summary
 from harness.report.views import by_head_dim, families, latest, limiter, roofs, views
-from harness.row import TYPES, Row, append_row
+from harness.row import TYPES, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

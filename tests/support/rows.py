@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from harness.files import append_files, make_folder
 from harness.problem import Problem
-from harness.row import TYPES, Row
+from harness.row import TYPES, Row, encoded, mend
 
 GPU, CPU = {"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cpu", "device_name": "a processor"}
 RUN = "20261120T184550Z-ab12"
@@ -64,3 +66,10 @@ def plain(**changes: Any) -> Row:
         "scale": 0.125,
     }
     return Row(**(base | changes))
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Append a row to a CSV file as experiment does, with the header where the file is new."""
+    make_folder(path.parent)
+    mend(path, quoted=True)
+    append_files(path.parent, {path.name: encoded(path, [row])})

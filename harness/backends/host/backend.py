@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
 from ...problem import Problem
 from ..protocol import Backend, Fill, Loaded, Step
 from . import cache
+from .library import checks_accesses
 from .machine import fenced, processor, protect, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
@@ -67,6 +70,7 @@ class _Launch(ctypes.Structure):
         ("workers", ctypes.c_int),
         ("report", ctypes.c_char_p),
         ("report_bytes", ctypes.c_int),
+        ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
     ]
 
 
@@ -90,6 +94,7 @@ class Host(Backend):
             )
         self.seed, self.check, self.debug = seed or 0, check, debug
         self.workers = 1 if debug else threads()
+        self._watched = ctypes.c_ulonglong(0)
         #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
         self.guard_bytes = 0 if check == "asan" else 4096
         compiler()
@@ -111,6 +116,17 @@ class Host(Backend):
         library = _library(kernel, plan, "debug" if self.debug else self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
+    @contextlib.contextmanager
+    def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
+        """A copy of the library, closed at the end."""
+        library: _Library = loaded.functions["library"]
+        opened = cache.copied(cache.Opened(library.path, library.dll, library.descriptor))
+        try:
+            yield replace(loaded, functions={"library": _Library(opened, loaded.kernel)})
+        finally:
+            _ctypes.dlclose(opened.dll._handle)
+            os.close(opened.descriptor)
+
     def memory(self, size: int) -> Bytes:
         """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
         return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
@@ -125,6 +141,10 @@ class Host(Backend):
         with contextlib.suppress(OSError):
             return len(os.listdir("/proc/self/task")) - int(_engine().fa_host_pool_size())
         return 0
+
+    def watched(self) -> int | None:
+        """As the protocol says: for "race" accesses to shared memory, for "asan" CUDA threads whose code checks each of its accesses."""
+        return self._watched.value if self.check else None
 
     def get(self, buffer: Bytes) -> Bytes:
         """A copy of a buffer."""
@@ -163,10 +183,13 @@ class Host(Backend):
                 self.workers,
                 ctypes.cast(report, ctypes.c_char_p),
                 len(report),
+                ctypes.pointer(self._watched),
             )
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
+            if library.checks_accesses:
+                self._watched.value += math.prod(call.grid) * call.block
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Run the steps. The function returned gives their CPU seconds."""
@@ -269,6 +292,8 @@ class _Library:
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
         _engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
         self.static_offset, self.static_bytes = offset.value, size.value
+        #: Whether it was compiled for AddressSanitizer.
+        self.checks_accesses = checks_accesses(opened.path)
 
 
 #: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.

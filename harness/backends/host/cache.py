@@ -107,6 +107,15 @@ def load(descriptor: int, wanted: Sequence[str] = (), mode: int = ctypes.RTLD_LO
     return dll
 
 
+def copied(opened: Opened) -> Opened:
+    """A library loaded once more. A copy in memory is another file, and so another library to the loader, with globals of its own."""
+    descriptor = os.memfd_create("kernel")
+    with open(opened.descriptor, "rb", closefd=False) as there, open(descriptor, "wb", closefd=False) as here:
+        there.seek(0)
+        shutil.copyfileobj(there, here)
+    return Opened(opened.path, load(descriptor), descriptor)
+
+
 # -- who may write ----------------------------------------------------------------------------------------------------
 
 
