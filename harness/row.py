@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import os
 import typing
@@ -72,6 +73,50 @@ class Row:
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
     arithmetic: str | None = None
+
+    def __repr__(self) -> str:
+        shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
+        time = f", {self.KernelTime_ms:.4g} ms {self.timing}" if self.KernelTime_ms else ""
+        return f"Row({self.Kernel} {self.Type} {shape} {self.dtype}{' causal' * self.causal}: {self.Status}{time})"
+
+
+class Rows(list[Row]):
+    """Rows as a notebook shows them: a small table; all columns are in `report.frame(rows)`."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "no rows"
+
+    def _repr_html_(self) -> str:
+        names = [
+            "Test",
+            "Kernel",
+            "Type",
+            "Batch",
+            "Heads",
+            "SeqLen",
+            "HeadDim",
+            "dtype",
+            "causal",
+            "Status",
+            "MaxError",
+            "device",
+            "timing",
+            "KernelTime_ms",
+            "TFLOPS",
+            "Speedup",
+        ]
+        return html_table(names, [[getattr(row, name) for name in names] for row in self])
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table; a column without any value is left out."""
+    shown = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        texts = ("" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c) for c in (cells[i] for i in shown))
+        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+    return f"<table>{line('th', columns)}{''.join(line('td', row) for row in rows)}</table>"
 
 
 #: The columns that identify a row's problem.

@@ -47,13 +47,13 @@ def pip_line() -> str:
 class Cuda(Backend):
     """One GPU of this machine. Raises EnvironmentFault where there is none, or no CuPy that can use it.
 
-    FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver, without guard bands, so the tool knows its
-    bounds. In CuPy's pool most accesses out of bounds hit another tensor.
+    debug: kernels are compiled for cuda-gdb. FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver,
+    without guard bands, so the tool knows its bounds. In CuPy's pool most accesses out of bounds hit another tensor.
     """
 
     name = "cuda"
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, debug: bool = False) -> None:
         self.xp: Any = _cupy()  # CuPy has no types: what it returns is checked where it is given one
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -61,7 +61,7 @@ class Cuda(Backend):
             raise EnvironmentFault("CuPy cannot use the GPU", str(error), "fa-cli doctor, or use --device cpu") from None
         if index >= count:
             raise EnvironmentFault(f"no GPU cuda:{index}", f"CUDA shows {count} of them", "use --device cuda:0, or --device cpu")
-        self._index = index
+        self._index, self._debug = index, debug
         self._thread = threading.local()
         self.xp.cuda.Device(index).use()
         sanitized = os.environ.get("FA_CLI_NO_POOL") == "1"
@@ -122,7 +122,7 @@ class Cuda(Backend):
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
         functions: dict[str, Any] = {}
         with self.xp.cuda.Device(self._index):
-            module = self._module(kernel, nvrtc.options(kernel, plan, exact))
+            module = self._module(kernel, nvrtc.options(kernel, plan, exact, self._debug))
             for entry in kernel.entries:
                 try:
                     functions[entry] = module.get_function(entry)
@@ -139,7 +139,7 @@ class Cuda(Backend):
 
     def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
-        given = nvrtc.options(kernel, plan, exact)  # None: CuPy adds the device's own
+        given = nvrtc.options(kernel, plan, exact, self._debug)  # None: CuPy adds the device's own
         module = self._module(kernel, given)
         functions: dict[str, Any] = {}
         shared = 0
@@ -153,6 +153,8 @@ class Cuda(Backend):
             raise CompileError(kernel, ("nvrtc", *given, str(kernel.path)), str(error)) from None
         except RuntimeError as error:  # CuPy's CUDADriverError
             raise _load_fault(kernel, plan, entry, error) from None
+        if self._debug:  # every variable lies in local memory
+            return Loaded(kernel, plan, functions, registers, None, shared)
         spills = self._spills(kernel, plan, exact, registers) if local else 0
         return Loaded(kernel, plan, functions, registers, spills, shared)
 

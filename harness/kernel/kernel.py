@@ -63,6 +63,9 @@ class Kernel:
         """The hash of path and form, for caches. Equality compares whole headers, so an edited header makes another kernel."""
         return hash((self.path, self.deterministic))
 
+    def __repr__(self) -> str:
+        return f"Kernel({self.path.name})"
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @classmethod

@@ -153,6 +153,16 @@ def test_load_hands_cupy_the_real_file_and_the_one_set_of_options(fake: Fake, tm
     assert (loaded.registers, loaded.spill_bytes, loaded.shared_bytes) == (40, 0, 1024)
 
 
+def test_for_cuda_gdb_nothing_is_optimised_and_no_spill_counted(fake: Fake, tmp_path: Path) -> None:
+    """-G in place of -lineinfo, the rest as ever. All variables are in local memory then: that is no spill."""
+    fake.function.local_size_bytes = 64
+    kernel = planted.kernel(tmp_path)
+    loaded = cuda.Cuda(debug=True).load(kernel, PROBLEM)
+    ours = nvrtc.options(kernel, loaded.plan, None)
+    assert fake.modules[0]["options"] == tuple(option.replace("-lineinfo", "-G") for option in ours) != ours
+    assert loaded.spill_bytes is None
+
+
 def test_a_fresh_load_is_another_module_of_the_same_code(fake: Fake, tmp_path: Path) -> None:
     """By a log stream of its own, the same for all entries; opted in anew; launches find its functions."""
     backend = cuda.Cuda()
