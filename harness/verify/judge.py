@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import sys
 import time
@@ -24,6 +25,7 @@ from ..dataset import generate
 from ..dataset.folder import check_size
 from ..fault import Fault
 from ..kernel import Kernel
+from ..problem import Problem
 from ..run import open_backend
 from . import large
 from .cases import Case
@@ -91,19 +93,33 @@ class Backends:
         return self._by_seed.setdefault(seed, open_backend(self._device, self._check, seed))
 
 
-def compile_ahead(backend: Backend, chosen: Kernel, cases: Iterable[Case]) -> None:
-    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
-    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
-    for each in cases:
-        with suppress(Fault):
-            wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)
+def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
+    """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    def load(case: Case) -> None:
+    What fails here fails again in its case, which reports it. The order is random: processes that start together and share the cache find
+    what others have compiled, instead of compiling all of it each.
+    """
+    wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
+    seen: set[tuple[str, Problem, bool]] = set()
+    device = backend.device()
+    for case, chosen in pairs:
+        form = in_form(chosen, case)
+        key = str(chosen.path), case.problem, form is chosen
+        if key in seen:
+            continue
+        seen.add(key)
         with suppress(Fault):
-            backend.load(in_form(chosen, case), case.problem)
+            wanted.setdefault((str(chosen.path), form.deterministic, form.plan(case.problem, device).macros), (form, case))
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(load, wanted.values()))
+    def load(each: tuple[Kernel, Case]) -> None:
+        with suppress(Fault):
+            backend.load(each[0], each[1].problem)
+
+    order = list(wanted.values())
+    random.SystemRandom().shuffle(order)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(load, order))
+    return len(order)
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:
