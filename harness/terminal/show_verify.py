@@ -51,7 +51,7 @@ class Told:
         for case in [] if self._at_once else wrong:
             self._failure(case)
         passed = f"{len(self.found) - len(wrong)} of {len(self.found)} cases passed"
-        line("PASS" if not code else "FAIL", passed + ", then interrupted" * interrupted)
+        line("FAIL" if wrong else "PASS" if not interrupted else "", passed + ", then interrupted" * interrupted)
         return code
 
     def _tables(self) -> None:
