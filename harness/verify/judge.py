@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..dataset import generate
 from ..dataset.folder import check_size
 from ..fault import Fault
 from ..kernel import Kernel
-from ..problem import Problem
+from ..problem import DTYPE_BYTES, Problem
 from ..run import open_backend
 from . import large
 from .cases import Case
@@ -96,7 +97,7 @@ class Backends:
 def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
     """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    What fails here fails again in its case, which reports it. The order is random: processes that start together and share the cache find
+    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random: processes that start together and share the cache find
     what others have compiled, instead of compiling all of it each.
     """
     wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
@@ -111,15 +112,24 @@ def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int
         with suppress(Fault):
             wanted.setdefault((str(chosen.path), form.deterministic, form.plan(case.problem, device).macros), (form, case))
 
-    def load(each: tuple[Kernel, Case]) -> None:
+    def work(job: Callable[[], object]) -> None:
         with suppress(Fault):
-            backend.load(each[0], each[1].problem)
+            job()
 
-    order = list(wanted.values())
-    random.SystemRandom().shuffle(order)
+    jobs: list[Callable[[], object]] = [partial(backend.load, form, case.problem) for form, case in wanted.values()]
+    if backend.xp is not np:
+        jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES]
+    random.SystemRandom().shuffle(jobs)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(load, order))
-    return len(order)
+        list(pool.map(work, jobs))
+    return len(wanted)
+
+
+def _warm(backend: Backend, dtype: str) -> None:
+    """Judge a small case of a dtype by every class: CuPy compiles each operation of each type when it is first used."""
+    oracle = oracle_of(backend, Case(0, Problem.of(1, 4, 33, 16, 2, dtype=dtype, causal=True), 1.0, 0), "backward")
+    for arithmetic in ("f32", "p16", "tf32"):
+        oracle.judge(oracle.forward_outputs, arithmetic, 64)
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:
