@@ -32,6 +32,9 @@ from . import large
 from .cases import Case
 from .inputs import inputs
 
+#: Types whose operations CuPy has compiled in this process.
+_warmed: set[str] = set()
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -97,8 +100,8 @@ class Backends:
 def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
     """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random: processes that start together and share the cache find
-    what others have compiled, instead of compiling all of it each.
+    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random:
+    processes that start together and share the cache find what others have compiled, instead of compiling all of it each.
     """
     wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
     seen: set[tuple[str, Problem, bool]] = set()
@@ -118,7 +121,8 @@ def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int
 
     jobs: list[Callable[[], object]] = [partial(backend.load, form, case.problem) for form, case in wanted.values()]
     if backend.xp is not np:
-        jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES]
+        jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES if dtype not in _warmed]
+        _warmed.update(DTYPE_BYTES)
     random.SystemRandom().shuffle(jobs)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(work, jobs))
