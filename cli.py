@@ -197,10 +197,12 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
-    given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
-    cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
+    told = harness.terminal.show_verify.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
+    try:
+        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, **given)
+    except KeyboardInterrupt:
+        return told.end(interrupted=True)
+    return told.end()
 
 
 @main.command(
