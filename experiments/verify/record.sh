@@ -33,7 +33,7 @@ join() { # waits for the steps under way and puts their logs one behind the othe
 }
 
 if want verify; then
-    for kernels in 00 01-02 03-04 05-06 07 08-09 10-11 12-13 14; do
+    for kernels in 00 01-02 03-04 05-06 07 08-09 10-11 12-13 14 16; do
         step 0 "part.$kernels.log" $cli verify --compute $kernels --matrix full --device cuda -v &
     done
     join verify.log
