@@ -72,6 +72,10 @@ class Row:
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
     arithmetic: str | None = None
+    recipe: str | None = None
+    energy_mj: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
 
 
 #: The columns that identify a row's problem.
