@@ -323,9 +323,10 @@ def _contenders(
     each shape those that take it.
     """
     passes, problems = MODES[mode], [problem for _, problem in shapes]
-    having = [{k.name for k in catalogue() if k.pass_ == pass_ and {p.dtype for p in problems} & set(k.dtypes)} for pass_ in passes]
-    usual = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
-    asked = [options.computes or sweep.names("kernels", test) or usual for test, _ in shapes]
+    having = {(k.name, k.pass_, dtype) for k in catalogue() for dtype in k.dtypes}
+    every = dict.fromkeys(k.name for k in catalogue())
+    usual = {p.dtype: [name for name in every if all((name, pass_, p.dtype) in having for pass_ in passes)] for p in problems}
+    asked = [options.computes or sweep.names("kernels", test) or usual[p.dtype] for test, p in shapes]
     several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), backend.name) for test, _ in shapes]
     specs = list(dict.fromkeys(spec for some in asked for spec in some))
     notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]
