@@ -18,6 +18,7 @@ from ..files import Json, make_folder, settle, write_files
 from ..row import TYPES, read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
+from .page import page
 from .style import plain, save
 from .summary import commit_of, dates_of, summary
 from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views
@@ -82,7 +83,7 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
             for kind, function in OVER_S.items():
                 add(kind, part, function)
             apart = apart.only((*apart.rows, *part.rows))
-        add("energy", view, figures.energy)
+        add("energy", view.only(row for row in view.rows if row.energy_mj), figures.energy)
         rates = len(view.shapes) <= FEW and add("roofline", view, figures.roofline)
         rest = view.only(row for row in view.rows if shape_of(row) not in apart.shapes)
         for part in by_head_dim(rest) if rest.rows and not rates else ():
@@ -126,11 +127,11 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "", with_page: bool = False) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
-    figures of several experiments lie side by side there.
+    Figures go into pictures (default: the folder), and with_page index.html, which holds them. Elsewhere than in the folder their names
+    start with `name`, since the figures of several experiments lie side by side there.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
@@ -138,7 +139,12 @@ def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: st
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
     write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
-    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+    made = draw(rows, pictures, name if apart else "", title, env)
+    if with_page:
+        index = pictures / (f"{name}_index.html" if apart and name else "index.html")
+        write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
+        made.insert(0, index)
+    return [folder / "summary.md", *made]
 
 
 def _title(title: str, pass_: str) -> str:

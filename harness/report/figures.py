@@ -44,9 +44,9 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
 
 def energy(view: View, title: str, footer: str) -> Figure | None:
     """pJ/FLOP of each kernel by shape, settled and alone on the GPU, beside the matrix product's."""
-    if not (rows := [row for row in view.rows if row.energy_mj]):
+    view = view.only(row for row in view.rows if row.energy_mj and row.timing == view.timing)
+    if not view.timed:
         return None
-    view = view.only(rows, view.suffix).picked()
     figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 2.7))
     _bars(axes[0], view, picojoules, 0)
     axes[0].set_ylabel("pJ/FLOP")

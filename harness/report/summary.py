@@ -21,7 +21,7 @@ def summary(rows: Sequence[Row], env: Json, title: str = "Results") -> str:
             parts.append("What limits them:\n\n" + "\n".join(f"- {text}" for text in sentences))
         parts += _remarks(view)
     if ceilings := [row for row in rows if row.Kernel.startswith(CEILING)]:
-        parts.append("Ceilings measured in the same run: " + "; ".join(_ceiling(row) for row in ceilings) + ".")
+        parts.append("Ceilings measured in the same run: " + "; ".join(ceiling_words(row) for row in ceilings) + ".")
     return "\n\n".join([*parts, _environment(rows, env)]) + "\n"
 
 
@@ -79,11 +79,11 @@ def _energy(view: View) -> list[str]:
         texts = {}
         for kernel, pj in found.items():
             of, text = rows[shape, kernel], f"**{pj:.3g}**" if pj == least else f"{pj:.3g}"
-            texts[kernel] = f"{text} ({of.power_w:.0f} W, {of.sm_clock_mhz:.0f} MHz)"
+            texts[kernel] = f"{text} ({of.power_w or 0:.0f} W, {of.sm_clock_mhz or 0:.0f} MHz)"
         lines.append([view.label(shape), *(texts.get(kernel, "") for kernel in kernels)])
     if not lines:
         return []
-    gemms = [f"{row.Kernel.removeprefix(CEILING)} {pj:.3g}" for row in view.ceilings.values() if (pj := picojoules(row))]
+    gemms = [f"{row.Kernel.removeprefix(CEILING)} {each:.3g}" for row in view.ceilings.values() if (each := picojoules(row))]
     beside = f" Matrix products beside them: {'; '.join(gemms)} pJ/FLOP." if gemms else ""
     said = f"Energy in pJ/FLOP, with power and SM clock: each kernel alone and settled; the least of a row is bold.{beside}"
     return [said, markdown_table(("shape", *kernels), lines)]
@@ -137,16 +137,18 @@ def _remarks(view: View) -> list[str]:
     return ["Remarks" + " († the device was held back while it was measured)" * dagger + ":\n\n" + "\n".join(lines)]
 
 
-def _ceiling(row: Row) -> str:
+def ceiling_words(row: Row) -> str:
+    """A measured ceiling: its name and rate."""
     name = row.Kernel.removeprefix(CEILING)
     if row.Bandwidth_GBps and not row.TFLOPS:
         return f"{name} {row.Bandwidth_GBps:,.0f} GB/s"
     return f"{name} {row.TFLOPS:,.4g} {'T exp/s' if name == 'exp' else 'TFLOP/s'}" if row.TFLOPS else f"{name} {row.Status}"
 
 
-def _environment(rows: Sequence[Row], env: Json) -> str:
+def facts(rows: Sequence[Row], env: Json) -> dict[str, str]:
+    """What a run was measured on and with, by name; the command last. Empty where there is no record."""
     versions = env.get("packages") or {}
-    facts = {
+    found = {
         "device": env.get("device_name"),
         "driver": env.get("driver") or env.get("cuda_driver"),
         "CUDA": env.get("cuda_runtime"),
@@ -156,7 +158,13 @@ def _environment(rows: Sequence[Row], env: Json) -> str:
         **{name: versions[name] for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy") if versions.get(name)},
         "commit": commit_of(rows, env),
         "date": dates_of(rows),
+        "command": " ".join(map(str, env.get("command") or ())),
     }
-    text = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
-    command = env.get("command")
-    return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{' '.join(map(str, command))}`" if command else "")
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def _environment(rows: Sequence[Row], env: Json) -> str:
+    found = facts(rows, env)
+    command = found.pop("command", None)
+    text = "; ".join(f"{name} {value}" for name, value in found.items())
+    return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{command}`" if command else "")

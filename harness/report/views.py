@@ -227,7 +227,8 @@ def picojoules(row: Row) -> float | None:
         return None
     if row.Kernel.startswith(CEILING):
         return row.energy_mj / (row.TFLOPS * row.KernelTime_ms) if row.TFLOPS and row.KernelTime_ms else None
-    return row.energy_mj * 1e9 / problem_of(row).flops(MODES[row.Type])
+    flops = problem_of(row).flops(MODES[row.Type])
+    return row.energy_mj * 1e9 / flops if flops else None
 
 
 def by_head_dim(view: View, most: int = 16) -> list[View]:
