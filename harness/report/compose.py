@@ -148,11 +148,9 @@ def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: st
 
 
 def _title(title: str, pass_: str) -> str:
-    """The title with the pass, unless it starts with that word and names no other."""
-    says = title.lower()
-    if says.startswith(pass_) and not any(other in says for other in PASS_WORDS.values() if other not in pass_):
-        return title
-    return f"{title}: {pass_}" if title else pass_
+    """The title with the pass, unless it names just that."""
+    said, named = ({word for word in ("forward", "backward") if word in text.lower()} for text in (pass_, title))
+    return title if said == named else f"{title}: {pass_}" if title else pass_
 
 
 def _footer(view: View, env: Json) -> str:

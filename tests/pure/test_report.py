@@ -145,6 +145,14 @@ def test_names_say_nothing_twice() -> None:
         ("mine", "BOT", "energy"): "mine_BOTH_energy",
     }
     assert {key: report._name(*key) for key in names} == names
+    titles = {
+        ("The ladder, backward", "backward"): "The ladder, backward",
+        ("Forward and backward", "forward + backward"): "Forward and backward",
+        ("Forward and backward", "forward"): "Forward and backward: forward",
+        ("Lengths", "backward"): "Lengths: backward",
+        ("", "forward"): "forward",
+    }
+    assert {key: report._title(*key) for key in titles} == titles
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
