@@ -3,7 +3,7 @@
 # Each has LIMIT seconds (default 280). One that takes longer is interrupted: its finished rows are kept, and the next one follows.
 # FOLDER/SWEEP.tar has what `fa-cli experiment SWEEP --record` wrote: results.csv, samples.jsonl, env.json, summary.md and figures;
 # `tar -xf FOLDER/SWEEP.tar` in a checkout puts them where they are committed. FOLDER/SWEEP.log has what it printed.
-# The exit code is 1 if a sweep failed.
+# RESUME=1 goes on with what is in experiments/SWEEP. The exit code is 1 if a sweep failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?"usage: bash experiments/record.sh FOLDER SWEEP..."}
@@ -18,7 +18,7 @@ for sweep in "$@"; do
     start=$SECONDS code=0
     began=$(mktemp)
     log=$folder/$sweep.log
-    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" "$python" cli.py experiment "$sweep" --record >"$log" 2>&1 || code=$?
+    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" "$python" cli.py experiment "$sweep" --record ${RESUME:+--resume} >"$log" 2>&1 || code=$?
     echo "exit code $code, $((SECONDS - start)) s" >>"$log"
     [ $code = 0 ] || failed=1
     find "experiments/$sweep" plots -newer "$began" -type f ! -name '.*' | tar -cf "$folder/$sweep.tar" -T -
