@@ -243,10 +243,10 @@ def error_vs_s(view: View, title: str, footer: str) -> Figure | None:
     columns = 1 if len(tensors) <= 3 else 2
     rows = -(-len(tensors) // columns)
     size = (COLUMN * columns, 1.35 * rows + 1.1)
-    figure, axes = style.sheet(view, title, style.family_words(view), footer, size, rows, columns, sharex=True)
-    for axis, tensor in zip(axes, tensors, strict=False):
+    figure, axes = style.sheet(view, title, style.family_words(view), footer, size, rows, columns, sharex=columns == 1)
+    for place, (axis, tensor) in enumerate(zip(axes, tensors, strict=False)):
         _errors(axis, view, tensor)
-        if axis not in axes[-columns:]:
+        if place < len(tensors) - columns:
             axis.set_xlabel("")
     for axis in axes[len(tensors) :]:
         axis.set_axis_off()

@@ -19,7 +19,7 @@ BLUE, VERMILION, SKY, ORANGE, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"
 OURS = (
     *("#557744", "#DDBBBB", "#6699FF", "#663344", "#EE9944", "#993377", "#FF6688"),
     *(BLUE, "#113388", "#BBCC99", "#DD7744", "#551111", "#0055FF", "#4411CC"),
-    *(VERMILION, "#8833CC", "#009E73", "#DD00BB"),
+    *(VERMILION, "#8833CC", "#009E73", "#0077FF"),
 )
 PEERS = {
     "torch-cudnn": BLACK,
@@ -35,7 +35,7 @@ PEERS = {
     "numpy": "#994400",
 }
 #: For kernels of a user's own, which have no number.
-OTHERS = ("#0000FF", "#662255", "#994466", "#0077FF")
+OTHERS = ("#DD00BB", "#994466", "#662255", "#0000FF")
 MARKERS = "os^DvPX<>dph"
 DASHES = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 

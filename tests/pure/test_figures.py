@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from PIL import Image
 from rows import CPU, RUN, ceilings, lengths, row
 
 from harness import peers
@@ -297,6 +298,18 @@ def test_no_two_kernels_have_one_colour(sight: str) -> None:
     near = {(a, b): float(np.linalg.norm(colours[a] - colours[b])) for a, b in itertools.combinations(names, 2)}
     assert min(near.values()) > (15 if sight == "normal" else 12), min(near, key=lambda pair: near[pair])
     assert {palette.look_of(name)["linestyle"] == "-" for name in peers.names()} == {False}
+
+
+def test_colours_survive_the_file(tmp_path: Path) -> None:
+    """Each kernel's own, to the bit, also that of a line which lies under others."""
+    kernels = ("fa2", "naive", "torch-cpu", "numpy", "mine")
+    errors = {f"MaxError_{tensor}": 1e-6 * 2**i for i, tensor in enumerate(figures.TENSORS)}
+    rows = [replace(r, Type="BOT", **errors) for r in lengths(*kernels)]
+    (path,) = (path for path in report.draw(rows, tmp_path) if path.name == "BOTH_error_vs_S.png")
+    with Image.open(path) as image:
+        found = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}  # type: ignore[union-attr]
+    for kernel, look in palette.looks(kernels).items():
+        assert tuple(int(look["color"][i : i + 2], 16) for i in (1, 3, 5)) in found, kernel
 
 
 def test_letters_can_be_read_in_a_column(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
