@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
+from ..array import Array
 from ..files import write_files
 from .palette import DASHES as DASHES
 from .palette import look_of as look_of
@@ -207,10 +208,22 @@ def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
         warnings.simplefilter("ignore")  # a letter that DejaVu lacks is drawn as a box
         figure.savefig(whole, dpi=dpi)
     plt.close(figure)
-    image, reduced, palette = Image.open(whole).convert("RGB"), io.BytesIO(), Image.new("P", (1, 1))
-    counted = sorted(image.getcolors(image.width * image.height) or [], reverse=True)[:256]
-    # Not Pillow's own choice, which mixes rare colours: a kernel's is exact, also where only the legend shows it.
-    palette.putpalette(np.array([colour for _, colour in counted], np.uint8).ravel().tolist())
-    image.quantize(palette=palette, dither=Image.Dither.NONE).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
+    reduced = io.BytesIO()
+    _frequent(np.asarray(Image.open(whole).convert("RGB"))).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
     write_files(path.parent, {path.name: reduced.getbuffer()})
     return path
+
+
+def _frequent(pixels: Array) -> Image.Image:
+    """An image (rows, columns, 3 bytes) in its 256 most frequent colours, each pixel in the nearest.
+
+    Pillow's own choice mixes rare colours: here a kernel's is exact, also where only the legend shows it.
+    """
+    packed = pixels.astype(np.int32) @ np.array([65536, 256, 1], np.int32)
+    colours, place, counts = np.unique(packed.ravel(), return_inverse=True, return_counts=True)
+    parts = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1)
+    kept = parts[np.argsort(-counts, kind="stable")[:256]]
+    nearest = np.concatenate([((some[:, None] - kept) ** 2).sum(-1).argmin(1) for some in np.array_split(parts, len(parts) // 512 + 1)])
+    found = Image.fromarray(nearest.astype(np.uint8)[place].reshape(packed.shape), "P")
+    found.putpalette(kept.astype(np.uint8).ravel().tolist())
+    return found

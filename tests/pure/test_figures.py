@@ -308,6 +308,7 @@ def test_colours_survive_the_file(tmp_path: Path) -> None:
     (path,) = (path for path in report.draw(rows, tmp_path) if path.name == "BOTH_error_vs_S.png")
     with Image.open(path) as image:
         found = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}  # type: ignore[union-attr]
+        assert image.mode == "P" and image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     for kernel, look in palette.looks(kernels).items():
         assert tuple(int(look["color"][i : i + 2], 16) for i in (1, 3, 5)) in found, kernel
 
