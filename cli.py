@@ -62,6 +62,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
         "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
     )
 )
+@options.kernels
 @options.compute
 @options.mode
 @click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
@@ -75,23 +76,37 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
 @click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")
+@click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
-def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: options.Value) -> int:
+def run(
+    context: Context,
+    /,
+    kernels: tuple[str, ...],
+    compute: list[str],
+    mode: str,
+    data: Path | None,
+    watch: bool,
+    json: bool,
+    **given: options.Value,
+) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
+    compute = [*kernels, *compute] or ["fa2"]
+    if given["debug"] and not given["check"]:  # run refuses both
+        harness.terminal.debugger.debug(again, compute, mode, given["device"], json, watch)
     if watch and not harness.terminal.watch.watched():
-        return harness.terminal.watch.watch(again, compute or ["fa2"], mode, json)
+        return harness.terminal.watch.watch(again, compute, mode, json)
     if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan(again)
     if data:
         options.refuse_shape_beside_data(context)
     problem = options.problem_of(given)
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
-    results = harness.run.run(compute or ["fa2"], mode, data_folder=data, problem=None if data else problem, **given)
+    results = harness.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
-    return harness.terminal.show.results(results, json, context.obj["verbosity"])
+    return harness.terminal.show.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
@@ -185,7 +200,7 @@ def verify(
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
+    return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import backends, child, environment, files, peers, results, run
 from .backends import Backend, ContextLost
@@ -28,8 +28,8 @@ from .kernel import catalogue
 from .measure import ceilings
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
-from .row import CEILING, TYPES, Row, encoded, mend, read_rows
-from .sweep import ROOT, SWEEPS, Sweep, load, matches
+from .row import CEILING, TYPES, Row, Rows, encoded, mend, read_rows
+from .sweep import ROOT, SWEEPS, Sweep, load, matches, with_options
 from .sweep import Options as Options
 
 if TYPE_CHECKING:
@@ -54,9 +54,10 @@ class _Lost(Exception):
     """The CUDA context is lost; the row that says so is written. Its text is the run_id."""
 
 
-def experiment(name: str = "forward", **options: Any) -> list[Row]:
-    """The rows of :func:`run_sweep`, for notebooks: experiment("seqlen", device="cpu"). The keywords are the fields of Options."""
-    return run_sweep(Options(name, **options)).rows
+@with_options(Options)
+def experiment(options: Options) -> Rows:
+    """The rows of :func:`run_sweep`, for notebooks: experiment("seqlen", device="cpu"). The arguments are the fields of Options."""
+    return Rows(run_sweep(options).rows)
 
 
 def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: None) -> Outcome:

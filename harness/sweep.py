@@ -24,19 +24,24 @@ that they are for, as --only has them.
 from __future__ import annotations
 
 import fnmatch
+import functools
+import inspect
 import itertools
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from .fault import DataFault, Fault, UsageFault
 from .files import JSON_LIMIT, TEXT, Kind, read_text
 from .kernel.header import Table
 from .kernel.kernel import KERNELS
 from .problem import PASSES, Problem
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
@@ -69,22 +74,43 @@ SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in 
 class Options:
     """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
 
-    peers None: all of the kind of device. only, skip: patterns of test names.
+    peers None: all of the kind of device. only, skip: patterns of test names. A text stands for a list of one.
     """
 
     name: str = "forward"
     mode: str | None = None
-    computes: tuple[str, ...] = ()
-    peers: tuple[str, ...] | None = None
+    computes: Sequence[str] = ()
+    peers: Sequence[str] | None = None
     device: str = "auto"
     output_dir: Path = Path("experiment_results")
     record: bool = False
     full: bool = False
     resume: bool = False
     dry_run: bool = False
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("computes", "peers", "only", "skip"):
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, (given,))
+        object.__setattr__(self, "output_dir", Path(self.output_dir))
+
+
+def with_options(make: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
+    """A decorator for a function of Options: it is called as Options is, with the same names, types and defaults."""
+
+    def decorate(function: Callable[[Options], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(make(*args, **kwargs))
+
+        made = inspect.signature(function).return_annotation
+        vars(call)["__signature__"] = inspect.signature(make).replace(return_annotation=made)  # for help(), and completion in notebooks
+        return call
+
+    return decorate
 
 
 @dataclass(frozen=True)

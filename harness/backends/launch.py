@@ -19,6 +19,7 @@ import numpy as np
 from ..fault import KernelFault
 from ..kernel.header import SIZES
 from ..kernel.kernel import Kernel
+from ..kernel.plan import TensorMap
 from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
 
@@ -82,11 +83,25 @@ class Launcher:
     def steps(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> list[Step]:
         """What a call enqueues; the same steps may be enqueued repeatedly. Parameters as of a call."""
         args = (self.packed(tensors, workspaces),)
+        plan = self.loaded.plan
+        maps = [self.tensor_map(each, *self._place(each, tensors, workspaces)) for each in plan.tensor_maps]
         made: list[Step] = [Fill(workspaces[index], size) for index, size in self.zeroed]
-        for launch, plain in zip(self.loaded.plan.launches, self.plain, strict=True):
+        for launch, plain in zip(plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
+            given += tuple([maps[i] for i in launch.maps])
             made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given))
         return made
+
+    def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, int, int]) -> bytes:
+        """fa::TensorMap of a tensor's address and its batch, head and row stride in elements."""
+        return self.backend.tensor_map(map_, address, map_.byte_strides(*strides))
+
+    def _place(self, map_: TensorMap, tensors: Mapping[str, View], workspaces: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
+        """The address and strides of a map's tensor; a workspace has no strides of its own."""
+        if view := tensors.get(map_.tensor):
+            return view.address, view[1:]
+        names = [space.name for space in self.loaded.plan.workspaces]
+        return workspaces[names.index(map_.tensor)], (0, 0, 0)
 
     def packed(self, tensors: Mapping[str, View], workspaces: Sequence[int] = ()) -> bytes:
         """fa::Args of a call."""
@@ -113,7 +128,9 @@ class Fixed:
         spaces = len(launcher.loaded.plan.workspaces)
         #: The words of fa::Args that hold an address, in the order of a call.
         self._at = [4 * ARGS_TENSORS.index(name) for name in strides] + [4 * len(ARGS_TENSORS) + i for i in range(spaces)]
-        self._free: list[tuple[memoryview, Callable[[int | None], None]]] = []
+        #: Of each tensor map, the index of its tensor's address in a call, and the tensor's strides.
+        self._mapped = [self._source(each) for each in launcher.loaded.plan.tensor_maps]
+        self._free: list[tuple[memoryview, list[memoryview], Callable[[int | None], None]]] = []
 
     def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
         """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
@@ -121,23 +138,33 @@ class Fixed:
             parameters = self._free.pop()
         except IndexError:
             parameters = self._parameters()
-        words, enqueue = parameters
+        words, maps, enqueue = parameters
         for at, address in zip(self._at, addresses, strict=True):
             words[at] = address
+        for room, (map_, index, strides) in zip(maps, self._mapped, strict=True):
+            room[:] = self._launcher.tensor_map(map_, addresses[index], strides)
         enqueue(stream)
         self._free.append(parameters)
 
-    def _parameters(self) -> tuple[memoryview, Callable[[int | None], None]]:
-        """fa::Args in words, with no address yet, and the function that enqueues the pass with what they hold."""
+    def _source(self, map_: TensorMap) -> tuple[TensorMap, int, tuple[int, int, int]]:
+        if map_.tensor in self._strides:
+            return map_, list(self._strides).index(map_.tensor), self._strides[map_.tensor]
+        spaces = [space.name for space in self._launcher.loaded.plan.workspaces]
+        return map_, len(self._strides) + spaces.index(map_.tensor), (0, 0, 0)
+
+    def _parameters(self) -> tuple[memoryview, list[memoryview], Callable[[int | None], None]]:
+        """fa::Args in words and the tensor maps, with no address yet, and the function that enqueues the pass with what they hold."""
         made, first = self._launcher, 4 * len(ARGS_TENSORS)
         views = {name: View(0, *strides) for name, strides in self._strides.items()}
         args = memoryview(bytearray(made.packed(views)))
-        words = args.cast("q")
+        words, maps = args.cast("q"), [memoryview(bytearray(128)) for _ in self._mapped]
         calls = []
         for launch, plain in zip(made.loaded.plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
-            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, tuple(given) or (args,)))
-        return words, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
+            calls.append(
+                Call(launch.entry, launch.grid, launch.block, launch.shared, (*(given or [args]), *(maps[i] for i in launch.maps)))
+            )
+        return words, maps, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:

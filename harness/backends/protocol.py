@@ -18,6 +18,7 @@ from ..array import ArrayModule, Bytes
 from ..fault import EnvironmentFault, KernelFault, clipped
 from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel.plan import TensorMap
 from ..problem import Problem
 
 
@@ -96,6 +97,10 @@ class Backend(Protocol):
         """
         ...
 
+    def fresh(self, loaded: Loaded) -> AbstractContextManager[Loaded]:
+        """The same kernel loaded once more: module globals are as they are before a first launch."""
+        ...
+
     def memory(self, size: int) -> Bytes:
         """A new buffer of `size` bytes of unspecified values. Raises UsageFault or MemoryError where there is no room."""
         ...
@@ -108,12 +113,20 @@ class Backend(Protocol):
         """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""
         return 0
 
+    def watched(self) -> int | None:
+        """What --check has watched in all launches so far; None without a check."""
+        return None
+
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...
 
     def address(self, buffer: Bytes) -> int:
         """The address of a device buffer's first byte."""
+        ...
+
+    def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, ...]) -> bytes:
+        """The 128 bytes of fa::TensorMap for a tensor's address and byte strides. Raises KernelFault for what TMA cannot address."""
         ...
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:

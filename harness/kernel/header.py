@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -38,6 +38,10 @@ def _expression(value: object) -> bool:
     return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
+def _numbers(value: object) -> TypeGuard[list[int | str]]:
+    return isinstance(value, list) and bool(value) and all(map(_expression, value))
+
+
 def _named(value: object) -> TypeGuard[Table]:
     """A table whose keys can be macro names."""
     return isinstance(value, dict) and all(_NAME.fullmatch(key) for key in value)
@@ -56,6 +60,7 @@ Kind = tuple[Callable[[object], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
 _NUMBER: Kind = (_expression, "an integer or an expression")
+_SIZES: Kind = (lambda v: _expression(v) or (_numbers(v) and len(v) <= 3), "one to three sizes")
 
 #: What each key of a header must be. Required keys first.
 REQUIRED: dict[str, Kind] = {
@@ -79,16 +84,28 @@ OPTIONAL: dict[str, Kind] = {
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
+    "tensor_map": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [tensor_map.NAME]"),
 }
 _LAUNCH_REQUIRED: dict[str, Kind] = {
     "entry": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a function's name"),
-    "grid": (lambda v: _expression(v) or (isinstance(v, list) and 1 <= len(v) <= 3 and all(map(_expression, v))), "one to three sizes"),
+    "grid": _SIZES,
     "block": _NUMBER,
 }
 _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "shared": _NUMBER,
     "when": _NUMBER,
     "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
+    "cluster": _SIZES,
+    "maps": (_texts, "a list of names of [tensor_map.NAME]"),
+}
+_TENSOR_MAP_REQUIRED: dict[str, Kind] = {
+    "tensor": (lambda v: isinstance(v, str), "a tensor or a workspace"),
+    "box": (_numbers, "a list of sizes"),
+}
+_TENSOR_MAP_OPTIONAL: dict[str, Kind] = {
+    "swizzle": _NUMBER,
+    "dims": (_numbers, "a list of sizes"),
+    "strides": (lambda v: v == [] or _numbers(v), "a list of sizes"),
 }
 _WORKSPACE: dict[str, Kind] = {
     "dtype": (lambda v: isinstance(v, str) and v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
@@ -107,12 +124,16 @@ class Launch:
     shared: int | str = 0
     when: int | str = 1
     args: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
+    cluster: tuple[int | str, ...] = (1,)
 
     @classmethod
-    def of(cls, item: Table) -> Launch:
-        """From a table that was checked."""
-        grid = item["grid"] if isinstance(item["grid"], list) else [item["grid"]]
-        return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), tuple(item.get("args", ())))
+    def of(cls, item: Table, maps: Iterable[str] = ()) -> Launch:
+        """From a table that was checked. maps: the header's tensor maps, all of which a launch of fa::Args takes by default."""
+        grid, cluster = (size if isinstance(size, list) else [size] for size in (item["grid"], item.get("cluster", 1)))
+        args = tuple(item.get("args", ()))
+        own = tuple(item.get("maps", () if args else maps))
+        return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), args, own, tuple(cluster))
 
 
 def read_header(path: Path) -> Table:
@@ -137,6 +158,8 @@ def read_header(path: Path) -> Table:
     lacking = lines.check("", head, REQUIRED, OPTIONAL)
     for name, space in head.get("workspace", {}).items():
         lacking += lines.check(f"workspace.{name}", space, _WORKSPACE, {})
+    for name, table in head.get("tensor_map", {}).items():
+        lacking += lines.check(f"tensor_map.{name}", table, _TENSOR_MAP_REQUIRED, _TENSOR_MAP_OPTIONAL)
     for item in head.get("launch", ()):
         lacking += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
     if lacking:
@@ -145,6 +168,13 @@ def read_header(path: Path) -> Table:
         raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
+    maps, tensors = head.get("tensor_map", {}), {*READS["backward"], *WRITES["backward"], *head.get("workspace", {})}
+    for name, table in maps.items():
+        if table["tensor"] not in tensors:
+            raise lines.bad("tensor", f"tensor_map.{name} is of {clipped(table['tensor'], 40)!r}; known: {', '.join(sorted(tensors))}")
+    for item in head["launch"]:
+        if unknown := [name for name in item.get("maps", ()) if name not in maps]:
+            raise lines.bad("maps", f"the header has no tensor_map.{clipped(unknown[0], 40)}")
     return head
 
 

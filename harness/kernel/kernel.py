@@ -20,6 +20,7 @@ from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
 from .plan import Workspace as Workspace
+from .tensor_map import tensor_maps
 
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
 INCLUDE = KERNELS / "include"
@@ -54,12 +55,16 @@ class Kernel:
     spill_bytes_allowed: int = 0
     tile: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Table] = field(default_factory=dict)
+    tensor_map: Mapping[str, Table] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
     forms: tuple[bool, ...] = (True,)  # the values of deterministic; both where the header says "optional", False the default
 
     def __hash__(self) -> int:
         """The hash of path and form, for caches. Equality compares whole headers, so an edited header makes another kernel."""
         return hash((self.path, self.deterministic))
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.path.name})"
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +98,8 @@ class Kernel:
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             tile=head.get("tile", {}),
             workspace=head.get("workspace", {}),
-            launches=tuple(Launch.of(item) for item in head["launch"]),
+            tensor_map=head.get("tensor_map", {}),
+            launches=tuple(Launch.of(item, head.get("tensor_map", {})) for item in head["launch"]),
             forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
         )
 
@@ -111,6 +117,10 @@ class Kernel:
     def entries(self) -> dict[str, tuple[str, ...]]:
         """Entry name -> its plain parameters' names; empty where the entry takes fa::Args."""
         return {launch.entry: launch.args for launch in self.launches}
+
+    def maps_of(self, entry: str) -> tuple[str, ...]:
+        """The names of the tensor maps that an entry is passed, after fa::Args or its plain parameters."""
+        return next(launch.maps for launch in reversed(self.launches) if launch.entry == entry)
 
     @property
     def takes_scale(self) -> bool:
@@ -255,33 +265,41 @@ class Kernel:
             Workspace(name, space["dtype"], self._number(space["size"], names, f"workspace {name}"), space["init"])
             for name, space in self.workspace.items()
         )
-        launches = []
-        for launch in self.launches:
-            if not self._number(launch.when, names, "when"):
-                continue
-            grid = [self._number(g, names, "grid") for g in launch.grid] + [1] * (3 - len(launch.grid))
-            block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
-            for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
-                if not 1 <= size <= most:
-                    raise UsageFault(
-                        f"{self.label} cannot be launched on {problem.folder}",
-                        f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
-                        "use fewer heads or a smaller batch",
-                    )
-            if shared > device.shared_optin:
-                raise UsageFault(
-                    f"{self.label} does not fit {device.name}",
-                    f"it needs {shared} bytes of shared memory per block, the device has {device.shared_optin}",
-                    "use smaller tiles (--tile) or another kernel",
-                )
-            if not 1 <= block <= 1024:
-                raise UsageFault(f"{self.label} needs {block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
-            launches.append(LaunchPlan(launch.entry, (grid[0], grid[1], grid[2]), block, shared, launch.args))
+        maps = tensor_maps(self.path, self.tensor_map, names, problem, self.pass_, spaces, self._number)
+        launches = [self._launch(launch, names, problem, device) for launch in self.launches if self._number(launch.when, names, "when")]
         if not launches:
             raise UsageFault(
                 f"{self.label} launches nothing on {problem.describe()}", "when is 0 for each launch", "correct when in its header"
             )
-        return Plan(tuple(macros), tuple(launches), spaces)
+        return Plan(tuple(macros), tuple(launches), spaces, maps)
+
+    def _launch(self, launch: Launch, names: Mapping[str, int], problem: Problem, device: Device) -> LaunchPlan:
+        grid, cluster = (
+            [self._number(size, names, what) for size in sizes] + [1] * (3 - len(sizes))
+            for what, sizes in (("grid", launch.grid), ("cluster", launch.cluster))
+        )
+        block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
+        for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
+            if not 1 <= size <= most:
+                raise UsageFault(
+                    f"{self.label} cannot be launched on {problem.folder}",
+                    f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
+                    "use fewer heads or a smaller batch",
+                )
+        if min(cluster) < 1 or any(size % blocks for size, blocks in zip(grid, cluster, strict=True)):
+            why = f"a grid of {tuple(grid)} blocks is no multiple of its clusters of {tuple(cluster)}"
+            raise UsageFault(f"{self.label} cannot be launched on {problem.folder}", why, "round the grid up in its header")
+        if shared > device.shared_optin:
+            raise UsageFault(
+                f"{self.label} does not fit {device.name}",
+                f"it needs {shared} bytes of shared memory per block, the device has {device.shared_optin}",
+                "use smaller tiles (--tile) or another kernel",
+            )
+        if not 1 <= block <= 1024:
+            raise UsageFault(f"{self.label} needs {block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+        maps = tuple(list(self.tensor_map).index(name) for name in launch.maps)
+        sizes = (grid[0], grid[1], grid[2]), block, shared
+        return LaunchPlan(launch.entry, *sizes, launch.args, maps, (cluster[0], cluster[1], cluster[2]))
 
     def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
         try:

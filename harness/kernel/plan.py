@@ -31,6 +31,8 @@ class LaunchPlan:
     block: int
     shared: int
     args: tuple[str, ...]
+    maps: tuple[int, ...] = ()  # those of the plan's tensor maps that it is passed, after fa::Args or args
+    cluster: tuple[int, int, int] = (1, 1, 1)  # blocks
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,32 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """What TMA is told of a tensor, innermost dimension first: dims and box in elements, the swizzle's span in bytes (0: none).
+
+    strides: in elements, of each dimension but the innermost: a constant, and multiples of the tensor's batch, head and row stride.
+    """
+
+    name: str
+    tensor: str  # of fa::Args, or a workspace
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[tuple[int, int, int, int], ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    def byte_strides(self, batch: int, head: int, row: int) -> tuple[int, ...]:
+        """The strides in bytes for a tensor's own in elements. A dimension of one element is never stepped over: it has 16."""
+        size = DTYPE_BYTES[self.dtype]
+        found = ((c + b * batch + h * head + r * row) * size for c, b, h, r in self.strides)
+        return tuple(stride if dim > 1 else 16 for dim, stride in zip(self.dims[1:], found, strict=True))
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A kernel made ready for one problem: the compile key (macros), the launches and the workspaces."""
+    """A kernel made ready for one problem: the compile key (macros), the launches, the workspaces and the tensor maps."""
 
     macros: tuple[tuple[str, str], ...]
     launches: tuple[LaunchPlan, ...]
     workspaces: tuple[Workspace, ...]
+    tensor_maps: tuple[TensorMap, ...] = ()

@@ -35,13 +35,15 @@ def check_parameters(kernel: Kernel) -> None:
     defined = [match for text in sources.values() for match in _DEFINE.findall(text)]
     several_at_once = {name for name, body in defined if "," in body or body.endswith("\\")}
     for entry, args in kernel.entries.items():
+        maps = kernel.maps_of(entry)
         head = re.compile(rf"__global__[^;{{}}]*?\b{entry}\s*\(")
         found = [(file, text, match.end()) for file, text in sources.items() for match in head.finditer(text)]
         several = [_parameters(text[at:], several_at_once) for _, text, at in found]
-        if not found or any(has is None or len(has) == (len(args) or 1) for has in several):
+        if not found or any(has is None or len(has) == (len(args) or 1) + len(maps) for has in several):
             continue
         (file, text, at), has = found[0], several[0] or []
         passed = f"args passes {len(args)} ({', '.join(args)})" if args else "without args a launch passes one, fa::Args"
+        passed += f", then its tensor maps, {len(maps)} ({', '.join(maps)})" if maps else ""
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
 
 

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from .judged import Judged, State, Watch
@@ -72,8 +71,8 @@ def _judged(contender: Timed, stage: Stage, policy: Policy, timing: str, one: Ca
             watch.prepare(State(fresh=True, poison=True))
         run = Ready.of(contender, stage, policy)
         found = one(run)
-        watch.seen([], {})
-        watch.close(partial(run.sample, stage, False))
+        if watch.contender:  # its times on new inputs, and a fresh load of its module, were looked at after its turns
+            watch.broken = watch.contender.judge() or watch.contender.ended()
     return replace(found, broken=watch.broken)
 
 

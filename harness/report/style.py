@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no display is needed, and none is opened
+if "ipykernel" not in sys.modules:  # a notebook shows its user's own figures in the page
+    matplotlib.use("Agg")  # no display is needed, and none is opened
 
 import matplotlib.pyplot as plt
 import numpy as np

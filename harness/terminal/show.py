@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..check import budget
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
-from .show_report import error_pictures, times_as_fast
+from .show_report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
     from ..compile import CompileRow
@@ -43,7 +43,7 @@ def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:
     return 0
 
 
-def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
+def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str | None = None) -> int:
     """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
 
     One kernel is one JSON object, several are rows."""
@@ -62,6 +62,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
                 line(" ", budget.message(verdict))
         if result.broken:
             line(" ", result.broken)
+    if check and verbosity > QUIET:
+        watched(check, [(f"{r.compute} {name}", each.watched, False) for r in found for name, each in r.passes.items()], "pass", "passes")
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
@@ -190,7 +192,7 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
     return 1 if wrong else 0
 
 
-def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
+def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int, check: str | None = None) -> int:
     """verify: a line a kernel and pass, and each case that failed with the command that runs it alone."""
     wrong = [case for case in found if not case.passed]
     code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
@@ -220,6 +222,8 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
         )
         print(f"     {case.repro}")
     line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
+    if check and verbosity > QUIET:
+        watched(check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in found], "case", "cases")
     return code
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..backends import Backend
+from ..backends.host.report import CheckFault
 from ..backends.protocol import ContextLost
 from ..check import budget
 from ..check.contender import run_kernel
@@ -35,7 +36,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of a case. message is empty where it passed; repro is the command that runs this case alone."""
+    """What came of a case. message is empty where it passed; repro is the command that runs this case alone. watched: what --check has
+    watched in its launches (Backend.watched); None without a check, and where a launch did not end."""
 
     kernel: str
     pass_: str
@@ -46,6 +48,12 @@ class CaseResult:
     repro: str
     max_errors: dict[str, float]
     exit_code: int = 0
+    watched: int | None = None
+
+    @property
+    def finding(self) -> bool:
+        """Whether --check found it."""
+        return isinstance(self, Found)
 
     def same_failure(self, other: CaseResult) -> bool:
         """Whether both failed in the same way: with the same exit code and, where it is values that are wrong, in a common tensor."""
@@ -61,6 +69,10 @@ class CaseResult:
 
 class Lost(CaseResult):
     """A failure that destroyed the CUDA context: this process can run nothing more on the GPU."""
+
+
+class Found(CaseResult):
+    """A failure that --check found."""
 
 
 class Died(CaseResult):
@@ -140,7 +152,7 @@ def run_case(
     start = time.perf_counter()
     repro = repro_of(backend, chosen, case, which, deterministic, repeat)
     largest: dict[str, float] = {}
-    message, broken, code, kind = "", "", 0, CaseResult
+    message, broken, code, kind, watched = "", "", 0, CaseResult, None
     try:
         oracle = oracle or oracle_of(backend, case, chosen.pass_)
         form = in_form(chosen, case)
@@ -149,22 +161,27 @@ def run_case(
         else:
             done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
             done = done if repeat is None else done.relaunched(repeat)
-            verdicts, broken = done.verdicts, done.broken
+            verdicts, broken, watched = done.verdicts, done.broken, done.watched
         largest = {name: v.max_abs for name, v in verdicts.items()}
         message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed) or broken
         code = 1 if message else 0
     except large.NoRoom:
         raise
     except Fault as fault:
-        message, code, kind = str(fault), fault.exit_code, Lost if isinstance(fault, ContextLost) else CaseResult
+        message, code = str(fault), fault.exit_code
+        kind = Lost if isinstance(fault, ContextLost) else Found if isinstance(fault, CheckFault) else CaseResult
     seconds = time.perf_counter() - start
-    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code)
+    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code, watched)
 
 
 def repro_of(backend: Backend, chosen: Kernel, case: Case, which: str, deterministic: bool, repeat: int | None) -> str:
     """The command that runs a case alone."""
     named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
     command = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
+    if (seed := getattr(backend, "seed", case.schedule)) != case.schedule:
+        command += f" --schedule-seed {seed}"
+    if check := getattr(backend, "check", None):
+        command += f" --check {check}"
     return command + " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
 
 

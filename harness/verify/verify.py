@@ -65,7 +65,7 @@ def verify(
                 return fault
 
         def died(each: Case, why: Ended, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
-            return Died.of(chosen, each, repro_of(backends.first, chosen, each, named, deterministic, repeat), why)
+            return Died.of(chosen, each, repro_of(backends.of(each), chosen, each, named, deterministic, repeat), why)
 
         for result in each_survived(backends.first, cases, work, died, f"the process of {chosen.label}"):
             if isinstance(result, NoRoom):

@@ -1,26 +1,39 @@
-// Asynchronous copies (cp.async): the groups that each thread has started and not yet waited for.
+// Asynchronous copies: cp.async and TMA's loads and stores, from their start to the wait that retires them. (wgmma.hpp: products.)
 //
-// On a GPU a copy may complete at any time between its start and the wait that retires its group. In index order it completes here as
-// late as possible, and until then its destination is poisoned with NaN, so that a read before the wait shows. With a seed each copy
-// completes at a random point: at its start, at a later commit, wait or barrier of its thread, or at the last moment. A copy that is
-// never waited for never completes: no correct program reads its destination.
+// On a GPU a copy may complete at any time between its start and the wait that retires its group, or the phase of the mbarrier that counts
+// its bytes. In index order it completes here as late as possible, and until then its destination is poisoned with NaN, so that a read
+// before the wait shows. For a cp.async the latest moment is the wait of its thread, for a TMA load the moment when no thread can go on
+// without it. With a seed each copy completes at a random point: at its start, at a later commit, wait or barrier of its thread, or at the
+// last moment. A copy that is never waited for never completes: no correct program reads its destination.
 //
-// The source is read at the start, by the calling word, so that a bad address is reported at the kernel's line. The source must hold
-// the same bytes when the copy completes. The destination must not have been written in between.
+// The source is read at the start, of a cp.async by the calling word, so that a bad address is reported at the kernel's line. The source
+// must hold the same bytes when the copy completes. The destination must not have been written in between.
 #pragma once
 
+#include <stdlib.h>
 #include <string.h>
 
+#include "barrier.hpp"
 #include "block.hpp"
 #include "race.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
+#include "tensor_map.hpp"
 
 namespace fa_host {
 
+struct Box {  // what TMA copies
+    TensorMap map;
+    int at[5];
+    int mbarrier;    // counts a load's bytes, in this phase
+    unsigned phase;
+    unsigned bytes, room;
+    unsigned char* image;  // of shared memory, twice
+};
+
 struct Copy {
-    unsigned char value[16];
-    char* to;
+    unsigned char value[16];  // of a cp.async
+    char* to;                 // in shared memory; of a store its source
     const void* from;
     void* code;
     const char* file;
@@ -28,6 +41,8 @@ struct Copy {
     unsigned group;
     bool complete;
     int next;
+    int thread;
+    Box* box;  // kept with the record for its next use
 };
 
 struct Async {
@@ -38,7 +53,9 @@ struct Async {
     };
 
     int used, free;
-    Queue queue[max_threads];
+    Queue queue[max_threads];  // cp.async
+    Queue store[max_threads];  // TMA to global memory
+    Queue loads;               // TMA to shared memory, of all threads: mbarriers count them, not groups
     Copy copy[max_copies];
 
     static Async* of(Worker& w) {
@@ -56,10 +73,13 @@ struct Async {
     void new_block() {
         used = 0;
         free = -1;
-        for (auto& q : queue) q = Queue{-1, -1, 0};
+        loads = Queue{-1, -1, 0};
+        for (auto& q : queue) q = loads;
+        for (auto& q : store) q = loads;
     }
 
-    void start(Worker& w, const Copy& given) {
+    // Takes a record into a queue.
+    Copy& start(Worker& w, Queue& q, const Copy& given) {
         int i = free;
         if (i >= 0) free = copy[i].next;
         else i = used++;
@@ -68,15 +88,24 @@ struct Async {
             print(": thread %d at %s:%d\n", w.current, given.file, given.line);
             end_report(w);
         }
-        Queue& q = queue[w.current];
         Copy& c = copy[i];
+        Box* kept = c.box;
         c = given;
+        c.box = kept;
         c.group = q.groups;
         c.complete = false;
         c.next = -1;
+        c.thread = int(w.current);
         q.first < 0 ? q.first = i : copy[q.last].next = i;
         q.last = i;
-        if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::copy_started);
+        return c;
+    }
+
+    // -- cp.async --------------------------------------------------------------------------------------------------------
+
+    void cp_async(Worker& w, const Copy& given) {
+        Copy& c = start(w, queue[w.current], given);
+        if (w.race) w.race->access(c.to, 16, true, c.code, w.current, copy_started);
         memset(c.to, 0xff, 16);
         if (w.random && next_random(w) % 4 == 0) complete(w, c);
     }
@@ -93,16 +122,22 @@ struct Async {
         while (q.first >= 0 && q.groups - copy[q.first].group > but) {
             Copy& c = copy[q.first];
             if (!c.complete) complete(w, c);
-            if (w.race) w.race->access(c.to, 16, true, c.code, w.current, Race::copy_waited_for);
+            if (w.race) w.race->access(c.to, 16, true, c.code, w.current, copy_waited_for);
             pop_front(q);
         }
     }
 
-    // With a seed: completes some of this thread's copies.
+    // With a seed: completes some of this thread's copies and some of TMA's loads.
     void complete_some(Worker& w) {
         if (!w.random) return;
         for (int i = queue[w.current].first; i >= 0; i = copy[i].next)
             if (!copy[i].complete && next_random(w) % 4 == 0) complete(w, copy[i]);
+        for (int i = loads.first, before = -1; i >= 0;) {
+            const int next = copy[i].next;
+            if (next_random(w) % 8 == 0) deliver(w, i, before);
+            else before = i;
+            i = next;
+        }
     }
 
     // This thread has returned.
@@ -112,9 +147,107 @@ struct Async {
             if (!copy[q.first].complete) check(w, copy[q.first]);
             pop_front(q);
         }
+        const int left = store[w.current].first;
+        if (left >= 0) in_flight_at_end(w, "a thread ended with a TMA store in flight that it has not waited for", copy[left]);
+        if (w.live == 1 && loads.first >= 0)
+            in_flight_at_end(w, "a block ended with a TMA load in flight: no phase of its mbarrier was waited for", copy[loads.first]);
+    }
+
+    // -- TMA -------------------------------------------------------------------------------------------------------------
+
+    void load(Worker& w, const TensorMap& map, char* to, const int* at, int mbarrier, const Copy& given) {
+        Copy& c = start(w, loads, given);
+        Box& box = boxed(w, c, map, at);
+        box.mbarrier = mbarrier;
+        box.phase = w.barrier[mbarrier].phase;
+        map.load(at, box.image);
+        if (w.race) w.race->tma_started(to, box.bytes, c.code, w.current, mbarrier - named_barriers);
+        memset(to, 0xff, box.bytes);
+        w.idle_peeks = 0;
+        complete_some(w);
+    }
+
+    // Lets a load arrive: the latest moment for the first one that a waiting thread needs.
+    bool deliver_first(Worker& w) {
+        int found = -1, found_before = -1;
+        for (int i = loads.first, before = -1; i >= 0; before = i, i = copy[i].next) {
+            bool awaited = false;
+            for (unsigned waiting : w.barrier[copy[i].box->mbarrier].waiting) awaited |= waiting != 0;
+            if (found < 0 || awaited) found = i, found_before = before;
+            if (awaited) break;
+        }
+        if (found >= 0) deliver(w, found, found_before);
+        return found >= 0;
+    }
+
+    void begin_store(Worker& w, const TensorMap& map, char* from, const int* at, const Copy& given) {
+        Copy& c = start(w, store[w.current], given);
+        Box& box = boxed(w, c, map, at);
+        memcpy(box.image, from, box.bytes);
+        if (w.race) w.race->access(from, box.bytes, false, c.code, w.current, read_begun);
+        complete_some(w);
+    }
+
+    // bulk_wait and bulk_wait_read: the stores of all but the latest `but` groups have read shared memory, at the latest moment now.
+    void wait_for_stores(Worker& w, unsigned but) {
+        Queue& q = store[w.current];
+        while (q.first >= 0 && q.groups - copy[q.first].group > but) {
+            Copy& c = copy[q.first];
+            if (memcmp(c.to, c.box->image, c.box->bytes)) wrong(w, "shared memory was written while a TMA store from it was in flight", c);
+            if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, w.current, by_async_proxy);
+            c.box->map.store(c.box->at, c.box->image);
+            pop_front(q);
+        }
+    }
+
+    // The load in flight to an address, for reports; null where there is none.
+    const Copy* load_to(const char* address) const {
+        for (int i = loads.first; i >= 0; i = copy[i].next)
+            if (address >= copy[i].to && address < copy[i].to + copy[i].box->bytes) return &copy[i];
+        return nullptr;
     }
 
   private:
+    Box& boxed(Worker& w, Copy& c, const TensorMap& map, const int* at) {
+        if (!c.box && (c.box = static_cast<Box*>(aligned_alloc(64, sizeof(Box))))) c.box->room = 0, c.box->image = nullptr;
+        const unsigned bytes = map.box_bytes();
+        if (c.box && c.box->room < bytes) {
+            ::free(c.box->image);
+            c.box->image = static_cast<unsigned char*>(malloc(2 * size_t(bytes)));
+            c.box->room = c.box->image ? bytes : 0;
+        }
+        if (!c.box || c.box->room < bytes) {
+            out_of_memory("a TMA copy", bytes);
+            abort_block(w);
+        }
+        c.box->map = map;
+        c.box->bytes = bytes;
+        for (unsigned d = 0; d < 5; ++d) c.box->at[d] = d < map.rank ? at[d] : 0;
+        return *c.box;
+    }
+
+    // Takes a load out of the queue, behind the one before it, and lets it arrive.
+    void deliver(Worker& w, int i, int before) {
+        Copy& c = copy[i];
+        Box& box = *c.box;
+        (before < 0 ? loads.first : copy[before].next) = c.next;
+        if (loads.last == i) loads.last = before;
+        c.next = free;
+        free = i;
+        Barrier& b = w.barrier[box.mbarrier];
+        if (b.phase != box.phase)
+            wrong(w, "a TMA load arrives in another phase of its mbarrier than it began in: too few bytes were expected", c);
+        box.map.load(box.at, box.image + box.bytes);
+        if (memcmp(box.image, box.image + box.bytes, box.bytes))
+            wrong(w, "global memory was written while a TMA load from it was in flight", c);
+        if (!w.race && (*c.to != char(0xff) || memcmp(c.to, c.to + 1, box.bytes - 1)))
+            wrong(w, "shared memory was written, or another copy to it begun, while a TMA load to it was in flight", c);
+        memcpy(c.to, box.image, box.bytes);
+        if (w.race) w.race->tma_arrived(c.to, box.bytes);
+        b.pending -= box.bytes;
+        complete_if_whole(w, box.mbarrier);
+    }
+
     void pop_front(Queue& q) {
         int i = q.first;
         q.first = copy[i].next;
@@ -122,18 +255,22 @@ struct Async {
         free = i;
     }
 
+    [[noreturn]] void wrong(Worker& w, const char* what, const Copy& c) {
+        begin_report(w, what);
+        print(": the copy of thread %d at %s:%d\n", c.thread, c.file, c.line);
+        end_report(w);
+        __builtin_unreachable();
+    }
+
+    void in_flight_at_end(Worker& w, const char* what, const Copy& c) { wrong(w, what, c); }
+
     void check(Worker& w, const Copy& c) {
         unsigned char poison[16];
         memset(poison, 0xff, 16);
-        const char* wrong = nullptr;
-        if (memcmp(c.from, c.value, c.bytes)) wrong = "memory was written while a copy from it was in flight";
+        if (memcmp(c.from, c.value, c.bytes)) wrong(w, "memory was written while a copy from it was in flight", c);
         // The race check reports the writer itself. Another copy of the same data is harmless.
         if (!w.race && memcmp(c.to, poison, 16) && memcmp(c.to, c.value, 16))
-            wrong = "shared memory was written, or another copy to it begun, while a copy to it was in flight";
-        if (!wrong) return;
-        begin_report(w, wrong);
-        print(": the copy of thread %d at %s:%d\n", w.current, c.file, c.line);
-        end_report(w);
+            wrong(w, "shared memory was written, or another copy to it begun, while a copy to it was in flight", c);
     }
 
     void complete(Worker& w, Copy& c) {

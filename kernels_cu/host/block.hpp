@@ -1,4 +1,5 @@
-// The state of a block under execution: a fiber for each thread, a record for each warp, and the worker that runs the block.
+// The state of a block under execution: a fiber for each thread, a record for each warp and warpgroup, the barriers, and the worker
+// that runs the block.
 // The headers of the engine are compiled once, into engine.cpp: what they define is static.
 #pragma once
 
@@ -12,7 +13,8 @@
 
 namespace fa_host {
 
-constexpr int max_threads = 1024, max_warps = 32;
+constexpr int max_threads = 1024, max_warps = 32, max_warpgroups = 8;
+constexpr int named_barriers = 16, max_mbarriers = 128, max_barriers = named_barriers + max_mbarriers;
 constexpr size_t arena_bytes = 256 << 10;  // the most dynamic shared memory of one block
 constexpr size_t fence_bytes = 4 << 20;    // inaccessible pages on each side of it
 
@@ -20,7 +22,10 @@ struct Wait {
     const char* word;  // the function that the fiber last waited in
     const char* file;
     int line;
-    unsigned mask;  // the lanes it waits for, 0 for the whole block
+    unsigned mask;       // the lanes it waits for in a warp collective, else 0
+    int barrier = none;  // the barrier it waits at
+
+    static constexpr int none = -1, warpgroup = -2;
 };
 
 struct alignas(64) Fiber {
@@ -48,8 +53,31 @@ struct Warp {
     Collective collective[32];
 };
 
+// A barrier of the block: of __syncthreads and bar.sync (0 to 15), then the mbarriers. A phase completes when `expected` threads have
+// arrived and as many bytes as were announced. The vector clocks that it joins are the race check's (race.hpp).
+struct Barrier {
+    unsigned expected, arrived;
+    unsigned phase;     // how many have completed; the parity of the running one is its last bit
+    long long pending;  // bytes announced by expect_tx and not yet there; below 0 where they are there before they are announced
+    unsigned long long* at;  // an mbarrier's place in shared memory
+    bool fenced;        // its initialisation is visible to the asynchronous proxy
+    const char* file;   // an mbarrier's initialisation; of a __syncthreads the line where its threads wait
+    int line;
+    unsigned waiting[max_warps];  // lanes
+};
+
+// The 128 threads of a warpgroup that arrive at a word of all of them.
+struct Warpgroup {
+    int arrived;
+    const char* word;
+    const char* file;
+    int line;
+    const void* lanes[128];
+};
+
 struct Race;   // race.hpp
 struct Async;  // async.hpp
+struct Wgmma;  // wgmma.hpp
 
 // One OS thread, and the block it runs.
 struct Worker {
@@ -66,9 +94,9 @@ struct Worker {
     int threads, warps, live;
     unsigned current;      // the running fiber
     unsigned ready_warps;  // warps with a ready lane
-    int at_barrier;        // threads that wait in __syncthreads
-    const char* barrier_file;
-    int barrier_line;
+    int mbarriers;         // in use, behind the named barriers
+    unsigned used_named;   // named barriers that threads have met in this block
+    int idle_peeks;        // failed peeks at mbarriers since a thread last ran on
     uint64_t random;   // the state of the random schedule, 0 in index order
     bool fast_switch;  // index order, and no sanitizer that must be told of stack switches
     bool failed, faulted;
@@ -79,6 +107,9 @@ struct Worker {
     Race* race;         // null without the race check
     Race* race_memory;  // its storage, allocated by the first launch that needs it
     Async* async;       // copies in flight, allocated by the first copy
+    Wgmma* wgmma;       // products in flight, allocated by the first wgmma
+    Barrier barrier[max_barriers];
+    Warpgroup warpgroup[max_warpgroups];
     Fiber fiber[max_threads];
     Warp warp[max_warps];
     alignas(64) char scratch[max_warps][scratch_bytes];

@@ -8,9 +8,11 @@
 //   deadlocks: no fiber is ready; the report lists every waiting thread and where it waits;
 //   divergent barriers: threads of one block wait in different __syncthreads, or end while others wait;
 //   divergent collectives: lanes of one warp call different functions, or a lane is not in its own mask;
+//   mbarriers that are not initialised, have more arrivals than they expect, or bytes that come in another phase (barrier.hpp);
 //   accesses to invalid addresses, traps and stack overflow (signals.hpp); fibers and dynamic shared memory lie between
 //   inaccessible pages, and the rest of a page beside shared memory must stay as it was;
-//   writes to the source or the destination of an asynchronous copy in flight (async.hpp);
+//   writes to the source or the destination of an asynchronous copy in flight (async.hpp), to registers or operands of a wgmma in flight
+//   (wgmma.hpp);
 //   with the race check, accesses to shared memory that no barrier orders (race.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
 // It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
@@ -27,12 +29,15 @@
 #include <string.h>
 
 #include "async.hpp"
+#include "barrier.hpp"
 #include "block.hpp"
 #include "fiber.hpp"
+#include "hooks.hpp"
 #include "race.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
 #include "signals.hpp"
+#include "wgmma.hpp"
 #include "workers.hpp"
 
 __thread fa_host::Self* fa_host_self __attribute__((tls_model("initial-exec"))) = nullptr;
@@ -44,12 +49,12 @@ namespace fa_host {
 constexpr uint64_t canary = 0xfa57ac4edead57acull;  // the last word of each stack: overwritten by an overflow
 
 static void release_barrier(Worker& w) {
-    w.at_barrier = 0;
+    w.barrier[0].arrived = 0;
     for (int i = 0; i < w.warps; ++i) {
         w.warp[i].ready = w.warp[i].alive;
         if (w.warp[i].alive) w.ready_warps |= 1u << i;
     }
-    if (w.race) w.race->barrier();
+    if (w.race) w.race->clocks.all_arrived();
 }
 
 static void fiber_main() {
@@ -61,6 +66,7 @@ static void fiber_main() {
     w.launch->entry(w.launch->parameters);
     abort_if_interrupted(w);
     if (w.async) w.async->end(w);
+    if (w.wgmma && w.current / 128 < unsigned(w.threads / 128)) w.wgmma->end(w, int(w.current));
     Fiber& self = w.fiber[w.current];
     self.done = true;
     w.warp[w.current / 32].alive &= ~(1u << w.current % 32);
@@ -68,7 +74,7 @@ static void fiber_main() {
         if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.main_stack_bottom, w.main_stack_bytes);
         fa_host_switch(&self.stack_pointer, w.main_stack_pointer);
     }
-    if (w.at_barrier == w.live) {  // works on some hardware, but is undefined in CUDA C++
+    if (w.barrier[0].arrived == unsigned(w.live) && !(w.used_named & 1)) {  // works on some hardware, but is undefined in CUDA C++
         begin_report(w, "divergent barrier: threads ended without reaching a __syncthreads that others wait in");
         print("\n");
         print_waiters(w);
@@ -127,10 +133,12 @@ static void init_block(Worker& w, uint64_t index) {
     Dim3 at{unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
     memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every floating-point type
     if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
-    if (w.race) w.race->new_block();
+    if (w.race) w.race->clocks.new_block(w.threads);
     if (w.async) w.async->new_block();
+    if (w.wgmma) w.wgmma->new_block(w.threads);
+    new_block_barriers(w);
     w.live = w.threads;
-    w.at_barrier = 0;
+    w.idle_peeks = 0;
     w.failed = false;
     w.ready_warps = 0;
     w.fast_switch = !launch.seed && !__sanitizer_start_switch_fiber;
@@ -169,6 +177,18 @@ static void check_shared(Worker& w) {
         print("write outside shared memory in block (%u, %u, %u): byte %td of %u\n", b.x, b.y, b.z, at - w.arena, w.launch->dynamic_bytes);
     }
     pthread_mutex_unlock(&job->lock);
+}
+
+bool deliver_one(Worker& w) { return w.async && w.async->deliver_first(w); }
+
+void Wgmma::unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word) {
+    const Copy* load = w.async ? w.async->load_to(address) : nullptr;
+    begin_report(w, load ? "a wgmma reads what a TMA load in flight is to write: no wait for its mbarrier"
+                         : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
+    print(": operand %c of %s at %s:%d, byte %td", matrix ? 'B' : 'A', word, p.file, p.line, address - w.arena);
+    if (load) print("; the load of thread %d at %s:%d", load->thread, load->file, load->line);
+    print("\n");
+    end_report(w);
 }
 
 void run_block(Worker& w, uint64_t index) {
@@ -226,7 +246,7 @@ static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* m
     w.fiber[self].wait = Wait{word, file, line, mask};
     if (c->arrived == mask) {
         if (apply) apply(c->lanes, mask);
-        else if (w.race) w.race->join(self / 32 * 32, mask);
+        else if (w.race) w.race->clocks.join_lanes(self / 32 * 32, mask);
         if (--warp.collectives && c != end - 1) *c = end[-1];
         if (!w.random) {
             if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
@@ -243,14 +263,16 @@ Next fa_host_block_arrive(const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
     if (w.async) w.async->complete_some(w);
-    if (w.at_barrier && (w.barrier_line != line || (w.barrier_file != file && strcmp(w.barrier_file, file)))) {
+    Barrier& b = w.barrier[0];
+    if (__builtin_expect(w.used_named & 1, 0)) return fa_host_named_arrive(0, w.threads, file, line);
+    if (b.arrived && (b.line != line || (b.file != file && strcmp(b.file, file)))) {
         begin_report(w, "divergent barrier: threads of one block wait in different __syncthreads");
         print("\n  thread %d is at %s:%d\n", w.current, file, line);
         print_waiters(w);
         end_report(w);
     }
     w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
-    if (++w.at_barrier == w.live) {
+    if (++b.arrived == unsigned(w.live)) {
         release_barrier(w);
         if (!w.random) {  // the last thread to arrive continues
             Warp& own = w.warp[w.current / 32];
@@ -259,8 +281,8 @@ Next fa_host_block_arrive(const char* file, int line) {
             return {nullptr, nullptr};
         }
     } else {
-        w.barrier_file = file;
-        w.barrier_line = line;
+        b.file = file;
+        b.line = line;
     }
     return switch_to_next(w);
 }
@@ -289,9 +311,9 @@ Next fa_host_warp_arrive(unsigned mask, Apply apply, void* mine, const char* wor
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
-    Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1};
+    Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1, 0, nullptr};
     memcpy(copy.value, value, 16);
-    Async::of(w)->start(w, copy);
+    Async::of(w)->cp_async(w, copy);
 }
 
 void fa_host_cp_async_commit() { Async::of(*this_worker)->commit(*this_worker); }
@@ -299,6 +321,188 @@ void fa_host_cp_async_commit() { Async::of(*this_worker)->commit(*this_worker); 
 void fa_host_cp_async_wait(int but) {
     abort_if_interrupted(*this_worker);
     Async::of(*this_worker)->wait(*this_worker, unsigned(but));
+}
+
+// -- barriers ---------------------------------------------------------------------------------------------------------
+
+Next fa_host_named_arrive(int id, int threads, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    if (w.async) w.async->complete_some(w);
+    Barrier& b = named_barrier(w, id, threads, "bar_sync", file, line);
+    arrive_at_named(w, id, b);
+    b.waiting[w.current / 32] |= 1u << w.current % 32;
+    w.fiber[w.current].wait = Wait{"bar_sync", file, line, 0, id};
+    complete_if_whole(w, id);
+    if (!b.arrived && !w.random) {  // the last thread to arrive continues
+        Warp& own = w.warp[w.current / 32];
+        own.ready &= ~(1u << w.current % 32);
+        if (!own.ready) w.ready_warps &= ~(1u << w.current / 32);
+        return {nullptr, nullptr};
+    }
+    return switch_to_next(w);
+}
+
+void fa_host_bar_arrive(int id, int threads, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    arrive_at_named(w, id, named_barrier(w, id, threads, "bar_arrive", file, line));
+    complete_if_whole(w, id);
+}
+
+void fa_host_mbarrier_init(unsigned long long* at, unsigned count, const char* file, int line) {
+    init_mbarrier(*this_worker, at, count, __builtin_return_address(0), file, line);
+}
+
+void fa_host_mbarrier_init_fence() {
+    Worker& w = *this_worker;
+    for (int i = 0; i < w.mbarriers; ++i) w.barrier[named_barriers + i].fenced = true;
+}
+
+void fa_host_mbarrier_arrive(unsigned long long* at, unsigned bytes, const char* word, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    arrive_at_mbarrier(w, mbarrier_at(w, at, __builtin_return_address(0), word, file, line), bytes, word, file, line);
+    if (w.async) w.async->complete_some(w);
+}
+
+Next fa_host_mbarrier_arrive_wait(unsigned long long* at, unsigned parity, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    if (w.async) w.async->complete_some(w);
+    const char* word = "mbarrier_wait_parity";
+    const int number = mbarrier_at(w, at, nullptr, word, file, line);
+    if (has_completed(w, number, parity)) return {nullptr, nullptr};
+    return wait_at(w, number, word, file, line);
+}
+
+int fa_host_mbarrier_test(unsigned long long* at, unsigned parity, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    const int number = mbarrier_at(w, at, __builtin_return_address(0), "mbarrier_test_parity", file, line);
+    if (parity > 1) mbarrier_fault(w, "a parity is 0 or 1", at, "mbarrier_test_parity", file, line);
+    return has_completed(w, number, parity);
+}
+
+// After a failed peek: others run first. A loop of peeks that nothing can end is a deadlock.
+Next fa_host_yield_arrive() {
+    Worker& w = *this_worker;
+    const unsigned self = w.current;
+    w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
+    int next = pop_ready(w);
+    if (next < 0) {
+        deliver_one(w);
+        if (++w.idle_peeks > 100000) report_deadlock(w);
+        return {nullptr, nullptr};
+    }
+    make_ready(w, next / 32, 1u << next % 32);
+    w.current = unsigned(next);
+    const int chosen = pop_ready(w);  // from the next one on, or at random
+    w.current = self;
+    make_ready(w, self / 32, 1u << self % 32);
+    w.warp[chosen / 32].ready |= 1u << chosen % 32;
+    w.ready_warps |= 1u << chosen / 32;
+    return switch_to(w, chosen);
+}
+
+// -- TMA and wgmma ----------------------------------------------------------------------------------------------------
+
+void fa_host_proxy_fence() {
+    Worker& w = *this_worker;
+    if (w.race) w.race->clocks.fence(int(w.current));
+}
+
+[[noreturn]] static void tma_fault(Worker& w, const char* what, const char* word, const char* file, int line) {
+    begin_report(w, what);
+    print(": thread %d in %s at %s:%d\n", w.current, word, file, line);
+    end_report(w);
+    __builtin_unreachable();
+}
+
+static const TensorMap& checked_map(Worker& w, const void* given, const void* smem, int rank, const char* word, const char* file,
+                                    int line) {
+    auto& map = *static_cast<const TensorMap*>(given);
+    if (map.magic != TensorMap::written) tma_fault(w, "no tensor map: the header's [tensor_map.NAME] makes one", word, file, line);
+    if (int(map.rank) != rank) tma_fault(w, "a tensor map of another rank than the word", word, file, line);
+    if (!smem) return map;
+    const char* at = static_cast<const char*>(smem);
+    const long long byte = at - w.arena;
+    if (byte < 0 || byte + map.box_bytes() > w.launch->dynamic_bytes) tma_fault(w, "a box outside dynamic shared memory", word, file, line);
+    if (byte % (map.swizzle ? 8 * map.swizzle : 128)) {
+        begin_report(w, "a box not aligned in shared memory");
+        print(": thread %d in %s at %s:%d, byte %lld is no multiple of %u\n", w.current, word, file, line, byte,
+              map.swizzle ? 8 * map.swizzle : 128);
+        end_report(w);
+    }
+    if (map.swizzle && map.row_bytes() != map.swizzle)
+        tma_fault(w, "a swizzled box whose rows are shorter than the swizzle: the CPU backend has no meaning for it", word, file, line);
+    return map;
+}
+
+void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    void* code = __builtin_return_address(0);
+    const TensorMap& map = checked_map(w, given, to, rank, "tma_load", file, line);
+    const int number = mbarrier_at(w, barrier, code, "tma_load", file, line);
+    if (!w.barrier[number].fenced)
+        mbarrier_fault(w, "an mbarrier without mbarrier_init_fence after its initialisation", barrier, "tma_load", file, line);
+    const Copy copy{{}, static_cast<char*>(to), nullptr, code, file, line, 0, 0, false, -1, 0, nullptr};
+    Async::of(w)->load(w, map, copy.to, at, number, copy);
+}
+
+void fa_host_tma_store(const void* given, const void* from, const int* at, int rank, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    const TensorMap& map = checked_map(w, given, from, rank, "tma_store", file, line);
+    char* smem = const_cast<char*>(static_cast<const char*>(from));
+    const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, nullptr};
+    Async::of(w)->begin_store(w, map, smem, at, copy);
+}
+
+void fa_host_tma_prefetch(const void* given, const char* file, int line) {
+    auto& map = *static_cast<const TensorMap*>(given);
+    checked_map(*this_worker, given, nullptr, int(map.rank), "tma_prefetch_map", file, line);
+}
+
+void fa_host_bulk_commit() { ++Async::of(*this_worker)->store[this_worker->current].groups; }
+
+void fa_host_bulk_wait(int but) { Async::of(*this_worker)->wait_for_stores(*this_worker, unsigned(but)); }
+
+// A thread arrives at a product; the last of its warpgroup issues it for all of them.
+Next fa_host_wgmma_arrive(const Product* mine, const char* word, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    const unsigned self = w.current, group = self / 128;
+    if (int(group) >= w.threads / 128)
+        tma_fault(w, "a warpgroup of fewer than 128 threads in a word that takes all of them", word, file, line);
+    Warpgroup& all = w.warpgroup[group];
+    if (all.arrived && (all.line != line || (all.word != word && strcmp(all.word, word)) || (all.file != file && strcmp(all.file, file)))) {
+        begin_report(w, "divergent collective: threads of one warpgroup call different functions");
+        print(":\n  thread %d is in %s at %s:%d\n  %d threads are in %s at %s:%d\n", self, word, file, line, all.arrived, all.word,
+              all.file, all.line);
+        end_report(w);
+    }
+    all.word = word, all.file = file, all.line = line;
+    all.lanes[self % 128] = mine;
+    w.fiber[self].wait = Wait{word, file, line, 0, Wait::warpgroup};
+    if (++all.arrived < 128) return switch_to_next(w);
+    all.arrived = 0;
+    if (w.async) w.async->complete_some(w);
+    Wgmma::of(w)->issue(w, int(group), reinterpret_cast<const Product* const*>(all.lanes), mine->code, word, file, line);
+    for (unsigned i = 4 * group; i < 4 * group + 4; ++i) {
+        const unsigned others = i == self / 32 ? ~(1u << self % 32) : ~0u;
+        make_ready(w, int(i), w.random ? ~0u : others);
+    }
+    return w.random ? switch_to_next(w) : Next{nullptr, nullptr};
+}
+
+void fa_host_wgmma_fence() { Wgmma::of(*this_worker)->fence(int(this_worker->current)); }
+void fa_host_wgmma_commit() { Wgmma::of(*this_worker)->commit(int(this_worker->current)); }
+void fa_host_wgmma_wait(int but) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    Wgmma::of(w)->wait(w, int(w.current), unsigned(but), __builtin_return_address(0));
 }
 
 void* fa_host_code() { return __builtin_return_address(0); }
@@ -329,8 +533,7 @@ void fa_host_fail(const char* what, const char* file, int line) {
 // Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
 static void atomic_access(void* address, int bytes, void* code) {
     abort_if_interrupted(*this_worker);
-    if (this_worker->race)
-        this_worker->race->access(static_cast<char*>(address), bytes, true, code, this_worker->current, Race::no_copy, true);
+    if (this_worker->race) this_worker->race->access(static_cast<char*>(address), bytes, true, code, this_worker->current, atomically);
 }
 
 float fa_host_atomic_add_f32(float* address, float value) {

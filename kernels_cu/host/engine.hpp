@@ -39,6 +39,19 @@ struct Launch {
     int workers;
     char* report;  // receives the report, as text
     int report_bytes;
+    unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
+};
+
+// A wgmma as one thread of the warpgroup issues it: d += a b, d = a b where it does not accumulate. D has 64 rows and 2 * registers
+// columns; a is in shared memory where registers_a is null. multiply adds the product: d[warp][column][row of 16], a[row][k], b[column][k].
+struct Product {
+    float* d;
+    const unsigned* registers_a;  // 4
+    unsigned long long a, b;      // descriptors of shared memory
+    int registers;
+    bool transposed_b, accumulate;
+    void* code;  // for the race check
+    void (*multiply)(float* d, const unsigned short* a, const unsigned short* b, int columns);
 };
 
 enum Outcome { ok = 0, fault = 1, race = 2, interrupted = 3, no_memory = 4 };
@@ -68,6 +81,32 @@ int fa_host_atomic_max_i32(int* address, int value);
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
 void fa_host_cp_async_commit();
 void fa_host_cp_async_wait(int but);
+
+// Named barriers of the block, 0 to 15, and mbarriers in shared memory (barrier.hpp).
+void fa_host_bar_sync(int id, int threads, const char* file, int line);
+void fa_host_bar_arrive(int id, int threads, const char* file, int line);
+void fa_host_mbarrier_init(unsigned long long* at, unsigned count, const char* file, int line);
+void fa_host_mbarrier_init_fence();
+void fa_host_mbarrier_arrive(unsigned long long* at, unsigned bytes, const char* word, const char* file, int line);
+int fa_host_mbarrier_test(unsigned long long* at, unsigned parity, const char* file, int line);
+void fa_host_mbarrier_wait(unsigned long long* at, unsigned parity, const char* file, int line);  // after a test that failed
+void fa_host_yield();
+
+// What this thread has written, or knows to be written, to shared memory becomes visible to the asynchronous proxy (TMA, wgmma).
+void fa_host_proxy_fence();
+
+// TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
+void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
+void fa_host_tma_store(const void* map, const void* from, const int* at, int rank, const char* file, int line);
+void fa_host_tma_prefetch(const void* map, const char* file, int line);
+void fa_host_bulk_commit();
+void fa_host_bulk_wait(int but);
+
+// wgmma (wgmma.hpp): 128 threads issue a product together. Its registers are back at the wait that retires its group.
+void fa_host_wgmma(const fa_host::Product* product, const char* word, const char* file, int line);
+void fa_host_wgmma_fence();
+void fa_host_wgmma_commit();
+void fa_host_wgmma_wait(int but);
 
 // For the race check: the caller's code address, and an access to shared memory that a word makes on behalf of a lane of this warp.
 void* fa_host_code();

@@ -1,12 +1,13 @@
 // The fiber switch: the callee-saved registers go on the stack, then the stack pointer is exchanged.
 //
-// Threads wait most in fa_host_warp and fa_host_syncthreads. Both are written here in assembly: they call a function of the engine that
+// The functions of the engine in which threads wait are written here in assembly: they call a function of the engine that
 // selects the next fiber, switch to it, and end in a jump instead of a return. A `ret` would be predicted to return to this fiber's
 // caller, but the resumed fiber continues elsewhere: in unrolled code, one call further. The misprediction costs 15 ns a switch, as
 // much as everything else in it.
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include "engine.hpp"
 
@@ -20,8 +21,16 @@ struct Next {
     void** save;
     void* load;
 };
-extern "C" __attribute__((visibility("hidden"))) Next fa_host_warp_arrive(unsigned mask, Apply, void*, const char*, const char*, int);
-extern "C" __attribute__((visibility("hidden"))) Next fa_host_block_arrive(const char*, int);
+#pragma GCC visibility push(hidden)
+extern "C" {
+Next fa_host_warp_arrive(unsigned mask, Apply, void*, const char*, const char*, int);
+Next fa_host_block_arrive(const char*, int);
+Next fa_host_named_arrive(int, int, const char*, int);
+Next fa_host_mbarrier_arrive_wait(unsigned long long*, unsigned, const char*, int);
+Next fa_host_wgmma_arrive(const Product*, const char*, const char*, int);
+Next fa_host_yield_arrive();
+}
+#pragma GCC visibility pop
 
 #if defined(__x86_64__)
 static inline char* stack_pointer() {
@@ -83,6 +92,10 @@ fa_host_switch:
 .endm
 fa_host_waiting fa_host_warp, fa_host_warp_arrive
 fa_host_waiting fa_host_syncthreads, fa_host_block_arrive
+fa_host_waiting fa_host_bar_sync, fa_host_named_arrive
+fa_host_waiting fa_host_mbarrier_wait, fa_host_mbarrier_arrive_wait
+fa_host_waiting fa_host_wgmma, fa_host_wgmma_arrive
+fa_host_waiting fa_host_yield, fa_host_yield_arrive
 )");
 constexpr int saved_registers = 6;  // above them on the stack: the return address
 #elif defined(__aarch64__)
@@ -165,6 +178,10 @@ fa_host_switch:
 .endm
 fa_host_waiting fa_host_warp, fa_host_warp_arrive
 fa_host_waiting fa_host_syncthreads, fa_host_block_arrive
+fa_host_waiting fa_host_bar_sync, fa_host_named_arrive
+fa_host_waiting fa_host_mbarrier_wait, fa_host_mbarrier_arrive_wait
+fa_host_waiting fa_host_wgmma, fa_host_wgmma_arrive
+fa_host_waiting fa_host_yield, fa_host_yield_arrive
 )");
 #else
 #error "the host backend has a fiber switch for x86-64 and aarch64 only"

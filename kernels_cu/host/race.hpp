@@ -2,42 +2,48 @@
 //
 // The kernel is compiled with -fsanitize=thread but not linked with its library: the calls that the compiler inserts come here.
 // Shadow memory holds the last write and recent reads of every two bytes of shared memory. Each access is compared with them. Two
-// accesses are ordered (happens-before) if a __syncthreads lies between them, which starts a new epoch, or a chain of __syncwarp,
-// which the vector clocks follow. A shuffle orders nothing. Two atomics do not race, an atomic and a plain access do.
-// Limits: of the reads of two bytes, one is kept for each parity of warp and lane. Global memory is not checked.
+// accesses are ordered (happens-before) by the vector clocks of barriers (clocks.hpp): __syncthreads, named barriers, mbarriers and
+// __syncwarp. A shuffle orders nothing. Two atomics do not race, an atomic and a plain access do. What TMA and wgmma read must not only be
+// ordered behind a plain write but have a proxy fence between.
+// Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory is not checked.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
 #include "block.hpp"
+#include "clocks.hpp"
 #include "report.hpp"
 
 namespace fa_host {
 
+// How an access is made.
+enum Access_kind {
+    plain,
+    atomically,
+    copy_started,     // an asynchronous write begins: unordered until it has been waited for
+    copy_waited_for,  // this thread has waited for its cp.async
+    by_async_proxy,   // of TMA and wgmma, at the wait
+    read_begun,       // the same at the issue: compared with the writes before it, not kept
+};
+
 struct Race {
     struct Access {
-        uint64_t epoch;
-        uint32_t clock;
-        int16_t thread;
-        uint8_t bytes;  // a bit for each of the two bytes
-        bool atomic;
-        bool in_flight;  // the write of an asynchronous copy: unordered until its thread has waited for it
         void* code;
+        uint32_t clock;
+        int16_t thread;  // or that of an mbarrier's clock
+        uint8_t bytes;   // a bit for each of the two bytes
+        bool atomic : 1, in_flight : 1, async_proxy : 1;
     };
     struct Shadow {  // of two bytes of shared memory
-        Access write, read[4];
+        Access write, read[8];
     };
     static constexpr int dynamic_cells = arena_bytes / 2, static_cells = 64 << 10;
     static constexpr int max_reports = 8;
 
-    enum Copying { no_copy, copy_started, copy_waited_for };
-
     Worker* worker;
-    uint64_t epoch, block_epoch;
-    uint32_t clock[max_threads];
-    uint32_t vector_clock[max_threads][max_threads];  // [a][b]: the clock of b up to which a is ordered after b
-    uint32_t joined[max_threads];
+    Clocks clocks;
+    uint64_t watched;  // accesses to shared memory in this launch
     Shadow shadow[dynamic_cells + static_cells];
 
     // Null where there is no address space.
@@ -46,66 +52,73 @@ struct Race {
             w.race_memory = reinterpret_cast<Race*>(map_memory(sizeof(Race)));
             if (!w.race_memory) return nullptr;
             w.race_memory->worker = &w;
-            w.race_memory->epoch = 1;  // zeroed shadow memory is of epoch 0, so ordered before every access
-            for (auto& c : w.race_memory->clock) c = 1;
+            for (auto& c : w.race_memory->clocks.clock) c = 1;  // zeroed shadow memory is before every access
         }
         return w.race_memory;
     }
 
-    void new_block() { block_epoch = ++epoch; }
-    void barrier() { ++epoch; }
-
-    // A __syncwarp: joins the vector clocks of the lanes of mask. first: the thread of lane 0.
-    void join(int first, unsigned mask) {
-        int n = worker->threads;
-        memset(joined, 0, sizeof(uint32_t) * n);
-        for (unsigned rest = mask; rest; rest &= rest - 1) {
-            int t = first + __builtin_ctz(rest);
-            vector_clock[t][t] = clock[t];
-            for (int i = 0; i < n; ++i) joined[i] = joined[i] > vector_clock[t][i] ? joined[i] : vector_clock[t][i];
-        }
-        for (unsigned rest = mask; rest; rest &= rest - 1) {
-            int t = first + __builtin_ctz(rest);
-            memcpy(vector_clock[t], joined, sizeof(uint32_t) * n);
-            ++clock[t];
-        }
-    }
-
     bool ordered(const Access& before, int thread) const {
-        if (before.in_flight && before.epoch >= block_epoch) return false;
-        return before.epoch != epoch || before.thread == thread || vector_clock[thread][before.thread] >= before.clock;
+        if (before.in_flight) return before.clock <= clocks.start[before.thread];
+        return clocks.behind(thread, before.thread, before.clock);
     }
 
-    void access(const char* address, size_t bytes, bool writes, void* code, int thread, Copying copying = no_copy, bool atomic = false) {
-        long long at = address - worker->arena;
-        int first;
-        if (at >= 0 && at < worker->launch->dynamic_bytes) {
-            first = int(at / 2);
-        } else {
-            at = address - worker->static_shared;
-            if (!worker->static_shared || at < 0 || at >= worker->launch->static_bytes || at / 2 + 8 >= static_cells) return;
-            first = dynamic_cells + int(at / 2);
-        }
-        uint8_t mask = bytes == 1 ? (at & 1 ? 2 : 1) : 3;
-        int cells = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
-        Access now{epoch, clock[thread], int16_t(thread), mask, atomic, copying == copy_started, code};
-        int slot = (thread / 32 & 1) * 2 + (thread & 1);
-        for (int i = 0; i < cells; ++i) {
-            Shadow& c = shadow[first + i];
-            bool own_copy = copying == copy_waited_for && c.write.in_flight && c.write.thread == thread;
-            if (!own_copy && !ordered(c.write, thread) && c.write.bytes & mask && !(c.write.atomic && atomic))
-                report_race(c.write, true, now, writes, at);
+    struct Cells {
+        Shadow* first;
+        int count;
+        uint8_t bytes;
+        long long at;
+    };
+    // The cells of some bytes of shared memory; none of any other memory.
+    Cells cells(const void* address, size_t bytes) {
+        uint8_t mask = bytes == 1 ? (reinterpret_cast<uintptr_t>(address) & 1 ? 2 : 1) : 3;
+        long long at = static_cast<const char*>(address) - worker->arena;
+        int count = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
+        if (at >= 0 && at < worker->launch->dynamic_bytes) return {shadow + at / 2, count, mask, at};
+        at = static_cast<const char*>(address) - worker->static_shared;
+        if (!worker->static_shared || at < 0 || at >= worker->launch->static_bytes || at / 2 + 8 >= static_cells) return {};
+        return {shadow + dynamic_cells + at / 2, count, mask, at};
+    }
+
+    void access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
+        const Cells found = cells(address, bytes);
+        watched += found.count > 0;
+        const uint8_t mask = found.bytes;
+        const bool atomic = kind == atomically;
+        Access now{code, clocks.clock[thread], int16_t(thread), mask, atomic, kind == copy_started, kind == by_async_proxy};
+        int slot = (thread / 32 & 3) * 2 + (thread & 1);
+        for (int i = 0; i < found.count; ++i) {
+            Shadow& c = found.first[i];
+            bool own_copy = kind == copy_waited_for && c.write.in_flight && c.write.thread == thread;
+            if (c.write.bytes & mask && !own_copy && !(c.write.atomic && atomic)) {
+                if (!ordered(c.write, thread)) report_race(c.write, true, now, writes, found.at, "no barrier orders them");
+                else if (kind >= by_async_proxy && !c.write.async_proxy && !clocks.behind_fence(thread, c.write.thread, c.write.clock))
+                    report_race(c.write, true, now, writes, found.at, "no fence_proxy_async_shared lies between them");
+            }
             if (writes) {
                 for (auto& read : c.read)
-                    if (!ordered(read, thread) && read.bytes & mask) report_race(read, false, now, true, at);
+                    if (read.bytes & mask && !ordered(read, thread) && !(read.atomic && atomic))
+                        report_race(read, false, now, true, found.at, "no barrier orders them");
                 c.write = now;
-            } else {
+            } else if (kind != read_begun) {
                 c.read[slot] = now;
             }
         }
     }
 
-    void report_race(const Access& before, bool wrote, const Access& now, bool writes, long long at) {
+    // TMA begins to write: nobody may touch the bytes until they have arrived, and then only behind that phase of the mbarrier.
+    void tma_started(const char* address, size_t bytes, void* code, int thread, int mbarrier) {
+        access(address, bytes, true, code, thread, copy_started);
+        const Cells found = cells(address, bytes);
+        const int agent = max_threads + mbarrier;
+        for (int i = 0; i < found.count; ++i) found.first[i].write = {code, clocks.clock[agent], int16_t(agent), 3, false, true, true};
+    }
+
+    void tma_arrived(const char* address, size_t bytes) {
+        const Cells found = cells(address, bytes);
+        for (int i = 0; i < found.count; ++i) found.first[i].write.in_flight = false;
+    }
+
+    void report_race(const Access& before, bool wrote, const Access& now, bool writes, long long at, const char* why) {
         static void* reported[max_reports][2];
         static int count;
         pthread_mutex_lock(&job->lock);
@@ -116,64 +129,21 @@ struct Race {
             reported[count][0] = before.code;
             reported[count++][1] = now.code;
             Dim3 b = worker->fiber[0].self.block_idx;
-            print(
-                "race on shared memory byte %lld in block (%u, %u, %u): thread %d %s at pc:%p, thread %d %s at pc:%p, no barrier orders them\n",
-                at, b.x, b.y, b.z, before.thread,
-                before.in_flight ? "has a copy in flight, begun"
-                : wrote          ? "writes"
-                                 : "reads",
-                before.code, now.thread,
-                now.in_flight ? "starts to copy"
-                : writes      ? "writes"
-                              : "reads",
-                now.code);
+            print("race on shared memory byte %lld in block (%u, %u, %u): ", at, b.x, b.y, b.z);
+            before.thread < max_threads ? print("thread %d ", before.thread) : print("TMA ");
+            print("%s at pc:%p, thread %d %s at pc:%p, %s\n",
+                  before.in_flight ? "has a copy in flight, begun"
+                  : wrote          ? "writes"
+                                   : "reads",
+                  before.code, now.thread,
+                  now.in_flight ? "starts to copy"
+                  : writes      ? "writes"
+                                : "reads",
+                  now.code, why);
         }
         if (job->outcome == ok) job->outcome = race;
         pthread_mutex_unlock(&job->lock);
     }
 };
 
-static inline void on_access(const void* address, size_t bytes, bool writes, void* code) {
-    Worker* w = this_worker;
-    if (w && w->race) w->race->access(static_cast<const char*>(address), bytes, writes, code, w->current);
-}
-
 }  // namespace fa_host
-
-// The functions that -fsanitize=thread calls at each memory access.
-#define FA_HOST_HOOK(bytes)                                                                                          \
-    void __tsan_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); }           \
-    void __tsan_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); }           \
-    void __tsan_unaligned_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); } \
-    void __tsan_unaligned_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); } \
-    void __tsan_volatile_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); }  \
-    void __tsan_volatile_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); }
-
-extern "C" {
-FA_HOST_HOOK(1)
-FA_HOST_HOOK(2)
-FA_HOST_HOOK(4)
-FA_HOST_HOOK(8)
-FA_HOST_HOOK(16)
-void* __tsan_memcpy(void* to, const void* from, unsigned long n) {
-    fa_host::on_access(from, n, false, __builtin_return_address(0));
-    fa_host::on_access(to, n, true, __builtin_return_address(0));
-    return memcpy(to, from, n);
-}
-void* __tsan_memmove(void* to, const void* from, unsigned long n) {
-    fa_host::on_access(from, n, false, __builtin_return_address(0));
-    fa_host::on_access(to, n, true, __builtin_return_address(0));
-    return memmove(to, from, n);
-}
-void* __tsan_memset(void* to, int value, unsigned long n) {
-    fa_host::on_access(to, n, true, __builtin_return_address(0));
-    return memset(to, value, n);
-}
-void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-void __tsan_read_range(void* a, unsigned long n) { fa_host::on_access(a, n, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* a, unsigned long n) { fa_host::on_access(a, n, true, __builtin_return_address(0)); }
-void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
-}
-#undef FA_HOST_HOOK

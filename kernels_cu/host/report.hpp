@@ -46,6 +46,23 @@ template <class Select> static void print_threads(Worker& w, Select select) {
     }
 }
 
+// Prints what a barrier, or a word of a whole warpgroup, that a thread waits for lacks.
+static inline void print_barrier(Worker& w, int thread, int number) {
+    if (number == Wait::warpgroup) {
+        print(": %d of the 128 threads of warpgroup %d are there", w.warpgroup[thread / 128].arrived, thread / 128);
+        return;
+    }
+    const Barrier& b = w.barrier[number];
+    if (number < named_barriers) {
+        print(" at barrier %d: %u of %u threads have arrived", number, b.arrived, b.expected);
+        return;
+    }
+    print(" for phase %u (parity %u) of the mbarrier at byte %td of shared memory (%s:%d): %u of %u arrivals", b.phase, b.phase & 1,
+          reinterpret_cast<char*>(b.at) - w.arena, b.file, b.line, b.arrived, b.expected);
+    if (b.pending >= 0) print(", %lld bytes to come", b.pending);
+    else print(", %lld bytes more than expected", -b.pending);
+}
+
 // Prints the waiting threads, grouped by where they wait. In a deadlock the current thread is one of them.
 static inline void print_waiters(Worker& w, bool deadlock = false) {
     bool printed[max_threads] = {};
@@ -56,12 +73,13 @@ static inline void print_waiters(Worker& w, bool deadlock = false) {
         auto same = [&](int i) {
             Wait& a = w.fiber[i].wait;
             return waits(i) && a.word == first.wait.word && a.line == first.wait.line && a.mask == first.wait.mask &&
-                   !strcmp(a.file, first.wait.file);
+                   a.barrier == first.wait.barrier && !strcmp(a.file, first.wait.file);
         };
         print("  threads ");
         print_threads(w, same);
         print(" wait in %s at %s:%d", first.wait.word, first.wait.file, first.wait.line);
         if (first.wait.mask) print(" for lanes 0x%08x", first.wait.mask);
+        if (first.wait.barrier != Wait::none) print_barrier(w, t, first.wait.barrier);
         print("\n");
         for (int i = t; i < w.threads; ++i) printed[i] |= same(i);
     }

@@ -47,11 +47,28 @@ static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
     return warp * 32 + lane;
 }
 
+// Lets one asynchronous copy arrive that an mbarrier counts, the latest moment being when nothing else can go on. False where there is none.
+bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
+
 static inline void report_deadlock(Worker& w) {
     begin_report(w, "deadlock: no thread can go on");
     print("\n");
     print_waiters(w, true);
     end_report(w);
+}
+
+// Switches to a fiber that was taken out of the ready queue.
+static inline __attribute__((always_inline)) Next switch_to(Worker& w, unsigned next) {
+    Fiber &from = w.fiber[w.current], &to = w.fiber[next];
+    w.current = next;
+    fa_host_self = &to.self;
+    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
+        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, stack_bottom(w, next), w.stack_bytes);
+        fa_host_switch(&from.stack_pointer, to.stack_pointer);
+        __sanitizer_finish_switch_fiber(this_worker->fiber[this_worker->current].fake_stack, nullptr, nullptr);
+        return {nullptr, nullptr};
+    }
+    return {&from.stack_pointer, to.stack_pointer};
 }
 
 // The running fiber must wait: selects the fiber to switch to. Null, null: the running fiber itself was the next.
@@ -63,18 +80,12 @@ static inline Next switch_to_next(Worker& w) {
     }
     unsigned self = w.current;
     int next = pop_ready(w);
-    if (__builtin_expect(next < 0, 0)) report_deadlock(w);
-    if (unsigned(next) == self) return {nullptr, nullptr};
-    Fiber &from = w.fiber[self], &to = w.fiber[next];
-    w.current = next;
-    fa_host_self = &to.self;
-    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
-        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, stack_bottom(w, next), w.stack_bytes);
-        fa_host_switch(&from.stack_pointer, to.stack_pointer);
-        __sanitizer_finish_switch_fiber(this_worker->fiber[this_worker->current].fake_stack, nullptr, nullptr);
-        return {nullptr, nullptr};
+    while (__builtin_expect(next < 0, 0)) {
+        if (!deliver_one(w)) report_deadlock(w);
+        next = pop_ready(w);
     }
-    return {&from.stack_pointer, to.stack_pointer};
+    if (unsigned(next) == self) return {nullptr, nullptr};
+    return switch_to(w, next);
 }
 
 }  // namespace fa_host

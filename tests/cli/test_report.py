@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from rows import append_row
 
 from harness.problem import Problem
-from harness.row import Row, append_row
+from harness.row import Row
 
 Run = Callable[..., Result]
 

@@ -99,6 +99,9 @@ class Judged(Kernel):
         self.log.append(("judge", self.launches))
         return self.wrong
 
+    def fresh(self) -> str:
+        raise AssertionError("the turns before have done it")
+
     def ended(self) -> str:
         return self.outside
 

@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rows import CPU, ceilings, lengths, row
+from rows import CPU, append_row, ceilings, lengths, row
 
 from harness.report import compose
 from harness.report.page import COLUMNS, page
-from harness.row import append_row, read_rows
+from harness.row import read_rows
 
 VOID = {"meta", "img", "input"}
 EVIL = "<script>alert(1)</script>\"'&"

@@ -11,14 +11,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from rows import CPU, ceilings, lengths, row
+from rows import CPU, append_row, ceilings, lengths, row
 
 from harness.fault import DataFault, DiskFault
 from harness.problem import Problem
 from harness.report import compose as report
 from harness.report.summary import summary
 from harness.report.views import by_head_dim, families, latest, limiter, roofs, views
-from harness.row import append_row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -161,6 +160,8 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     cells = re.findall(r"```python\n(?!import torch)(.*?)```", (ROOT / "README.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
     for cell in cells:
-        exec(cell.replace("fa_cli.harness", "harness"), {})
+        homes = {"Problem": "problem", "experiment": "experiment", "frame": "report", "run": "run"}
+        names = re.search(r"^from fa_cli import (.*)$", cell, re.M)[1].split(", ")
+        exec(re.sub(r"^from fa_cli .*$", "; ".join(f"from harness.{homes[n]} import {n}" for n in names), cell, flags=re.M), {})
     said = capsys.readouterr().out
     assert len(cells) == 2 and "KernelTime_ms" in said and "True" in said

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import plain
+from rows import append_row, plain
 
 from harness import row
 from harness.fault import DataFault, DiskFault, Dropped
-from harness.row import Row, append_row, columns, read_rows
+from harness.row import Row, columns, read_rows
 
 #: Typed out here on purpose: the contract, which users' scripts rely on.
 CONTRACT = (

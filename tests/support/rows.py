@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from harness.files import append_files, make_folder
 from harness.problem import Problem
-from harness.row import TYPES, Row
+from harness.row import TYPES, Row, encoded, mend
 
 GPU, CPU = {"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cpu", "device_name": "a processor"}
 RUN = "20261120T184550Z-ab12"
@@ -78,3 +80,10 @@ def ceilings(**rates: float) -> list[Row]:
         kind = {"Bandwidth_GBps": rate, "TFLOPS": None} if name == "copy" else {"Bandwidth_GBps": None, "TFLOPS": rate}
         found.append(row("ceiling-" + name.replace("_", "-"), "S8192", 1.0, **kind))
     return found
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Append a row to a CSV file as experiment does, with the header where the file is new."""
+    make_folder(path.parent)
+    mend(path, quoted=True)
+    append_files(path.parent, {path.name: encoded(path, [row])})

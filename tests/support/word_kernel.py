@@ -69,7 +69,7 @@ class Given(Bound):
         args = np.frombuffer(call.parameters[0], ARGS).copy()
         for name, value in fields.items():
             args[name] = value
-        self.steps = [call._replace(parameters=(args.tobytes(),))]
+        self.steps = [call._replace(parameters=(args.tobytes(), *call.parameters[1:]))]
 
 
 def bound(

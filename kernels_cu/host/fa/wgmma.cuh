@@ -1,0 +1,82 @@
+// The CPU meaning of <fa/wgmma.cuh>, with a tensor core's bits: the last thread of a warpgroup to arrive issues the product for all 128
+// (host/wgmma.hpp). D's registers hold NaN until the wait that retires it.
+#pragma once
+
+#include <fa/barrier.cuh>
+#include <fa/mma.cuh>
+
+namespace fa {
+
+namespace host {
+
+// d[warp][column][16 rows] += a[64][16] b[column][16], one k16 step.
+template <class T> FA_HOST_COLLECTIVE multiply_warpgroup(float* d, const uint16_t* a, const uint16_t* b, int columns) {
+    float b_wide[256][16];
+    int b_exponent[256][16];
+    auto widened = [](const uint16_t* from, int stride) {
+        Words bits;
+        for (int i = 0; i < 16; ++i) bits[i] = from[i * stride];
+        return Widen<T>::of(bits);
+    };
+    for (int n = 0; n < columns; ++n) {
+        const Floats row = widened(b + 16 * n, 1);
+        const Ints exponent = exponents<T>(row);
+        __builtin_memcpy(b_wide[n], &row, 64);
+        __builtin_memcpy(b_exponent[n], &exponent, 64);
+    }
+    for (int warp = 0; warp < 4; ++warp) {
+        Floats column[16];
+        Ints exponent[16];
+        for (int k = 0; k < 16; ++k) column[k] = widened(a + 16 * 16 * warp + k, 16), exponent[k] = exponents<T>(column[k]);
+        for (int n = 0; n < columns; ++n) {
+            float* to = d + 16 * (256 * warp + n);
+            Floats sums;
+            __builtin_memcpy(&sums, to, 64);
+            sums = tensor_core<T, 16>(column, exponent, b_wide[n], b_exponent[n], sums);
+            __builtin_memcpy(to, &sums, 64);
+        }
+    }
+}
+
+template <class T, bool TransposeB, int R>
+__forceinline__ void wgmma(float (&d)[R], const uint32_t* a_reg, uint64_t a_smem, uint64_t b_smem, bool accumulate, const char* word,
+                           const char* file, int line) {
+    static_assert(R % 4 == 0 && R >= 4 && R <= 128, "N, twice the registers of d, is a multiple of 8 up to 256");
+    static_assert(sizeof(T) == 2);
+    void* code = fa_host_self->race ? fa_host_code() : nullptr;
+    const fa_host::Product product{d, a_reg, a_smem, b_smem, R, TransposeB, accumulate, code, multiply_warpgroup<T>};
+    fa_host_wgmma(&product, word, file, line);
+}
+
+}  // namespace host
+
+__forceinline__ uint64_t smem_descriptor(const void* slab_smem, uint32_t leading_bytes, uint32_t stride_bytes, FA_HOST_HERE) {
+    constexpr uint64_t swizzle_128 = 1ull << 62;
+    const uint32_t at = smem_u32(slab_smem, file, line);
+    return swizzle_128 | uint64_t(stride_bytes >> 4) << 32 | uint64_t(leading_bytes >> 4) << 16 | (at & 0x3ffff) >> 4;
+}
+__forceinline__ uint64_t smem_descriptor_k_major(const void* slab_smem, FA_HOST_HERE) {
+    return smem_descriptor(slab_smem, 16, 1024, file, line);
+}
+__forceinline__ uint64_t smem_descriptor_mn_major(const void* slab_smem, uint32_t slab_bytes, FA_HOST_HERE) {
+    return smem_descriptor(slab_smem, slab_bytes, 1024, file, line);
+}
+__forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+template <class... Arrays> __forceinline__ void wgmma_fence(Arrays&...) { fa_host_wgmma_fence(); }
+__forceinline__ void wgmma_commit() { fa_host_wgmma_commit(); }
+template <int PENDING, class... Arrays> __forceinline__ void wgmma_wait(Arrays&...) {
+    static_assert(PENDING >= 0);
+    fa_host_wgmma_wait(PENDING);
+}
+
+template <class T, bool TransposeB = false, int R>
+__forceinline__ void wgmma_ss(float (&d)[R], uint64_t a_smem, uint64_t b_smem, bool accumulate, FA_HOST_HERE) {
+    host::wgmma<T, TransposeB>(d, nullptr, a_smem, b_smem, accumulate, "wgmma_ss", file, line);
+}
+template <class T, bool TransposeB = false, int R>
+__forceinline__ void wgmma_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b_smem, bool accumulate, FA_HOST_HERE) {
+    host::wgmma<T, TransposeB>(d, a, 0, b_smem, accumulate, "wgmma_rs", file, line);
+}
+
+}  // namespace fa

@@ -1,0 +1,58 @@
+// The functions that -fsanitize=thread calls at each memory access: of shared memory for the race check, of registers for those that a
+// wgmma in flight reads or writes.
+#pragma once
+
+#include <string.h>
+
+#include "block.hpp"
+#include "race.hpp"
+#include "wgmma.hpp"
+
+namespace fa_host {
+
+static inline void on_access(const void* address, size_t bytes, bool writes, void* code) {
+    Worker* w = this_worker;
+    if (!w || !w->race) return;
+    w->race->access(static_cast<const char*>(address), bytes, writes, code, w->current);
+    if (w->wgmma) w->wgmma->touched(*w, static_cast<const char*>(address), bytes, writes, code);
+}
+
+}  // namespace fa_host
+
+// The functions that -fsanitize=thread calls at each memory access.
+#define FA_HOST_HOOK(bytes)                                                                                          \
+    void __tsan_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); }           \
+    void __tsan_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); }           \
+    void __tsan_unaligned_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); } \
+    void __tsan_unaligned_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); } \
+    void __tsan_volatile_read##bytes(void* a) { fa_host::on_access(a, bytes, false, __builtin_return_address(0)); }  \
+    void __tsan_volatile_write##bytes(void* a) { fa_host::on_access(a, bytes, true, __builtin_return_address(0)); }
+
+extern "C" {
+FA_HOST_HOOK(1)
+FA_HOST_HOOK(2)
+FA_HOST_HOOK(4)
+FA_HOST_HOOK(8)
+FA_HOST_HOOK(16)
+void* __tsan_memcpy(void* to, const void* from, unsigned long n) {
+    fa_host::on_access(from, n, false, __builtin_return_address(0));
+    fa_host::on_access(to, n, true, __builtin_return_address(0));
+    return memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long n) {
+    fa_host::on_access(from, n, false, __builtin_return_address(0));
+    fa_host::on_access(to, n, true, __builtin_return_address(0));
+    return memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, unsigned long n) {
+    fa_host::on_access(to, n, true, __builtin_return_address(0));
+    return memset(to, value, n);
+}
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void __tsan_read_range(void* a, unsigned long n) { fa_host::on_access(a, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* a, unsigned long n) { fa_host::on_access(a, n, true, __builtin_return_address(0)); }
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+}
+#undef FA_HOST_HOOK
