@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Records sweeps on the GPU of this machine, one after the other: bash experiments/record.sh FOLDER SWEEP...
-# Each has LIMIT seconds (default 280). One that takes longer is interrupted: its finished rows are kept, and the next one follows.
+# Each has LIMIT seconds (default 420). One that takes longer is interrupted: its finished rows are kept, and the next one follows.
 # FOLDER/SWEEP.tar has what `fa-cli experiment SWEEP --record` wrote: results.csv, samples.jsonl, env.json, summary.md and figures;
 # `tar -xf FOLDER/SWEEP.tar` in a checkout puts them where they are committed. FOLDER/SWEEP.log has what it printed.
 # RESUME=1 goes on with what is in experiments/SWEEP. The exit code is 1 if a sweep failed.
@@ -18,7 +18,7 @@ for sweep in "$@"; do
     start=$SECONDS code=0
     began=$(mktemp)
     log=$folder/$sweep.log
-    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" "$python" cli.py experiment "$sweep" --record ${RESUME:+--resume} >"$log" 2>&1 || code=$?
+    timeout --signal=INT --kill-after=20 "${LIMIT:-420}" "$python" cli.py experiment "$sweep" --record ${RESUME:+--resume} >"$log" 2>&1 || code=$?
     echo "exit code $code, $((SECONDS - start)) s" >>"$log"
     [ $code = 0 ] || failed=1
     find "experiments/$sweep" plots -newer "$began" -type f ! -name '.*' | tar -cf "$folder/$sweep.tar" -T -
