@@ -340,10 +340,11 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
+    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
+    that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
     name = folder.resolve().name
     return harness.terminal.show_report.redrawn(
-        harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]
+        harness.report.redraw(folder, output_dir, name, title or name, with_page=True), json, context.obj["verbosity"]
     )
 
 
