@@ -1,23 +1,38 @@
-"""fa-cli as a package: `from fa_cli import attention` gives the PyTorch operator, and only that loads torch (PEP 562)."""
+"""fa-cli as a package: `from fa_cli import run, experiment, attention`. A name loads what it needs when it is first used (PEP 562).
+
+run and experiment are the verbs of that name, Problem is what run takes, frame makes a DataFrame of experiment's rows; attention and sdpa
+are PyTorch operators.
+"""
 
 from __future__ import annotations
 
 TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
-    from typing import Any
-
+    from .harness.experiment import experiment as experiment
+    from .harness.problem import Problem as Problem
+    from .harness.report import frame as frame
+    from .harness.run import run as run
     from .harness.torch_op import attention as attention
     from .harness.torch_op import attention_flash as attention_flash
     from .harness.torch_op import attention_naive as attention_naive
     from .harness.torch_op import attention_tiled as attention_tiled
     from .harness.torch_op import sdpa as sdpa
 
-_OPERATOR = ("attention", "attention_flash", "attention_naive", "attention_tiled", "sdpa")
+    __version__: str
+else:
+
+    def __getattr__(name):
+        from importlib import import_module, metadata
+
+        if name == "__version__":
+            return metadata.version("fa-harness")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f".harness.{_HOMES[name]}", __name__), name)
+
+    def __dir__():
+        return [*globals(), *_HOMES, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _OPERATOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .harness import torch_op
-
-    return getattr(torch_op, name)
+_HOMES = {"experiment": "experiment", "Problem": "problem", "frame": "report", "run": "run"}
+_HOMES |= dict.fromkeys(("attention", "attention_flash", "attention_naive", "attention_tiled", "sdpa"), "torch_op")

@@ -62,6 +62,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
         "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
     )
 )
+@options.kernels
 @options.compute
 @options.mode
 @click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
@@ -75,23 +76,37 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
 @click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")
+@click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
 @click.pass_context
-def run(context: Context, /, compute: list[str], mode: str, data: Path | None, watch: bool, json: bool, **given: options.Value) -> int:
+def run(
+    context: Context,
+    /,
+    kernels: tuple[str, ...],
+    compute: list[str],
+    mode: str,
+    data: Path | None,
+    watch: bool,
+    json: bool,
+    **given: options.Value,
+) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
+    compute = [*kernels, *compute] or ["fa2"]
+    if given["debug"] and not given["check"]:  # run refuses both
+        harness.terminal.debugger.debug(again, compute, mode, given["device"], json, watch)
     if watch and not harness.terminal.watch.watched():
-        return harness.terminal.watch.watch(again, compute or ["fa2"], mode, json)
+        return harness.terminal.watch.watch(again, compute, mode, json)
     if harness.run.asan_child_needed(given["check"]):
         return harness.run.run_under_asan(again)
     if data:
         options.refuse_shape_beside_data(context)
     problem = options.problem_of(given)
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
-    results = harness.run.run(compute or ["fa2"], mode, data_folder=data, problem=None if data else problem, **given)
+    results = harness.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
-    return harness.terminal.show.results(results, json, context.obj["verbosity"])
+    return harness.terminal.show.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
@@ -182,10 +197,12 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
-    given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
-    cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
+    told = harness.terminal.show_verify.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
+    try:
+        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, **given)
+    except KeyboardInterrupt:
+        return told.end(interrupted=True)
+    return told.end()
 
 
 @main.command(
@@ -323,10 +340,11 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
+    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
+    that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
     name = folder.resolve().name
     return harness.terminal.show_report.redrawn(
-        harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]
+        harness.report.redraw(folder, output_dir, name, title or name, with_page=True), json, context.obj["verbosity"]
     )
 
 

@@ -108,6 +108,9 @@ class Problem:
             name += f"_{self.dtype}"
         return name
 
+    def __repr__(self) -> str:
+        return f"Problem({self.describe()})"
+
     @classmethod
     def from_folder(cls, name: str) -> Problem | None:
         """The problem of a folder's name, without mask and scale; None where the name is not of that form. Raises UsageFault as of."""

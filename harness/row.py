@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import os
 import typing
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .fault import DataFault, Dropped, Fault
-from .files import TABLE_LIMIT, append_files, make_folder, read_exact, write_files
+from .files import TABLE_LIMIT, read_exact, write_files
 from .problem import DTYPE_BYTES, Problem
 
 
@@ -72,6 +73,54 @@ class Row:
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
     arithmetic: str | None = None
+    recipe: str | None = None
+    energy_mj: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+
+    def __repr__(self) -> str:
+        shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
+        time = f", {self.KernelTime_ms:.4g} ms {self.timing}" if self.KernelTime_ms else ""
+        return f"Row({self.Kernel} {self.Type} {shape} {self.dtype}{' causal' * self.causal}: {self.Status}{time})"
+
+
+class Rows(list[Row]):
+    """Rows as a notebook shows them: a small table; all columns are in `report.frame(rows)`."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "no rows"
+
+    def _repr_html_(self) -> str:
+        names = [
+            "Test",
+            "Kernel",
+            "Type",
+            "Batch",
+            "Heads",
+            "SeqLen",
+            "HeadDim",
+            "dtype",
+            "causal",
+            "Status",
+            "MaxError",
+            "device",
+            "timing",
+            "KernelTime_ms",
+            "TFLOPS",
+            "Speedup",
+        ]
+        return html_table(names, [[getattr(row, name) for name in names] for row in self])
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table; a column without any value is left out."""
+    shown = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        texts = ("" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c) for c in (cells[i] for i in shown))
+        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+    return f"<table>{line('th', columns)}{''.join(line('td', row) for row in rows)}</table>"
 
 
 #: The columns that identify a row's problem.
@@ -105,16 +154,6 @@ def columns() -> list[str]:
     return [field.name for field in fields(Row)]
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, with the header where the file is new. A row is complete or absent.
-
-    Raises DataFault where the file has another header, DiskFault where it cannot be written.
-    """
-    make_folder(path.parent)
-    mend(path, quoted=True)
-    append_files(path.parent, {path.name: encoded(path, [row])})
-
-
 def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
     """Rows as the bytes to append to a CSV file, or to write it anew. Raises DataFault where the file has another header."""
     header = _line(columns())
@@ -128,7 +167,7 @@ def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file written by :func:`append_row`, also by a version that had fewer columns: those are None.
+    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None.
 
     A torn end is left out with the warning Dropped; an empty file has no rows. Raises DataFault naming file and line where it is not one.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import choose, dataset
@@ -16,8 +17,10 @@ from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
 from .fault import UsageFault
 from .files import disk_fault, locked
+from .measure import alone
 from .measure import sampling as measure
 from .problem import MODES, PASSES, Problem
+from .row import html_table
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class Result:
         times = {name: p.timings["warm"].median_ms for name, p in self.passes.items() if self.passed and "warm" in p.timings}
         return {name: times.get(name) for name in PASSES}
 
+    def __repr__(self) -> str:
+        times = "".join(f", {name} {ms:.4g} ms" for name, ms in self.time_ms.items() if ms)
+        what = f"{self.compute} {self.mode} {self.problem.describe()} on {self.device}"
+        return f"Result({what}: {'PASS' if self.passed else 'FAIL'}{times})"
+
     def _rate(self, work: Callable[[str], float]) -> dict[str, float | None]:
         return {name: work(name) / (ms * 1e-3) if ms else None for name, ms in self.time_ms.items()}
 
@@ -74,6 +82,22 @@ class Result:
     def gbps(self) -> dict[str, float | None]:
         """10^9 bytes a second of the least HBM traffic: every input read once, every output written once (Problem.bytes)."""
         return self._rate(lambda name: self.problem.bytes(name) / 1e9)
+
+
+class Results(list[Result]):
+    """Results as a notebook shows them: a row a kernel and pass, with the tensor that is nearest to its budget."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "no results"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for result in self:
+            for name, each in result.passes.items():
+                worst = max(each.verdicts.values(), key=lambda v: v.max_abs / v.budget if v.budget else 0.0)
+                of = (result.problem.describe(), result.device_name, result.compute, name, "PASS" if each.passed else "FAIL")
+                rows.append((*of, worst.tensor, worst.max_abs, worst.budget, result.time_ms[name]))
+        return html_table(("problem", "device", "kernel", "pass", "verdict", "tensor", "max |error|", "budget", "ms (median)"), rows)
 
 
 def contend(
@@ -92,20 +116,28 @@ def contend(
 
 
 def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
-    """The results with a timing more: all that passed, pass by pass, in round-robin turns. What failed a check is never timed."""
+    """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
+
+    timing: warm or cold, in round-robin turns; burst or energy, one after the other.
+    """
+    take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
     done = list(results)
     for pass_ in PASSES:
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
         if not runs:
             continue
-        for i, found in measure.measure(runs, backend, timing, policy or measure.POLICY[backend.name]).items():
+        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name]).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done
 
 
-def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None) -> Backend:
-    """The backend for --device, --check and --schedule-seed; the latter two exist on the CPU only. Raises UsageFault otherwise."""
+def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None, debug: bool = False) -> Backend:
+    """The backend for --device, --check, --schedule-seed and --debug. --check and --schedule-seed exist on the CPU only, --check and
+    --debug are two builds of the kernel. Raises UsageFault otherwise."""
+    if check and debug:
+        why = "each is a build of its own: a debugger steps through code without a check's instructions"
+        raise UsageFault(f"--debug and --check {check} together", why, "use one, then the other")
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
@@ -113,13 +145,13 @@ def open_backend(device: str, check: str | None = None, schedule_seed: int | Non
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )
-        return pick("cpu", check=check, seed=schedule_seed)
-    return pick(device)
+        return pick("cpu", check=check, seed=schedule_seed, debug=debug)
+    return pick(device, debug=debug)
 
 
 def run(
-    computes: Sequence[str],
-    mode: str,
+    computes: str | Sequence[str] = "fa2",
+    mode: str = "forward",
     *,
     data_folder: Path | None = None,
     problem: Problem | None = None,
@@ -131,22 +163,24 @@ def run(
     tiles: Mapping[str, int] | None = None,
     check: str | None = None,
     schedule_seed: int | None = None,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     deterministic: bool = False,
-) -> list[Result]:
-    """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
-    or reused there, and write the first one's outputs.
+    debug: bool = False,
+) -> Results:
+    """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem (by default Problem.of()) that is
+    generated under data_root or reused there, and write the first one's outputs. causal and scale are the problem's unless given.
 
-    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
-    or disk; a failed check is no exception, it is Result.passed.
+    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm; with check they are launched once more
+    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data,
+    environment, kernel or disk; a failed check is no exception, it is Result.passed.
     """
-    backend = open_backend(device, check, schedule_seed)
+    backend = open_backend(device, check, schedule_seed, debug)
     found = dataset.open_(data_folder) if data_folder else None
-    shape = found.problem if found else problem
-    assert shape is not None, "either a folder or a problem"
-    problem = shape.with_(causal=causal, scale=shape.scale if scale is None else scale)
+    shape = found.problem if found else problem or Problem.of()
+    problem = shape.with_(causal=shape.causal if causal is None else causal, scale=shape.scale if scale is None else scale)
     dataset.check_size(problem)
+    computes = [computes] if isinstance(computes, str) else computes
     contenders, notes = choose.choose(computes, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
     for each in contenders:  # before a byte is written
         each.refuse(problem, MODES[mode], backend)
@@ -167,6 +201,8 @@ def run(
             if len(results) == 1:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
                 dataset.write_outputs(found, outputs, _record(result))
+    if debug:
+        return Results(results)
     if check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
@@ -174,7 +210,7 @@ def run(
     if done[0].passed != results[0].passed:  # a later launch broke a rule
         with locked(found.folder):
             dataset.write_outputs(found, outputs, _record(done[0]))
-    return done
+    return Results(done)
 
 
 def check_in_memory(

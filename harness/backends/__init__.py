@@ -14,8 +14,8 @@ from .protocol import Step as Step
 from .protocol import cache_dir as cache_dir
 
 
-def pick(spec: str = "auto", seed: int | None = None, check: str | None = None) -> Backend:
-    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host).
+def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False) -> Backend:
+    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host); debug: code for a debugger.
 
     auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
@@ -25,7 +25,7 @@ def pick(spec: str = "auto", seed: int | None = None, check: str | None = None) 
     if kind == "cuda" or (kind == "auto" and nvidia_driver()):
         from .cuda import Cuda
 
-        return Cuda(int(index or 0))
+        return Cuda(int(index or 0), debug)
     from .host.backend import Host
 
-    return Host(seed, check)
+    return Host(seed, check, debug)

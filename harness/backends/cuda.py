@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import threading
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,13 +47,13 @@ def pip_line() -> str:
 class Cuda(Backend):
     """One GPU of this machine. Raises EnvironmentFault where there is none, or no CuPy that can use it.
 
-    FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver, without guard bands, so the tool knows its
-    bounds. In CuPy's pool most accesses out of bounds hit another tensor.
+    debug: kernels are compiled for cuda-gdb. FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver,
+    without guard bands, so the tool knows its bounds. In CuPy's pool most accesses out of bounds hit another tensor.
     """
 
     name = "cuda"
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, debug: bool = False) -> None:
         self.xp: Any = _cupy()  # CuPy has no types: what it returns is checked where it is given one
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -59,7 +61,7 @@ class Cuda(Backend):
             raise EnvironmentFault("CuPy cannot use the GPU", str(error), "fa-cli doctor, or use --device cpu") from None
         if index >= count:
             raise EnvironmentFault(f"no GPU cuda:{index}", f"CUDA shows {count} of them", "use --device cuda:0, or --device cpu")
-        self._index = index
+        self._index, self._debug = index, debug
         self._thread = threading.local()
         self.xp.cuda.Device(index).use()
         sanitized = os.environ.get("FA_CLI_NO_POOL") == "1"
@@ -113,12 +115,32 @@ class Cuda(Backend):
             check_parameters(kernel)
             return self._load(kernel, plan)
 
-    def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
+    @contextlib.contextmanager
+    def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
+        """A module of its own from the cached cubin. CuPy has one module for the same code, options and log stream: hence the stream."""
+        kernel, plan, stream = loaded.kernel, loaded.plan, io.StringIO()
         exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
-        given = nvrtc.options(kernel, plan, exact)  # None: CuPy adds the device's own
+        functions: dict[str, Any] = {}
+        with self.xp.cuda.Device(self._index):
+            module = self._module(kernel, nvrtc.options(kernel, plan, exact, self._debug))
+            for entry in kernel.entries:
+                try:
+                    functions[entry] = module.get_function(entry)
+                    functions[entry].compile(log_stream=stream)
+                    _ready(functions[entry], entry, plan)
+                except RuntimeError as error:  # CuPy's CUDADriverError
+                    raise _load_fault(kernel, plan, entry, error) from None
+        yield replace(loaded, functions=functions)
+
+    def _module(self, kernel: Kernel, options: tuple[str, ...]) -> Any:
         path = str(kernel.path).replace("\\", "\\\\").replace('"', '\\"')
         code = f'#line 1 "{path}"\n{kernel.path.read_text(encoding="utf-8-sig")}'  # messages name the real file and line
-        module = self.xp.RawModule(code=code, options=given, backend="nvrtc")
+        return self.xp.RawModule(code=code, options=options, backend="nvrtc")
+
+    def _load(self, kernel: Kernel, plan: Plan) -> Loaded:
+        exact = nvrtc.pinned_arch(kernel, dict(plan.macros)["DTYPE"])
+        given = nvrtc.options(kernel, plan, exact, self._debug)  # None: CuPy adds the device's own
+        module = self._module(kernel, given)
         functions: dict[str, Any] = {}
         shared = 0
         try:
@@ -131,6 +153,8 @@ class Cuda(Backend):
             raise CompileError(kernel, ("nvrtc", *given, str(kernel.path)), str(error)) from None
         except RuntimeError as error:  # CuPy's CUDADriverError
             raise _load_fault(kernel, plan, entry, error) from None
+        if self._debug:  # every variable lies in local memory
+            return Loaded(kernel, plan, functions, registers, None, shared)
         spills = self._spills(kernel, plan, exact, registers) if local else 0
         return Loaded(kernel, plan, functions, registers, spills, shared)
 
@@ -269,6 +293,10 @@ class Cuda(Backend):
     def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now, from NVML; empty without it."""
         return nvml.state(self.xp.cuda.Device().pci_bus_id)
+
+    def meter(self) -> tuple[int, int] | None:
+        """Millijoules so far and SM clock in MHz, from NVML; None where it does not count energy."""
+        return nvml.meter(self.xp.cuda.Device().pci_bus_id)
 
     def _between_events(
         self, work: Callable[[], None], faults: Callable[[], contextlib.AbstractContextManager[None]]

@@ -82,14 +82,20 @@ class Compiled:
         return max(u.stack_bytes for u in self.usage.values())
 
 
-def options(kernel: Kernel, plan: Plan, arch: str | None) -> tuple[str, ...]:
+def options(kernel: Kernel, plan: Plan, arch: str | None, debug: bool = False) -> tuple[str, ...]:
     """The compile options of a kernel's plan, for cupy.RawModule and for `compile_` alike.
 
-    arch: "sm_90a" and the like; None leaves the choice to CuPy (the device's own). The hash of the include closure is an option because
-    CuPy's cache key leaves out included headers: without it an edited header would run a stale kernel. There is no fast-math, which
-    would change a kernel's plain expressions; words that approximate have it in their names.
+    arch: "sm_90a" and the like; None leaves the choice to CuPy (the device's own). debug: for cuda-gdb, nothing is optimised. The hash
+    of the include closure is an option because CuPy's cache key leaves out included headers: without it an edited header would run a
+    stale kernel. There is no fast-math, which would change a kernel's plain expressions; words that approximate have it in their names.
     """
-    given = ["-std=c++17", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-lineinfo", f"-DFA_SOURCE_HASH=0x{kernel.source_hash}"]
+    given = [
+        "-std=c++17",
+        f"-I{INCLUDE}",
+        f"-I{kernel.path.parent}",
+        "-G" if debug else "-lineinfo",
+        f"-DFA_SOURCE_HASH=0x{kernel.source_hash}",
+    ]
     given += [f"-D{name}={value}" for name, value in plan.macros]
     if arch is not None:
         given.append(f"-arch={arch}")

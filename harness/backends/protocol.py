@@ -97,6 +97,10 @@ class Backend(Protocol):
         """
         ...
 
+    def fresh(self, loaded: Loaded) -> AbstractContextManager[Loaded]:
+        """The same kernel loaded once more: module globals are as they are before a first launch."""
+        ...
+
     def memory(self, size: int) -> Bytes:
         """A new buffer of `size` bytes of unspecified values. Raises UsageFault or MemoryError where there is no room."""
         ...
@@ -108,6 +112,10 @@ class Backend(Protocol):
     def threads(self) -> int:
         """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""
         return 0
+
+    def watched(self) -> int | None:
+        """What --check has watched in all launches so far; None without a check."""
+        return None
 
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
@@ -165,6 +173,10 @@ class Backend(Protocol):
     def state(self) -> Json:
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
+
+    def meter(self) -> tuple[int, int] | None:
+        """Millijoules that the device has taken so far, by a counter that only grows, and its SM clock in MHz; None: not known."""
+        return None
 
 
 def cache_dir() -> Path:

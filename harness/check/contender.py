@@ -46,6 +46,10 @@ class PassResult:
     broken: str = ""
     arithmetic: str = "f32"
 
+    def __repr__(self) -> str:
+        errors = ", ".join(f"{name} {v.max_abs:.2e} of {v.budget:.2e}" for name, v in self.verdicts.items())
+        return f"PassResult({self.name}: {'PASS' if self.passed else 'FAIL'}, {errors})"
+
     @property
     def passed(self) -> bool:
         """Whether every tensor has passed, and no later launch broke a rule; for a peer, whether its error is within PEER_BUDGETS times
@@ -53,6 +57,11 @@ class PassResult:
         return not self.broken and all(
             v.passed or (self.kernel is None and v.max_abs <= PEER_BUDGETS * v.budget) for v in self.verdicts.values()
         )
+
+    @property
+    def watched(self) -> int | None:
+        """What --check has watched in its launches (Backend.watched); None without a check, and for a peer."""
+        return self.timed.bound.watched if isinstance(self.timed, Trial) else None
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -85,6 +94,11 @@ class Contender:
     peer: Peer | None = None
     tiles: Mapping[str, int] = field(default_factory=dict)
     deterministic: bool = False
+
+    def __repr__(self) -> str:
+        files = [kernel.path.name for kernel in self.kernels.values()] or ["a peer"]
+        tiles = [f"{name}={value}" for name, value in self.tiles.items()]
+        return f"Contender({self.name}: {', '.join((*files, *tiles))})"
 
     def refuse(self, problem: Problem, passes: Sequence[str], backend: Backend) -> None:
         """Raise UsageFault where it does not take the passes of a problem, EnvironmentFault where a peer cannot run here."""

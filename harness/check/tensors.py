@@ -128,6 +128,8 @@ class Bound:
                 tensor.buffer[:] = 0
         views = {name: tensor.view() for name, tensor in self.tensors.items()}
         self.steps = launcher.steps(views, [tensor.address for _, tensor in self.workspaces])
+        #: What --check has watched in its launches (Backend.watched); None without a check.
+        self.watched = None if backend.watched() is None else 0
 
     @property
     def device_bytes(self) -> int:
@@ -148,8 +150,11 @@ class Bound:
         A thread that goes on is looked for where Python has one thread only: others start and end some of their own meanwhile.
         """
         alone, threads = threading.active_count() == 1, self.backend.threads()
+        before = self.backend.watched()
         with self.backend.range(self.label), self._named():
             self.backend.launch(self.loaded, self.steps)
+        if self.watched is not None:
+            self.watched += (self.backend.watched() or 0) - (before or 0)
         if alone and self.backend.threads() > threads and threading.active_count() == 1:
             raise KernelFault(
                 f"{self.loaded.kernel.label} left a thread running after its launch",
@@ -191,6 +196,19 @@ class Bound:
         if len(tensor.shape) == 3:
             return flat.reshape(tensor.shape)
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Launches in here are of a module that was just loaded, and find workspaces of init zero_once zeroed."""
+        loaded = self.loaded
+        for space, tensor in self.workspaces:
+            if space.init != "none":
+                tensor.buffer[:] = 0
+        try:
+            with self.backend.fresh(loaded) as self.loaded:
+                yield
+        finally:
+            self.loaded = loaded
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:

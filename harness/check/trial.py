@@ -155,6 +155,22 @@ class Trial:
                 return f"it changed its input {name} in a launch after its first"
         return ""
 
+    def fresh(self) -> str:
+        """One launch of a fresh load of the module, on the inputs of the last launch: right, and the same bits where that is promised.
+
+        A launch of a module that other problems have used may be right only by what they left there.
+        """
+        last = self._now()
+        with self.bound.fresh():
+            self.bound.poison()
+            self.bound.launch()
+        found, back = self._now(), self._change.back()
+        restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
+        first = {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
+        if not all(_alike(bits, first[name]) for name, bits in restored.items()) and (wrong := self._over_budget(restored)):
+            return f"{_LEFT} ({wrong})"
+        return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
+
     def again(self) -> str:
         """One launch more, on new inputs, over the outputs of the launch before; then as judge and ended."""
         self.refresh(True, False)
@@ -239,6 +255,7 @@ class Trial:
 
 
 _UNSTEADY = "it promises deterministic = true, and two launches on the same inputs gave different bits"
+_LEFT = "it is right only by what earlier launches left in a module global: loaded afresh, its first launch is wrong"
 _CARRIED = (
     "it gives other bits than its first launch did on the same inputs: a module global or a zero_once workspace carries something over"
 )

@@ -9,6 +9,8 @@ their medians are a factor `apart` from each other, both are measured again, DOU
 to the inputs: the caches are alike. One kind slower in every single launch than the other in all of its own is no chance: for launches
 that do not depend on their inputs' history every order is as likely, so it happens with probability 2 / C(24, 12) = 7.4e-7. The order
 is drawn from the operating system's entropy: no kernel and no seed knows it.
+
+At the end the module is loaded once more, and its first launch is judged: what other problems left in its globals helps no kernel.
 """
 
 from __future__ import annotations
@@ -65,6 +67,10 @@ class Judged(Timed, Protocol):
 
     def judge(self) -> str:
         """Judge the outputs taken and those that are there now. Nothing is enqueued but what it enqueues itself."""
+        ...
+
+    def fresh(self) -> str:
+        """Launch a fresh load of its module on the same inputs, and judge that."""
         ...
 
     def ended(self) -> str:
@@ -144,12 +150,12 @@ class Watch:
         self.broken = self.contender.judge() if self.contender else ""
 
     def close(self, sample: Callable[[], float]) -> None:
-        """After the last turn: compare the times, the inputs and the guard bands. sample runs one launch, timed as in a turn."""
+        """After the last turn: compare the times, a fresh load, inputs and guard bands. sample runs one launch, timed as in a turn."""
         if self.broken or self.contender is None:
             return
         if self._fresh and self._same and _factor(self._fresh, self._same) >= self.apart:
             self.broken = self._doubt(self.contender, sample)
-        self.broken = self.broken or self.contender.ended()
+        self.broken = self.broken or self.contender.fresh() or self.contender.ended()
 
     def _doubt(self, contender: Judged, sample: Callable[[], float]) -> str:
         order = [True, False] * DOUBTS

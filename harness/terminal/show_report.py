@@ -17,6 +17,29 @@ if TYPE_CHECKING:
     from ..tune import Tuned, Variant
 
 
+#: What --check counts (Backend.watched), and why it may count nothing.
+WATCHED = {
+    "race": ("accesses to shared memory watched", "no access to shared memory"),
+    "asan": ("CUDA threads run with every access checked", "no code that AddressSanitizer checks"),
+}
+
+
+def watched(check: str, seen: Sequence[tuple[str, int | None, bool]], one: str, many: str) -> None:
+    """What --check found, and over what. seen: the label of each case (one, many: its name in words), what was watched in it, and
+    whether the check found something.
+
+    Where nothing was watched the check does not say that it found nothing.
+    """
+    unit, nothing = WATCHED[check]
+    findings, total = sum(finding for *_, finding in seen), sum(count or 0 for _, count, _ in seen)
+    cases = [label for label, count, finding in seen if count or finding]
+    if cases:
+        found = "1 finding" if findings == 1 else f"{findings} findings"
+        line(f"{check} {found} in {len(cases)} {one if len(cases) == 1 else many}: {total:,} {unit}")
+    if blind := [label for label, count, _ in seen if count == 0]:
+        line(f"{check} watched nothing in {len(blind)} {one if len(blind) == 1 else many}: {nothing} in {', '.join(dict.fromkeys(blind))}")
+
+
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
     """compare: a line a row both runs have, means of each kernel, and what only one has. Exit code 1 where --fail-if found something."""
     code = 0 if found.passed else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import sys
 import time
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from ..backends import Backend
+from ..backends.host.report import CheckFault
 from ..backends.protocol import ContextLost
 from ..check import budget
 from ..check.contender import run_kernel
@@ -24,10 +27,14 @@ from ..dataset import generate
 from ..dataset.folder import check_size
 from ..fault import Fault
 from ..kernel import Kernel
+from ..problem import DTYPE_BYTES, Problem
 from ..run import open_backend
 from . import large
 from .cases import Case
 from .inputs import inputs
+
+#: Types whose operations CuPy has compiled in this process.
+_warmed: set[str] = set()
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,7 +42,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of a case. message is empty where it passed; repro is the command that runs this case alone."""
+    """What came of a case. message is empty where it passed; repro is the command that runs this case alone. watched: what --check has
+    watched in its launches (Backend.watched); None without a check, and where a launch did not end."""
 
     kernel: str
     pass_: str
@@ -46,6 +54,12 @@ class CaseResult:
     repro: str
     max_errors: dict[str, float]
     exit_code: int = 0
+    watched: int | None = None
+
+    @property
+    def finding(self) -> bool:
+        """Whether --check found it."""
+        return isinstance(self, Found)
 
     def same_failure(self, other: CaseResult) -> bool:
         """Whether both failed in the same way: with the same exit code and, where it is values that are wrong, in a common tensor."""
@@ -61,6 +75,10 @@ class CaseResult:
 
 class Lost(CaseResult):
     """A failure that destroyed the CUDA context: this process can run nothing more on the GPU."""
+
+
+class Found(CaseResult):
+    """A failure that --check found."""
 
 
 class Died(CaseResult):
@@ -91,19 +109,43 @@ class Backends:
         return self._by_seed.setdefault(seed, open_backend(self._device, self._check, seed))
 
 
-def compile_ahead(backend: Backend, chosen: Kernel, cases: Iterable[Case]) -> None:
-    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
-    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
-    for each in cases:
-        with suppress(Fault):
-            wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)
+def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
+    """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    def load(case: Case) -> None:
+    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random:
+    processes that start together and share the cache find what others have compiled, instead of compiling all of it each.
+    """
+    wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
+    seen: set[tuple[str, Problem, bool]] = set()
+    device = backend.device()
+    for case, chosen in pairs:
+        form = in_form(chosen, case)
+        key = str(chosen.path), case.problem, form is chosen
+        if key in seen:
+            continue
+        seen.add(key)
         with suppress(Fault):
-            backend.load(in_form(chosen, case), case.problem)
+            wanted.setdefault((str(chosen.path), form.deterministic, form.plan(case.problem, device).macros), (form, case))
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(load, wanted.values()))
+    def work(job: Callable[[], object]) -> None:
+        with suppress(Fault):
+            job()
+
+    jobs: list[Callable[[], object]] = [partial(backend.load, form, case.problem) for form, case in wanted.values()]
+    if backend.xp is not np:
+        jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES if dtype not in _warmed]
+        _warmed.update(DTYPE_BYTES)
+    random.SystemRandom().shuffle(jobs)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(work, jobs))
+    return len(wanted)
+
+
+def _warm(backend: Backend, dtype: str) -> None:
+    """Judge a small case of a dtype by every class: CuPy compiles each operation of each type when it is first used."""
+    oracle = oracle_of(backend, Case(0, Problem.of(1, 4, 33, 16, 2, dtype=dtype, causal=True), 1.0, 0), "backward")
+    for arithmetic in ("f32", "p16", "tf32"):
+        oracle.judge(oracle.forward_outputs, arithmetic, 64)
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:
@@ -140,7 +182,7 @@ def run_case(
     start = time.perf_counter()
     repro = repro_of(backend, chosen, case, which, deterministic, repeat)
     largest: dict[str, float] = {}
-    message, broken, code, kind = "", "", 0, CaseResult
+    message, broken, code, kind, watched = "", "", 0, CaseResult, None
     try:
         oracle = oracle or oracle_of(backend, case, chosen.pass_)
         form = in_form(chosen, case)
@@ -149,22 +191,27 @@ def run_case(
         else:
             done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
             done = done if repeat is None else done.relaunched(repeat)
-            verdicts, broken = done.verdicts, done.broken
+            verdicts, broken, watched = done.verdicts, done.broken, done.watched
         largest = {name: v.max_abs for name, v in verdicts.items()}
         message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed) or broken
         code = 1 if message else 0
     except large.NoRoom:
         raise
     except Fault as fault:
-        message, code, kind = str(fault), fault.exit_code, Lost if isinstance(fault, ContextLost) else CaseResult
+        message, code = str(fault), fault.exit_code
+        kind = Lost if isinstance(fault, ContextLost) else Found if isinstance(fault, CheckFault) else CaseResult
     seconds = time.perf_counter() - start
-    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code)
+    return kind(chosen.name, chosen.pass_, case, not message, message, seconds, repro, largest, code, watched)
 
 
 def repro_of(backend: Backend, chosen: Kernel, case: Case, which: str, deterministic: bool, repeat: int | None) -> str:
     """The command that runs a case alone."""
     named = f"--matrix {which} --case {case.number}" if which else f"--case {shlex.quote(case.text())}"
     command = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
+    if (seed := getattr(backend, "seed", case.schedule)) != case.schedule:
+        command += f" --schedule-seed {seed}"
+    if check := getattr(backend, "check", None):
+        command += f" --check {check}"
     return command + " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
 
 

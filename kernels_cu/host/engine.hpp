@@ -39,6 +39,7 @@ struct Launch {
     int workers;
     char* report;  // receives the report, as text
     int report_bytes;
+    unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
 };
 
 // A wgmma as one thread of the warpgroup issues it: d += a b, d = a b where it does not accumulate. D has 64 rows and 2 * registers

@@ -45,6 +45,7 @@ struct Race {
 
     Worker* worker;
     Clocks clocks;
+    uint64_t watched;  // accesses to shared memory in this launch
     Shadow shadow[dynamic_cells + static_cells];
 
     // Null where there is no address space.
@@ -82,6 +83,7 @@ struct Race {
 
     void access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
         const Cells found = cells(address, bytes);
+        watched += found.count > 0;
         const uint8_t mask = found.bytes;
         const bool atomic = kind == atomically;
         Access now{code, clocks.clock[thread], int16_t(thread), mask, atomic, kind == copy_started, kind == by_async_proxy};

@@ -114,6 +114,7 @@ static inline void run_blocks(int number) {
     w.warps = (w.threads + 31) / 32;
     w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
+    if (w.race) w.race->watched = 0;
     fit_arena(w, launch.dynamic_bytes);
     w.faulted = false;
     this_worker = &w;
@@ -128,6 +129,7 @@ static inline void run_blocks(int number) {
         run_block(w, index);
     }
     set_modes(modes);
+    if (w.race) __atomic_fetch_add(launch.watched, w.race->watched, __ATOMIC_RELAXED);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
 }

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from rows import row
+from rows import append_row, row
 
 from harness.problem import Problem
-from harness.row import append_row
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

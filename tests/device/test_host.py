@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -313,6 +314,7 @@ def test_asan_is_silent_on_a_right_kernel(tmp_path: Path) -> None:
         "run", "--compute", "fa2", "--mode", "both", "--batch", 1, "--heads", 2, "--seq", 65, "--dim", 59, "--check", "asan", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^asan 0 findings in 2 passes: [1-9][\d,]* CUDA threads run", done.stdout, re.M), done.stdout
 
 
 def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from harness.kernel.kernel import Kernel
 from harness.measure.judged import Judged, Watch
 from harness.measure.sampling import POLICY, Policy, Timing, measure
 from harness.problem import READS, Problem
-from harness.selftest.mutant import mutants
+from harness.selftest.mutant import edited, mutants
 
 CHEATS = mutants("launches")
 SKIPS = "skips work for inputs it has seen"
@@ -256,3 +256,30 @@ def test_an_experiment_gives_a_cheat_no_speed(fa_cli: Callable[..., Result], tmp
     assert done.exit_code == 1, done.output
     rows = (tmp_path / "out" / "results.csv").read_text()
     assert "FAIL" in rows and SKIPS.removesuffix("it has seen") in rows and rows.count("PASS") == 1
+
+
+# -- a fresh load of the module ---------------------------------------------------------------------------------------
+
+
+def left_behind(folder: Path) -> Kernel:
+    """A kernel that is right only where a launch on fewer than 100 queries has left the scale's sign in a module global."""
+    text = kernel.find("fa2_naive", "forward").path.read_text(encoding="utf-8")
+    text = edited(
+        text,
+        ("constexpr int LANES = 32, ROWS", "__device__ float left;\nconstexpr int LANES = 32, ROWS"),
+        ("    const int row = fa::warp_id() * ROWS", "    if (args.seq_q < 100) left = 1;\n    const int row = fa::warp_id() * ROWS"),
+        ("float(args.scale)", "float(args.scale) * (args.seq_q < 100 ? 1.0f : left)"),
+    )
+    (folder / "left_forward.cu").write_text(text, encoding="utf-8")
+    return Kernel.read(folder / "left_forward.cu")
+
+
+def test_an_answer_that_another_problem_left_in_a_global(backend: Backend, tmp_path: Path) -> None:
+    """On a module that has run another problem every launch is right, so only a fresh load shows it."""
+    chosen = left_behind(tmp_path)
+    assert first(backend, chosen, Problem.of(1, 2, 64, 64)).passed
+    result = first(backend, chosen, Problem.of(1, 2, 129, 64))
+    assert result.passed and isinstance(result.timed, Trial) and not result.timed.again()
+    assert "loaded afresh, its first launch is wrong (O is wrong at" in timed(backend, result).broken
+    right = first(backend, kernel.find("fa2_naive", "forward"), Problem.of(1, 2, 129, 64))
+    assert not timed(backend, right).broken

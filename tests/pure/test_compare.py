@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows import append_row
 
 from harness import compare
 from harness.compare import median_interval, ratio_interval, verdict
 from harness.fault import DataFault, UsageFault
-from harness.row import SHAPE, Row, append_row
+from harness.row import SHAPE, Row
 
 Samples = Sequence[float]
 

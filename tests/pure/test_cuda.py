@@ -34,6 +34,12 @@ class Function:
 
     def __init__(self) -> None:
         self.max_dynamic_shared_size_bytes = 48 << 10
+        self.compiled: list[Any] = []
+
+    def compile(self, log_stream: Any) -> None:
+        """CuPy has a module for each log stream, and the limit of shared memory is the new module's."""
+        self.compiled.append(log_stream)
+        self.max_dynamic_shared_size_bytes = 48 << 10
 
 
 class FakeDevice:
@@ -145,6 +151,32 @@ def test_load_hands_cupy_the_real_file_and_the_one_set_of_options(fake: Fake, tm
     assert given["options"] == nvrtc.options(kernel, loaded.plan, None), "CuPy adds the device's own -arch"
     assert given["backend"] == "nvrtc"
     assert (loaded.registers, loaded.spill_bytes, loaded.shared_bytes) == (40, 0, 1024)
+
+
+def test_for_cuda_gdb_nothing_is_optimised_and_no_spill_counted(fake: Fake, tmp_path: Path) -> None:
+    """-G in place of -lineinfo, the rest as ever. All variables are in local memory then: that is no spill."""
+    fake.function.local_size_bytes = 64
+    kernel = planted.kernel(tmp_path)
+    loaded = cuda.Cuda(debug=True).load(kernel, PROBLEM)
+    ours = nvrtc.options(kernel, loaded.plan, None)
+    assert fake.modules[0]["options"] == tuple(option.replace("-lineinfo", "-G") for option in ours) != ours
+    assert loaded.spill_bytes is None
+
+
+def test_a_fresh_load_is_another_module_of_the_same_code(fake: Fake, tmp_path: Path) -> None:
+    """By a log stream of its own, the same for all entries; opted in anew; launches find its functions."""
+    backend = cuda.Cuda()
+    loaded = backend.load(planted.kernel(tmp_path), PROBLEM)
+    made = [Function(), Function()]
+    streams = []
+    for function in made:
+        fake.get_function = lambda name, function=function: function
+        with backend.fresh(loaded) as again:
+            assert set(again.functions) == set(loaded.functions) and again.functions["forward"] is function
+        streams += function.compiled
+    assert len(streams) == 2 and streams[0] is not streams[1] and None not in streams
+    (first, *others) = ({**module, "device": 0} for module in fake.modules)
+    assert len(others) == 2 and all(each == first for each in others)
 
 
 def test_an_exact_architecture_is_asked_for(fake: Fake, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from harness.terminal import debugger
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPILER = shutil.which("clang++") or shutil.which("g++")
@@ -70,3 +71,17 @@ def test_tasks_are_commands() -> None:
     for verb, *rest in commands:
         words = [word.replace("${input:pass}", "forward") for word in rest]
         cli.main.commands[verb].make_context(verb, words, parent=cli.main.make_context("fa-cli", [verb], obj={"verbosity": 0}))
+
+
+def test_launches_are_commands() -> None:
+    """Each launch of VS Code's debugger is a run of the open file with --debug, and gdb is given the script that the command line gives."""
+    launches = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    assert [launch["type"] for launch in launches] == ["cppdbg", "cuda-gdb"]
+    for launch in launches:
+        words = launch["args"].split() if isinstance(launch["args"], str) else launch["args"]
+        script, verb, *rest = [word.replace("${input:pass}", "forward") for word in words]
+        assert script.replace("${workspaceFolder}", str(ROOT)) == cli.__file__
+        parsed = cli.main.commands[verb].make_context(verb, rest, parent=cli.main.make_context("fa-cli", [verb], obj={"verbosity": 0}))
+        assert parsed.params["debug"] and parsed.params["kernels"] == ("${file}",)
+    source = launches[0]["setupCommands"][0]["text"].replace("${workspaceFolder}", str(ROOT))
+    assert source == f"source {debugger.SCRIPT}" and debugger.SCRIPT.is_file()

@@ -89,12 +89,13 @@ def test_it_opens_with_an_essay_that_names_its_step(kernel: Kernel) -> None:
 
 @each_kernel
 def test_entries_are_those_of_the_header(kernel: Kernel) -> None:
-    """Each entry that is launched is there, is launched, and takes the one struct."""
+    """Each entry that is launched is there, is launched, and takes the one struct, then the header's tensor maps in their order."""
     found = dict(_ENTRY.findall(code(kernel.path.read_text())))
     assert set(found) == set(kernel.entries)
     assert code(kernel.path.read_text()).count("__global__") == len(found), "a __global__ function that no launch names"
     for entry, parameters in found.items():
-        assert parameters == "const __grid_constant__ fa::Args args", entry
+        maps = ["fa::TensorMap " + name + "_map" for name in kernel.maps_of(entry)]
+        assert re.split(r",\s*", parameters) == [f"const __grid_constant__ {each}" for each in ("fa::Args args", *maps)], entry
 
 
 @each_kernel

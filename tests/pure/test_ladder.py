@@ -8,12 +8,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from rows import CPU, GPU, row
+from rows import CPU, GPU, append_row, row
 
 from harness.problem import Problem
 from harness.report import compose as report
 from harness.report import ladder, views
-from harness.row import Row, append_row
+from harness.row import Row
 
 LARGE, WIDE, OTHER = (
     Problem.of(8, 16, 2048, 64),

@@ -8,12 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rows import row
+from rows import append_row, row
 
 from harness import sweep
 from harness.kernel.kernel import catalogue
 from harness.problem import Problem
-from harness.row import append_row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROBLEM = Problem.of(8, 16, 2048, 64)

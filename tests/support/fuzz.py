@@ -21,14 +21,13 @@ from typing import Any
 from unittest import mock
 
 from click.testing import CliRunner
-from rows import row
+from rows import append_row, row
 
 from harness import environment, files
 from harness.backends.host import backend as host
 from harness.fault import Fault
 from harness.kernel.kernel import Kernel, find
 from harness.problem import Problem
-from harness.row import append_row
 from harness.terminal import options
 
 SECONDS = 30

@@ -11,14 +11,17 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +35,7 @@ from ...problem import Problem
 from .. import tensor_map
 from ..protocol import Backend, Fill, Loaded, Step
 from . import cache
+from .library import checks_accesses
 from .machine import fenced, processor, protect, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
 from .source import HOST, translation_unit
@@ -68,6 +72,7 @@ class _Launch(ctypes.Structure):
         ("workers", ctypes.c_int),
         ("report", ctypes.c_char_p),
         ("report_bytes", ctypes.c_int),
+        ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
     ]
 
 
@@ -75,21 +80,23 @@ class Host(Backend):
     """Runs kernels on the CPU. seed: 0 runs threads in index order, else in a random order drawn from it.
 
     check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
-    :func:`run_under_asan` starts). Raises EnvironmentFault where there is no C++ compiler.
+    :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
+    Raises EnvironmentFault where there is no C++ compiler.
     """
 
     name = "cpu"
     xp: ArrayModule = np
 
-    def __init__(self, seed: int | None = None, check: str | None = None) -> None:
+    def __init__(self, seed: int | None = None, check: str | None = None, debug: bool = False) -> None:
         if check not in (None, *CHECKS):
             raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
         if check == "asan" and not os.environ.get(ASAN_CHILD):
             raise UsageFault(
                 "the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan"
             )
-        self.seed, self.check = seed or 0, check
-        self.workers = threads()
+        self.seed, self.check, self.debug = seed or 0, check, debug
+        self.workers = 1 if debug else threads()
+        self._watched = ctypes.c_ulonglong(0)
         #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
         self.guard_bytes = 0 if check == "asan" else 4096
         compiler()
@@ -111,8 +118,19 @@ class Host(Backend):
         if clustered := [launch for launch in plan.launches if launch.cluster != (1, 1, 1)]:
             why = f"{clustered[0].entry} has clusters of {clustered[0].cluster} blocks"
             raise UsageFault(f"{kernel.label} does not run on the CPU backend", f"{why}; it runs blocks one by one", "use --device cuda")
-        library = _library(kernel, plan, self.check)
+        library = _library(kernel, plan, "debug" if self.debug else self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
+
+    @contextlib.contextmanager
+    def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
+        """A copy of the library, closed at the end."""
+        library: _Library = loaded.functions["library"]
+        opened = cache.copied(cache.Opened(library.path, library.dll, library.descriptor))
+        try:
+            yield replace(loaded, functions={"library": _Library(opened, loaded.kernel)})
+        finally:
+            _ctypes.dlclose(opened.dll._handle)
+            os.close(opened.descriptor)
 
     def memory(self, size: int) -> Bytes:
         """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
@@ -128,6 +146,10 @@ class Host(Backend):
         with contextlib.suppress(OSError):
             return len(os.listdir("/proc/self/task")) - int(_engine().fa_host_pool_size())
         return 0
+
+    def watched(self) -> int | None:
+        """As the protocol says: for "race" accesses to shared memory, for "asan" CUDA threads whose code checks each of its accesses."""
+        return self._watched.value if self.check else None
 
     def get(self, buffer: Bytes) -> Bytes:
         """A copy of a buffer."""
@@ -170,10 +192,13 @@ class Host(Backend):
                 self.workers,
                 ctypes.cast(report, ctypes.c_char_p),
                 len(report),
+                ctypes.pointer(self._watched),
             )
             outcome = _engine().fa_host_run(ctypes.byref(launch))
             if outcome:
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
+            if library.checks_accesses:
+                self._watched.value += math.prod(call.grid) * call.block
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Run the steps. The function returned gives their CPU seconds."""
@@ -229,9 +254,13 @@ def _toolchain() -> str:
     return f"{path} {stat.st_size} {stat.st_mtime_ns}"
 
 
+def _clang() -> bool:
+    return len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name
+
+
 def _dialect() -> list[str]:
     """Flags that g++ and clang++ (also as c++ or zig) spell differently. A fiber's stack is 128 KB, so a frame above 96 KB is an error."""
-    if len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name:
+    if _clang():
         return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
     return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
 
@@ -272,6 +301,8 @@ class _Library:
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
         _engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
         self.static_offset, self.static_bytes = offset.value, size.value
+        #: Whether it was compiled for AddressSanitizer.
+        self.checks_accesses = checks_accesses(opened.path)
 
 
 #: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.
@@ -291,16 +322,24 @@ def _keep_open(key: str, library: _Library) -> _Library:
     return kept
 
 
-def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
-    unit = translation_unit(kernel)
+#: For a debugger: every variable in memory, every line a place to stop, and with -g3 macros too, so that threadIdx is a name. The
+#: compilers crash on the tensor core's vectors of 16 doubles where they are not optimised and the processor has AVX-512.
+_DEBUG = ("-O0", "-g3", "-gdwarf-4", *(("-mno-avx512f",) if platform.machine() == "x86_64" else ()))
+
+
+def _library(kernel: Kernel, plan: Plan, build: str | None) -> _Library:
+    """The library of a plan; build: None, a check, or "debug"."""
+    unit = translation_unit(kernel, max(launch.shared for launch in plan.launches) if build == "debug" else 0)
     flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
     flags += [f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core()))]
     link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
-    if check == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
+    if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
-    elif check == "asan":
+    elif build == "asan":
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
         link.append("-fsanitize=address")
+    elif build == "debug":
+        flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
     else:
         flags.append("-O3")
     key = _hash(unit, kernel.source_hash, _toolchain(), _words(), *flags)
@@ -313,7 +352,7 @@ def _library(kernel: Kernel, plan: Plan, check: str | None) -> _Library:
     def built(key: str, *more: str) -> cache.Opened:
         return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit}, wanted, kernel)
 
-    lines = None if check else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
+    lines = None if build else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
     return _keep_open(key, _Library(built(key), kernel, lines))
 
 

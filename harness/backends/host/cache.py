@@ -41,7 +41,8 @@ _count = itertools.count()
 class Opened:
     """A library that is loaded: where it lies, its handle, and the descriptor it was checked and loaded through.
 
-    The descriptor stays open as long as the library: its name in the process, /proc/self/fd/N, is what debuggers and sanitizers read.
+    The descriptor stays open as long as the library: its name, /proc/PID/fd/N, is what debuggers and sanitizers read. A debugger is
+    another process, to which /proc/self would be its own.
     """
 
     path: Path
@@ -95,8 +96,8 @@ def load(descriptor: int, wanted: Sequence[str] = (), mode: int = ctypes.RTLD_LO
     try:
         _whole(descriptor)
         number = next(_count)
-        dots = ("/." * (number >> shift & 31) for shift in (0, 5, 10, 15))
-        dll = ctypes.CDLL("{}/proc{}/self{}/fd{}/{}".format(*dots, descriptor), mode=mode)
+        dots = ["/." * (number >> shift & 31) for shift in (0, 5, 10, 15)]
+        dll = ctypes.CDLL("{}/proc{}/{pid}{}/fd{}/{}".format(*dots, descriptor, pid=os.getpid()), mode=mode)
         for name in wanted:
             if not hasattr(dll, name):
                 raise OSError(f"it has no {name}")
@@ -104,6 +105,15 @@ def load(descriptor: int, wanted: Sequence[str] = (), mode: int = ctypes.RTLD_LO
         os.close(descriptor)
         raise
     return dll
+
+
+def copied(opened: Opened) -> Opened:
+    """A library loaded once more. A copy in memory is another file, and so another library to the loader, with globals of its own."""
+    descriptor = os.memfd_create("kernel")
+    with open(opened.descriptor, "rb", closefd=False) as there, open(descriptor, "wb", closefd=False) as here:
+        there.seek(0)
+        shutil.copyfileobj(there, here)
+    return Opened(opened.path, load(descriptor), descriptor)
 
 
 # -- who may write ----------------------------------------------------------------------------------------------------

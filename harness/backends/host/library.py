@@ -58,6 +58,12 @@ def check_library(path: Path, kernel: Kernel) -> None:
             raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}; use dynamic shared memory")
 
 
+def checks_accesses(path: Path) -> bool:
+    """Whether a library asks AddressSanitizer about its loads or stores."""
+    names = (name for name, *_ in _symbols(_sections(path), _DYNSYM))
+    return any(re.match(r"__asan_(report_)?(load|store)", name) for name in names)
+
+
 def same_code(a: Path, b: Path) -> bool:
     """Whether two libraries have the same instructions at the same addresses."""
     texts = [[(s.address, s.content) for s in _sections(path) if s.name == ".text"] for path in (a, b)]

@@ -67,11 +67,8 @@ def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = No
     return report
 
 
-def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
-    """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
-
-    Raises CheckFault, with the line, for an access out of bounds, EnvironmentFault where the compiler has no AddressSanitizer.
-    """
+def asan_environment(compiler: Sequence[str]) -> dict[str, str]:
+    """The environment of a child process that has AddressSanitizer loaded. Raises EnvironmentFault where the compiler has none."""
     runtime = ""
     for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):  # gcc's first: it finds lines without llvm-symbolizer
         told = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()
@@ -80,8 +77,15 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
         why = f"{' '.join(compiler)} has no libasan.so"
         raise EnvironmentFault("no AddressSanitizer library", why, "apt install libasan8, or use --check race")
     options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
-    environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
-    code, told = child.again(arguments, environment, errors=True)
+    return {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
+
+
+def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
+
+    Raises CheckFault, with the line, for an access out of bounds, EnvironmentFault where the compiler has no AddressSanitizer.
+    """
+    code, told = child.again(arguments, asan_environment(compiler), errors=True)
     if code != _SANITIZER_EXIT:
         sys.stderr.write(told)
         return code

@@ -1,7 +1,8 @@
 """The translation unit for the C++ compiler: a kernel file, and a launcher for each entry.
 
 A kernel of the tree is included unchanged. In a user's own file, a declaration `extern __shared__` is rewritten in place, and lines keep
-their numbers. Inline PTX and CUDA's headers exist only for a GPU and are refused with their line.
+their numbers. In a debug build it is an array of the launch's size, which a debugger prints whole, else a pointer. Inline PTX and CUDA's
+headers exist only for a GPU and are refused with their line.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ _DYNAMIC = re.compile(
 _FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*<(?!fa/)(?P<header>[^>]+)>", re.M)
 
 
-def translation_unit(kernel: Kernel) -> str:
+def translation_unit(kernel: Kernel, shared: int = 0) -> str:
     """C++ source that includes a kernel file and exports fa_host_entry_<entry>(void** parameters) for each of its entries.
 
-    Raises CompileError for inline PTX and CUDA's headers, in the file or in a header of the user's that it includes, UsageFault as
-    check_parameters does.
+    shared: in a debug build the bytes of dynamic shared memory of a block. Raises CompileError for inline PTX and CUDA's headers, in
+    the file or in a header of the user's that it includes, UsageFault as check_parameters does.
     """
     check_parameters(kernel)
     for file in include_closure(kernel.path):
         if not file.is_relative_to(KERNELS):
             _refuse_other_languages(kernel, file)
     text = kernel.path.read_text(encoding="utf-8-sig")
-    rewritten = _DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
+    as_array = rf"\1\2 (&\3)[{shared} / sizeof(\2)] = *reinterpret_cast<\2 (*)[{shared} / sizeof(\2)]>(fa::dynamic_shared<\2>());"
+    rewritten = _DYNAMIC.sub(as_array if shared else r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
     source = f'#include "{kernel.path}"'
     if rewritten != text:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'

@@ -1,0 +1,108 @@
+// What happens to the accumulators of wgmma (fa/wgmma.cuh) between two products: scores become probabilities, probabilities an operand.
+//
+// A thread holds x[4 j + 2 half + e]: row 16 warp + lane / 4 + 8 half, column 8 j + 2 (lane % 4) + e of 64 x 2 R. So a thread has parts of
+// two rows (half = 0, 1), and the four lanes of a quad have a row between them.
+#pragma once
+
+#include <fa/fragment.cuh>
+#include <fa/wgmma.cuh>
+
+namespace fa {
+
+// Scores of the columns from `visible[half]` on become -inf. `visible` may be negative or beyond the tile. Of the columns 8 j + e a thread
+// sees those with j < count: bits of a word, which become predicates eight at a time. A comparison each would be one instruction a score.
+template <int R> __device__ __forceinline__ void mask_columns(float (&x)[R], const int (&visible)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int mine = max(0, visible[half] - fragment_column());
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const uint32_t seen = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
+#pragma unroll
+            for (int j = 0; j < R / 4; ++j)
+                if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = -infinity();
+        }
+    }
+}
+
+// The maximum of each row over this thread's columns.
+template <int R> __device__ __forceinline__ void local_row_max(float (&maximum)[2], const float (&x)[R]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        maximum[half] = max(x[2 * half], x[2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < R / 4; ++j) maximum[half] = max(maximum[half], max(x[4 * j + 2 * half], x[4 * j + 2 * half + 1]));
+    }
+}
+
+// S becomes P = 2^(scale S - reference), and `sum` the sum of P over this thread's columns: a multiply-add, an exp2 and an add a score.
+template <int R>
+__device__ __forceinline__ void exponentiate(float (&x)[R], float (&sum)[2], float scale_log2e, const float (&reference)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float s = 0;
+#pragma unroll
+        for (int j = 0; j < R / 4; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& score = x[4 * j + 2 * half + e];
+                score = exp2_approx(score * scale_log2e - reference[half]);
+                s += score;
+            }
+        sum[half] = s;
+    }
+}
+
+// The rows are multiplied by their factor.
+template <int R> __device__ __forceinline__ void scale_rows(float (&x)[R], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) x[i] *= factor[i / 2 % 2];
+}
+
+// Rounded and packed: accumulators of 16 columns are an A operand as they lie (fa/mma.cuh), so no value changes its thread.
+template <class T, int R> __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], const float (&x)[R]) {
+#pragma unroll
+    for (int step = 0; step < R / 8; ++step)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
+}
+
+// A warp's 16 rows of A B^T once more, with mma.sync: no other warp is needed. A (from its first row on) and B lie in swizzled slabs of 64
+// columns, a_slab and b_slab bytes apart.
+template <class T, int Slabs, int R>
+__device__ __forceinline__ void multiply_abt_again(float (&x)[R], uint32_t a_smem, uint32_t a_slab, uint32_t b_smem, uint32_t b_slab) {
+    float s[R / 4][4] = {};
+#pragma unroll 1
+    for (int slab = 0; slab < Slabs; ++slab)
+#pragma unroll 1
+        for (int step = 0; step < 4; ++step) {
+            uint32_t a[4], b[4];
+            ldmatrix_x4(a, step_16<64>(lane_of_a<64>(a_smem + slab * a_slab), step));
+#pragma unroll
+            for (int j = 0; j < R / 8; ++j) {
+                ldmatrix_x4(b, step_16<64>(lane_of_b<64>(b_smem + slab * b_slab), step) + j * rows_16<64>);
+                mma_m16n8<T>(s[2 * j], a, b[0], b[1]);
+                mma_m16n8<T>(s[2 * j + 1], a, b[2], b[3]);
+            }
+        }
+#pragma unroll
+    for (int i = 0; i < R; ++i) x[i] = s[i / 4][i % 4];
+}
+
+// Rounded to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows. A row whose factor is 0
+// becomes 0, whatever it holds.
+template <class T, int R>
+__device__ __forceinline__ void store_rows(unsigned char* tile_smem, uint32_t slab_bytes, const float (&x)[R], const float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool empty = factor[half] == 0;
+#pragma unroll
+        for (int j = 0; j < R / 4; ++j) {
+            const uint32_t at = j / 8 * slab_bytes + chunk_at<64>(8 * half + lane_id() / 4, j % 8) + fragment_column() * 2;
+            const uint32_t two = pack<T>(x[4 * j + 2 * half] * factor[half], x[4 * j + 2 * half + 1] * factor[half]);
+            *reinterpret_cast<uint32_t*>(tile_smem + at) = empty ? 0u : two;
+        }
+    }
+}
+
+}  // namespace fa

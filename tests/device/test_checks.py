@@ -1,0 +1,199 @@
+"""--check race and --check asan over every kernel of the tree: they find nothing, they have watched something, and they see barriers."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import clean
+import pytest
+import sample
+
+from harness import verify
+from harness.backends.host.backend import Host
+from harness.kernel.kernel import Kernel, catalogue
+from harness.problem import Problem
+from harness.selftest.mutant import Mutant, mutants
+from harness.verify import Case, CaseResult
+from harness.verify.judge import in_form
+
+Part = TypeVar("Part")
+ROOT = Path(__file__).resolve().parent.parent.parent
+CASES = {kernel.label: clean.cases(kernel) for kernel in catalogue()}
+
+
+def drawn() -> dict[str, Case]:
+    """The case of each kernel and pass that `make test` runs under both checks: any of its forms."""
+    return {label: random.Random(f"{sample.seed()} {label}").choice(cases) for label, cases in CASES.items()}
+
+
+DRAWN = drawn()
+
+
+def silent(chosen: Kernel, results: list[CaseResult]) -> None:
+    """No case failed, and in each the check has watched something."""
+    assert not [f"{chosen.label} {r.case.text()}: {r.message}" for r in results if not r.passed]
+    assert all(result.watched for result in results), "a check that watched nothing has not found nothing"
+
+
+def shared(chosen: Kernel) -> bool:
+    """Whether a kernel says that it has shared memory."""
+    text = chosen.path.read_text(encoding="utf-8")
+    return "__shared__" in text or re.search(r"^// shared =", text, re.M) is not None
+
+
+def test_the_cases_cover_what_matters() -> None:
+    """Of every kernel: each width, type, mask, form and group, whole and ragged rows; several tiles and the rest of one; where blocks are
+    of queries, a block that sees no key."""
+    for chosen in catalogue():
+        cases = CASES[chosen.label]
+        p = [case.problem for case in cases]
+        assert {min(w for w in chosen.head_dims if w >= each.head_dim) for each in p} == set(chosen.head_dims)
+        assert {each.dtype for each in p} == {"float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes}
+        assert {each.causal for each in p} == {False, chosen.causal}
+        assert {case.deterministic for case in cases} == (set(chosen.forms) if len(chosen.forms) > 1 else {False})
+        assert {each.heads_q // each.heads_kv for each in p} == ({1, 2} if chosen.gqa else {1})
+        assert {each.head_dim % 8 == 0 for each in p} == {True, False}
+        for case in cases:
+            plan = in_form(chosen, case).plan(case.problem, clean.H200)
+            tile = max(int(dict(plan.macros)[name]) for name in chosen.tile)
+            assert case.problem.seq_kv > 3 * tile and case.problem.seq_kv % tile and case.problem.seq_q % tile
+            longer = in_form(chosen, case).plan(case.problem.with_(seq_q=2 * case.problem.seq_q), clean.H200)
+            for launch, more in zip(plan.launches, longer.launches, strict=True):
+                if case.problem.causal and launch.grid != more.grid:  # blocks are of queries
+                    assert -(-case.problem.seq_q // launch.grid[0]) <= clean.UNSEEN, "no block is without a key"
+
+
+WITH_SHARED = [kernel for kernel in catalogue() if shared(kernel)]
+
+
+@pytest.mark.parametrize("chosen", WITH_SHARED, ids=lambda kernel: kernel.label)
+def test_the_race_check_is_silent(chosen: Kernel) -> None:
+    """On the form of the day."""
+    silent(chosen, clean.judged("race", [(chosen.label, DRAWN[chosen.label])]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", WITH_SHARED, ids=lambda kernel: kernel.label)
+def test_the_race_check_is_silent_on_all_forms(chosen: Kernel) -> None:
+    """On every other one."""
+    silent(chosen, clean.judged("race", [(chosen.label, case) for case in CASES[chosen.label] if case != DRAWN[chosen.label]]))
+
+
+def test_the_race_check_has_nothing_to_watch_without_shared_memory() -> None:
+    """And counts nothing, so that it says so."""
+    backend = Host(check="race")
+    for chosen in catalogue():
+        if not shared(chosen):
+            result = verify.run_case(backend, chosen, Case(0, Problem.of(1, 1, 33, 16), 1.0, 0))
+            assert result.passed and result.watched == 0
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_asan_is_silent(pass_: str) -> None:
+    """On the form of the day of every kernel of a pass, in one process."""
+    kernels = [kernel for kernel in catalogue() if kernel.pass_ == pass_]
+    for chosen, result in zip(kernels, clean.judged_under_asan([(k.label, DRAWN[k.label]) for k in kernels]), strict=True):
+        silent(chosen, [result])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", catalogue(), ids=lambda kernel: kernel.label)
+def test_asan_is_silent_on_all_forms(chosen: Kernel) -> None:
+    """On every other one."""
+    silent(chosen, clean.judged_under_asan([(chosen.label, case) for case in CASES[chosen.label] if case != DRAWN[chosen.label]]))
+
+
+# -- the checks can fail ----------------------------------------------------------------------------------------------
+
+#: A barrier, or a wait for copies, in the code of a kernel file.
+BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_group<\d+>)\(\);)", re.M)
+#: Those whose absence is no race on shared memory, by kernel and number in its file, and why.
+NO_RACE = {
+    ("fa1_forward", 2): "the __syncwarp before P is read orders Q's reads, the one after Q is loaded P's",
+    ("flash_2d_forward", 2): "the same",
+    ("fa1_forward", 5): "m and l lie in global memory: the error budget sees it",
+    ("flash_2d_forward", 5): "the same",
+    ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
+    ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
+}
+
+
+def barriers() -> list[tuple[str, int]]:
+    """Every barrier and wait in the kernel files, as the kernel's label and its number in the file."""
+    every = [(k.label, n) for k in catalogue() for n in range(len(BARRIER.findall(k.path.read_text(encoding="utf-8"))))]
+    assert NO_RACE.keys() <= set(every)
+    return every
+
+
+def without(label: str, number: int, folder: Path) -> Kernel:
+    """A kernel without one of its barriers."""
+    path = next(kernel.path for kernel in catalogue() if kernel.label == label)
+    text = path.read_text(encoding="utf-8")
+    start, end = list(BARRIER.finditer(text))[number].span(1)
+    (folder / path.name).write_text(text[:start] + text[end:], encoding="utf-8")
+    return Kernel.read(folder / path.name)
+
+
+def barrier_parameters() -> list[Any]:
+    """Three a day, the rest slow; those of fa2's backward pass and of step 14's take seconds each."""
+    every = barriers()
+    quick = random.Random(f"{sample.seed()} barriers").sample([each for each in every if "backward" not in each[0]], 3)
+    return sample.parameters(every, quick, lambda each: f"{each[0]}-{each[1]}")
+
+
+@pytest.mark.parametrize("barrier", barrier_parameters())
+def test_no_barrier_can_be_left_out(barrier: tuple[str, int], tmp_path: Path) -> None:
+    """The race check names what any barrier or wait of any kernel orders, in one of the kernel's cases."""
+    label, number = barrier
+    backend, chosen = Host(check="race"), without(label, number, tmp_path)
+    cases = sorted(CASES[label], key=lambda case: (not case.deterministic, not case.problem.causal))
+    found: list[CaseResult] = []
+    while len(found) < len(cases) and not (found and found[-1].finding):
+        found.append(verify.run_case(backend, chosen, cases[len(found)], repeat=None))
+    assert found[-1].finding != (barrier in NO_RACE), (found[-1].message, NO_RACE.get(barrier))
+    if found[-1].finding:
+        assert len(re.findall(r"\.cuh?:\d+", found[-1].message)) >= 2
+
+
+def asan(path: Path, pass_: str, case: Case) -> tuple[int, str]:
+    """Exit code of verify --check asan on one case of a kernel's file, and what it prints."""
+    words = ["verify", str(path), "--mode", pass_, "--case", case.text(), "--check", "asan"]
+    done = subprocess.run([sys.executable, str(ROOT / "cli.py"), *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+PLANTED = mutants("asan")
+SHARED = [kernel for kernel in catalogue() if re.search(r"^// shared = ", kernel.path.read_text(encoding="utf-8"), re.M)]
+
+
+def one_a_day(parts: Iterable[Part], label: Callable[[Part], str]) -> list[Any]:
+    """Parameters of which one is not slow: each is a process of its own."""
+    every = list(parts)
+    return sample.parameters(every, [random.Random(f"{sample.seed()} asan").choice(every)], label)
+
+
+@pytest.mark.parametrize("fault", one_a_day(PLANTED.values(), lambda fault: fault.name))
+def test_a_planted_access_out_of_bounds_is_named(fault: Mutant, tmp_path: Path) -> None:
+    """By asan, with the kernel's line."""
+    code, told = asan(fault.plant(tmp_path).path, fault.source.pass_, Case(0, fault.problem, 1.0, 0))
+    assert code == 1, told
+    for words in fault.found_by["asan"]:
+        assert re.search(words, told), told
+
+
+@pytest.mark.parametrize("chosen", one_a_day(SHARED, lambda kernel: kernel.label))
+def test_shared_memory_declared_too_small_is_named(chosen: Kernel, tmp_path: Path) -> None:
+    """By asan, or by a word that takes an address, for every launch of every kernel: 32 bytes too few (four floats may be padding)."""
+    text = chosen.path.read_text(encoding="utf-8")
+    for found in re.finditer(r'^// shared = "(.*)"', text, re.M):
+        (tmp_path / chosen.path.name).write_text(text[: found.end(1)] + " - 32" + text[found.end(1) :], encoding="utf-8")
+        case = next(c for c in CASES[chosen.label] if c.deterministic == (len(chosen.forms) > 1) and c.problem.head_dim in chosen.head_dims)
+        code, told = asan(tmp_path / chosen.path.name, chosen.pass_, case)
+        assert (code == 1 and "out of bounds: " in told) or (code == 5 and "outside shared memory" in told), told
+        assert re.search(r"\.cuh?:\d+", told), told

@@ -1,0 +1,69 @@
+"""The small cases on which --check race and --check asan must find nothing, of every kernel and form, and a job that runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from harness import child, verify
+from harness.backends.host.backend import Host, compiler
+from harness.backends.host.report import asan_environment
+from harness.kernel import Device
+from harness.kernel.kernel import Kernel, catalogue
+from harness.problem import Problem
+from harness.verify.covering import covering
+from harness.verify.judge import CaseResult, in_form
+
+#: In the causal cases so many queries see no key, and so many keys are seen by no query: more than a block has in any kernel.
+UNSEEN = 130
+#: An H200, as far as plans see it.
+H200 = Device("cpu", "a CPU")
+
+
+def cases(chosen: Kernel) -> list[verify.Case]:
+    """Every compiled head dim, storage type, mask and form that its header promises, each pair of them in some case.
+
+    A pipeline of two stages needs three tiles to come back to its first stage. So there are three whole tiles of keys and queries of the
+    largest tile value, and the rest of one. Under the causal mask the first UNSEEN queries see no key, and no query sees the last keys.
+    """
+    factors = {
+        "dim": list(chosen.head_dims),
+        "dtype": ["float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes],
+        "causal": [False, True] if chosen.causal else [False],
+        "deterministic": list(chosen.forms),
+        "group": [1, 2] if chosen.gqa else [1],
+        "tail": [5, 0],
+    }
+    found = []
+    for number, row in enumerate(covering(factors, chosen.head_dims)):
+        dim = min(row["dim"], 128) - row["tail"]  # a width above 128 is that of a kernel whose head dim is a run-time value
+        rows = length(chosen, dim, row["dtype"])
+        unseen = UNSEEN if row["causal"] else 0
+        keys = rows + unseen + (4 if chosen.cross else 0)
+        shift = -unseen if row["causal"] and chosen.takes_shift else None
+        problem = Problem.of(1, row["group"], rows + unseen, dim, 1, keys, row["dtype"], row["causal"], causal_shift=shift)
+        found.append(verify.Case(number, problem, 1.0, 0, row["deterministic"] and len(chosen.forms) > 1))
+    return found
+
+
+def length(chosen: Kernel, dim: int, dtype: str) -> int:
+    """Keys of a case: three of the kernel's largest tiles and 11 more."""
+    plan = chosen.plan(Problem.of(1, 1, 1, dim, dtype=dtype), H200)
+    values = dict(plan.macros)
+    return 3 * max(int(values[name]) for name in chosen.tile) + 11
+
+
+def judged(check: str, wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:
+    """What comes of cases of kernels, by label, under a check. They compile side by side."""
+    backend = Host(check=check)
+    kernels = {kernel.label: kernel for kernel in catalogue()}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda each: backend.load(in_form(kernels[each[0]], each[1]), each[1].problem), wanted))
+    return [verify.run_case(backend, kernels[label], case, repeat=None) for label, case in wanted]
+
+
+def judged_under_asan(wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:
+    """The same under AddressSanitizer, all in one child process. A finding ends it: child.Ended, and the report on stderr."""
+    return child.run(partial(judged, "asan", list(wanted)), "the asan check", environment=asan_environment(compiler()))
