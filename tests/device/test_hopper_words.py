@@ -78,7 +78,8 @@ def test_barriers(seed: int | str | None, backend: Backend, tmp_path: Path) -> N
 
 
 SPECIAL = """\
-extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map) {
+extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_constant__ fa::Args args,
+                                                                     const __grid_constant__ fa::TensorMap q_map) {
     unsigned char* tile_smem = fa::dynamic_shared_1024();
     uint64_t* out = static_cast<uint64_t*>(args.O.data);
     float kept[4] = {1, 2, 3, 4};
