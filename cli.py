@@ -109,7 +109,14 @@ def run(context: Context, /, compute: list[str], mode: str, data: Path | None, w
 @click.option("--peers", metavar="NAMES", help="Peers to measure beside, or none.  [default: all of the device's kind]")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
-@click.option("--output-dir", type=options.folder, default=Path("experiment_results"), show_default=True)
+@click.option(
+    "--output-dir",
+    type=options.folder,
+    default=Path("experiment_results"),
+    show_default=True,
+    help="The run goes into SWEEP/ there, a second one into SWEEP-2/.",
+)
+@options.sampled
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
 @click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
@@ -132,6 +139,7 @@ def experiment(
     **given: options.Value,
 ) -> int:
     """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
+    options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
@@ -302,7 +310,7 @@ def ring(
 
 @main.command(
     epilog=f"{options.VERDICTS}\n\n"
-    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
+    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results/seqlen --fail-if slower:5%")
 )
 @click.argument("a", type=options.folder)
 @click.argument("b", type=options.folder)
@@ -316,14 +324,14 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
     return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli report experiment_results", "fa-cli report experiments/seqlen --output-dir figures"))
+@main.command(epilog=options.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
-@click.option("--output-dir", type=options.folder, help="Where the figures go.  [default: DIR]")
+@click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
 @click.option("--title", default="", help="Above the figures.  [default: DIR's name]")
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
+    """Draw the figures and write the summary of a run again, from its results.csv and env.json, on any machine."""
     name = folder.resolve().name
     return harness.terminal.show_report.redrawn(
         harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]

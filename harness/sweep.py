@@ -58,7 +58,8 @@ SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in 
 class Options:
     """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
 
-    peers None: all of the kind of device. only, skip: patterns of test names.
+    peers None: all of the kind of device. only, skip: patterns of test names. samples, min_time: at least so many samples and seconds of
+    device time of each row; 0: until the median is steady (on a CPU five samples).
     """
 
     name: str = "forward"
@@ -74,6 +75,8 @@ class Options:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     deterministic: bool = False
+    samples: int = 0
+    min_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _parse(path: Path, data: Table) -> Sweep:
     models = _models(data, wrong)
     stated = shapes(data.get("shapes")) if not models[0] else ()
     cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data and not models[0] else stated
-    name = path.parent.name if path.name == "sweep.toml" else path.stem
+    name = path.resolve().parent.name if path.name == "sweep.toml" else path.stem.strip(".") or "sweep"
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()
     return Sweep(

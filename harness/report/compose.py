@@ -15,7 +15,7 @@ import pandas as pd
 from .. import environment
 from ..fault import DataFault, DiskFault
 from ..files import Json, make_folder, settle, write_files
-from ..row import read_rows
+from ..row import read_rows, table_at
 from . import figures, ladder
 from .figures import error_picture as error_picture
 from .style import plain, save
@@ -40,14 +40,11 @@ def read(folder: Path) -> tuple[list[Row], Json]:
 
     Raises DataFault where the rows are missing or are not ours.
     """
-    table = folder / "results.csv" if folder.is_dir() else folder
-    hint = "fa-cli experiment writes them; give its --output-dir"
-    if not table.exists():
-        raise DataFault(f"{table} is missing", "there are no rows to draw", hint)
+    table = table_at(folder)
     with suppress(DiskFault):  # an experiment holds it: what it has written whole is drawn
         settle(table.parent)
     if not (rows := read_rows(table)):
-        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", hint)
+        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", "fa-cli experiment writes them")
     return rows, environment.env_beside(table)
 
 
@@ -98,19 +95,21 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "", texts: Path | None = None) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
-    figures of several experiments lie side by side there.
+    Figures go into pictures (default: the folder), summary.md into texts (default: pictures). Elsewhere than in the folder their names
+    start with `name`, since those of several experiments lie side by side there. Nothing else is written.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
-    write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
-    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+    texts = texts or pictures
+    file = f"{name}_summary.md" if apart and name and texts.resolve() != folder.resolve() else "summary.md"
+    write_files(texts, {file: summary(rows, env, title or name or "Results").encode()})
+    return [texts / file, *draw(rows, pictures, name if apart else "", title, env)]
 
 
 def _title(title: str, pass_: str) -> str:

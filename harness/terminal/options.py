@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
-from ..problem import Problem
+from ..problem import MODES, Problem
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -262,6 +262,13 @@ def refuse_shape_beside_data(context: click.Context) -> None:
             )
 
 
+def refuse_two_sweeps(seqlen: bool, name: str | None) -> None:
+    """Raise UsageFault where --seqlen and another sweep's name are both on the command line: one of them would be ignored."""
+    if seqlen and name not in (None, "seqlen"):
+        instead = f"fa-cli experiment --seqlen --mode {name}" if name in MODES else "fa-cli experiment --seqlen"
+        raise UsageFault(f"--seqlen and {name} together", "each names a sweep", f"{instead}, or fa-cli experiment {name}")
+
+
 # -- options that several verbs have -----------------------------------------------------------------------------------
 
 folder = click.Path(path_type=Path)
@@ -347,6 +354,12 @@ kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
+)
+sampled = options(
+    click.option(
+        "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"
+    ),
+    click.option("--min-time", type=click.FloatRange(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
 )
 tile_lists = click.option(
     "--tile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,9 +165,16 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             print(f"({HOST_TIME})")
         for path in outcome.files:
             print(f"written  {path}")
-    failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
-    line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
-    return 0 if passed else 1
+    return _counted([row.Status for row in outcome.rows])
+
+
+def _counted(statuses: Sequence[str]) -> int:
+    """The last line of a sweep: how many rows passed, and how many did not for each reason. Returns the exit code."""
+    counts = Counter(statuses)
+    passed, wrong = counts.pop("PASS", 0), counts["FAIL"] + counts["ERROR"]
+    others = "".join(f", {count} {status}" for status, count in counts.items() if count)
+    line("FAIL" if wrong else "PASS" if passed else "NONE", f"{passed} of {len(statuses)} rows passed{others}")
+    return 1 if wrong else 0
 
 
 def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -186,8 +194,7 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         table(columns, rows)
         for path in outcome.files:
             print(f"written  {path}")
-    line("FAIL" if wrong else "PASS", f"{len(outcome.speeds) - wrong} of {len(outcome.speeds)} rows passed")
-    return 1 if wrong else 0
+    return _counted([speed.status for speed in outcome.speeds])
 
 
 def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
