@@ -88,6 +88,9 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
             progress("")
             drawn = _draw(folder, pictures, sweep)
+    except KeyboardInterrupt as stop:
+        stop.add_note("resume")  # the command line knows its words
+        raise
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
         progress("")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 import warnings
 from collections.abc import Iterator
@@ -67,7 +68,9 @@ def begin(folder: Path, sweep: str, backend: Backend, options: Options) -> tuple
     run_id = results.new_run_id()
     contents: dict[str, bytes] = {"env.json": _environment(sweep, backend, run_id)}
     if options.record:  # a run of record replaces the last one
-        contents = {table.name: encoded(table, [], anew=True), samples.name: b"", **contents}
+        contents[table.name] = encoded(table, [], anew=True)
+    if options.record or samples.exists():  # of a folder whose rows are lost
+        contents[samples.name] = b""
     files.write_files(folder, contents)
     return run_id, []
 
@@ -116,7 +119,8 @@ def _numbered(root: Path, name: str) -> Iterator[Path]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).is_file() and (folder / name).stat().st_size for name in TABLES)
+    tables = [folder / name for name in TABLES if os.path.lexists(folder / name)]
+    return any(not table.is_file() or table.stat().st_size for table in tables)  # what is no file is refused where it is read
 
 
 def _refuse_another(folder: Path, name: str, backend: Backend) -> None:

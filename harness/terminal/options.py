@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +17,7 @@ import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import MODES, Problem
+from . import interrupt
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -74,8 +76,8 @@ class FaCli(click.Group):
         except click.ClickException as error:
             path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
             code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
-        except click.Abort:  # click's word for Ctrl-C
-            code = complain("interrupted", code=130)
+        except click.Abort as error:  # click's word for Ctrl-C
+            code = _interrupted(error, obj["arguments"])
         except Exception as error:
             code = explain(error, obj["verbosity"])
         sys.exit(_flushed() or code or 0)
@@ -120,6 +122,17 @@ def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
             otherwise(message, category, *more)
 
     return show
+
+
+def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
+    """Say that Ctrl-C came, and how to go on where the verb can; a run that is watched leaves that to the watch."""
+    if interrupt.WATCHED in os.environ:
+        return interrupt.CODE
+    resumable = "resume" in getattr(error.__cause__, "__notes__", ())
+    again = [*arguments, *(() if "--resume" in arguments else ("--resume",))]
+    return complain(
+        "interrupted", "the rows that are done are kept" * resumable, shlex.join(["fa-cli", *again]) * resumable, interrupt.CODE
+    )
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
