@@ -193,7 +193,7 @@ def verify(
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
+    return harness.terminal.show_checks.cases(cases, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -209,7 +209,7 @@ def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arc
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
-    return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
+    return harness.terminal.show_checks.compiled(rows, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -331,7 +331,7 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write the summary of a run again, from its results.csv and env.json, on any machine."""
+    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
     name = folder.resolve().name
     return harness.terminal.show_report.redrawn(
         harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]

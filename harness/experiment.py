@@ -293,7 +293,11 @@ def _contenders(
     notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]
     for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
-            raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
+            raise UsageFault(
+                f"unknown peer {name!r}",
+                f"known: {', '.join(peers.names())}",
+                f"use --peers none, or --peers {','.join(peers.usual(backend.name))}",
+            )
     found = []
     for some, others, problem in zip(asked, several, problems, strict=True):
         able: list[Contender] = []

@@ -15,6 +15,14 @@ from .fault import UsageFault
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
+#: What else people call them.
+SPELLINGS = {
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16",), "bfloat16"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
+
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -74,7 +82,7 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype or a scale that is
+        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype (SPELLINGS are known) or a scale that is
         not finite in float32.
         """
         heads_kv = heads if heads_kv is None else heads_kv
@@ -87,8 +95,10 @@ class Problem:
                 "grouped-query attention needs heads to be a multiple of kv-heads",
                 "choose --kv-heads from the divisors of --heads",
             )
+        dtype = SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else dtype
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            raise UsageFault(f"unknown dtype {dtype!r}", f"known: {', '.join(DTYPE_BYTES)}", "use --dtype float32")
+            known = f"known: {', '.join(DTYPE_BYTES)}, also as {', '.join(SPELLINGS)}"
+            raise UsageFault(f"unknown dtype {dtype!r}", known, "use --dtype float32")
         if not isinstance(causal, bool):
             raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
         scale = dim**-0.5 if scale is None else _scale(scale)

@@ -31,7 +31,7 @@ from .fault import DataFault, Fault, UsageFault
 from .files import JSON_LIMIT, TEXT, Kind, read_text
 from .kernel.header import Table
 from .kernel.kernel import KERNELS
-from .problem import PASSES, Problem
+from .problem import PASSES, SPELLINGS, Problem
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
@@ -178,6 +178,8 @@ def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str
         raise wrong("it has both shapes and a [training]")
     found = []
     for model in (data["training"], data.get("cpu", {}).get("training", data["training"])):
+        if isinstance(model, dict) and isinstance(model.get("dtype"), str):
+            model = model | {"dtype": SPELLINGS.get(model["dtype"], model["dtype"])}
         fits = isinstance(model, dict) and set(model) == set(TRAINING_KEYS)
         if not fits or any(not isinstance(model[key], int) or model[key] < 1 for key in TRAINING_KEYS[:-1]):
             raise wrong(f"a training has {', '.join(TRAINING_KEYS)}, whole numbers and a name; is {model!r}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..fault import UsageFault
 from ..files import make_folder, write_files
 from ..problem import PASSES
-from .kernel import Kernel, catalogue, find
+from .kernel import Kernel, NoSuchPass, catalogue, find
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _HEADER_END = "// ///\n"
@@ -24,7 +24,10 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     Raises UsageFault for a bad or taken name, an unknown source or pass, and a file that exists; DiskFault where it cannot be written.
     """
     _check_name(name)
-    kernel = find(source, pass_)
+    try:
+        kernel = find(source, pass_)
+    except NoSuchPass as fault:
+        raise UsageFault(fault.what, fault.why, "fa-cli new NAME --from KERNEL --pass PASS with one that has it: fa-cli list") from None
     path = folder / f"{name}_{pass_}.cu"
     if path.exists() or path.is_symlink():
         raise UsageFault(f"{path} exists", "new never writes over a file", f"choose another name, or move it away: mv {path} {path}.old")

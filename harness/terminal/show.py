@@ -15,7 +15,6 @@ from .printing import QUIET, VERBOSE, document, line, near, note, progress, tabl
 from .show_report import error_pictures, times_as_fast
 
 if TYPE_CHECKING:
-    from ..compile import CompileRow
     from ..dataset.folder import Dataset
     from ..doctor import Check
     from ..experiment import Outcome
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ..profile.counters import Counters
     from ..run import Result
     from ..selftest.trial import Trial
-    from ..verify import CaseResult
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
 
@@ -195,70 +193,6 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         for path in outcome.files:
             print(f"written  {path}")
     return _counted([speed.status for speed in outcome.speeds])
-
-
-def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
-    """verify: a line a kernel and pass, and each case that failed with the command that runs it alone."""
-    wrong = [case for case in found if not case.passed]
-    code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
-    if as_json:
-        document({"passed": not wrong, "rows": found})
-        return code
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
-    for case in found:
-        groups.setdefault((case.kernel, case.pass_), []).append(case)
-    if verbosity > QUIET:
-        progress(verbosity)("")
-        rows = []
-        for (name, pass_), group in groups.items():
-            failed = sum(not case.passed for case in group)
-            rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
-        table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
-        if verbosity >= VERBOSE:
-            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
-    told: set[str] = set()
-    for case in wrong:
-        log = case.message.partition("\nhint: ")[0]  # a compile error is printed once, not once a case
-        first, more, _ = log.partition("\n")
-        again = " (as above)" if more and log in told else ""
-        told.add(log)
-        line(
-            "FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {first if again else case.message}{again}"
-        )
-        print(f"     {case.repro}")
-    line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
-    return code
-
-
-def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
-    """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
-    code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
-    if as_json:
-        document({"passed": code == 0, "rows": rows})
-        return code
-    progress(verbosity)("")
-    if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
-        found = [
-            (
-                r.kernel,
-                r.pass_,
-                "yes" if r.deterministic else "no",
-                r.dtype,
-                r.head_dim,
-                r.arch,
-                r.registers,
-                r.spill_bytes,
-                r.shared_bytes,
-                r.seconds,
-                r.status,
-                r.message,
-            )
-            for r in rows
-        ]
-        table(columns, found)
-    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
-    return code
 
 
 def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
