@@ -82,7 +82,7 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype (SPELLINGS are known) or a scale that is
+        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype or a scale that is
         not finite in float32.
         """
         heads_kv = heads if heads_kv is None else heads_kv
