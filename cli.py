@@ -213,16 +213,20 @@ def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arc
 
 
 @main.command(
-    epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli run --compute ./mine_forward.cu")
+    epilog=options.examples(
+        "fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain", "fa-cli run --compute ./mine_forward.cu"
+    )
 )
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
+@click.option("--plain", is_flag=True, help="Instead of a copy, a short kernel with plain pointers and sizes as parameters.")
 @click.option("--output-dir", type=options.folder, default=Path("."), show_default=True, help="Where the file is written.")
 @click.pass_context
-def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) -> int:
+def new(context: Context, name: str, source: str, pass_: str, plain: bool, output_dir: Path) -> int:
     """Write NAME_forward.cu (or _backward.cu), a working kernel to start from."""
-    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir))
+    options.refuse_from_beside_plain(context, plain)
+    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir, plain))
 
 
 @main.command(

@@ -275,6 +275,12 @@ def refuse_shape_beside_data(context: click.Context) -> None:
             )
 
 
+def refuse_from_beside_plain(context: click.Context, plain: bool) -> None:
+    """Raise UsageFault where --plain and --from are both on the command line: a plain kernel is no copy."""
+    if plain and context.get_parameter_source("source") is click.core.ParameterSource.COMMANDLINE:
+        raise UsageFault("--plain and --from together", "a plain kernel is a copy of none", "leave out --plain or --from")
+
+
 def refuse_two_sweeps(seqlen: bool, name: str | None) -> None:
     """Raise UsageFault where --seqlen and another sweep's name are both on the command line: one of them would be ignored."""
     if seqlen and name not in (None, "seqlen"):
