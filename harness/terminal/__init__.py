@@ -6,6 +6,7 @@ from .. import doors
 
 TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
+    from . import complete as complete
     from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing

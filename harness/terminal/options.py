@@ -17,7 +17,7 @@ import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import MODES, Problem
-from . import interrupt
+from . import complete, interrupt
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -81,6 +81,10 @@ class FaCli(click.Group):
         except Exception as error:
             code = explain(error, obj["verbosity"])
         sys.exit(_flushed() or code or 0)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        complete.attach(cmd)
+        super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _open_pipe():
@@ -306,7 +310,9 @@ def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
         click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
-        click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
+        click.option(
+            "--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64; or as bf16, fp16, half …"
+        ),
         click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
     )
 
