@@ -45,9 +45,10 @@ def _plain_opening(name: str, pass_: str, path: Path) -> str:
     """What the parameters are, where they are listed, and the command that tells whether it is right."""
     where, mode = (str(path) if path.is_absolute() else f"./{path}"), " --mode both" if pass_ == "backward" else ""
     lines = [
-        f"{name}: plain pointers and sizes, as a kernel of your own may have them. args above lists them in the order of the parameters;",
-        "tensors are contiguous, (batch, heads, seq, head_dim), logsumexp (batch, heads_q, seq_q). Under the causal mask key k is visible to",
-        "query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU backend takes no inline PTX and no CUDA header.",
+        f"{name}: plain pointers and sizes, as a kernel of your own may have them. args above lists them in the order of the",
+        "parameters. Tensors are contiguous, (batch, heads, seq, head_dim), logsumexp (batch, heads_q, seq_q). Under the causal mask",
+        "key k is visible to query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU backend",
+        "takes no inline PTX and no CUDA header.",
     ]
     lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --plain writes."] * bool(mode)
     lines += ["", f"    fa-cli run --compute {where}{mode}"]

@@ -1,4 +1,4 @@
-"""What the shell completes: kernels, dtypes, sweeps, peers, data folders. Reads names of files only, so a Tab takes no longer than --help."""
+"""What the shell completes: kernels, dtypes, sweeps, peers, data folders. Only names of files are read: a Tab takes as long as --help."""
 
 from __future__ import annotations
 

@@ -11,20 +11,8 @@ import click
 
 #: Programs of others, whose options are not ours.
 OTHERS = {
-    "pip",
-    "apt",
-    "chmod",
-    "rm",
-    "mv",
-    "df",
-    "git",
-    "docker",
-    "mpiexec",
-    "compute-sanitizer",
-    "modprobe",
-    "nvidia-smi",
-    "container",
-    "the",
+    *("pip", "apt", "chmod", "rm", "mv", "df", "git", "docker", "mpiexec", "modprobe", "dcgmi"),
+    *("nvidia-smi", "compute-sanitizer", "container", "the"),
 }
 #: What follows fa-cli in a sentence about it.
 SENTENCES = {"reads", "did", "does"}
