@@ -75,7 +75,11 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     backend = backends.pick(options.device)
     small = backend.name == "cpu" and not options.full
     shapes = _selected(sweep.cpu_shapes if small else sweep.shapes, options)
-    notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
+    notes = (
+        ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"]
+        if small and sweep.cpu_shapes is not sweep.shapes
+        else []
+    )
     contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
     if options.dry_run:
