@@ -75,7 +75,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
-@click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")
+@click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends it: exit code 0.")
 @click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
@@ -124,7 +124,14 @@ def run(
 @click.option("--peers", metavar="NAMES", help="Peers to measure beside, or none.  [default: all of the device's kind]")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
-@click.option("--output-dir", type=options.folder, default=Path("experiment_results"), show_default=True)
+@click.option(
+    "--output-dir",
+    type=options.folder,
+    default=Path("experiment_results"),
+    show_default=True,
+    help="The run goes into SWEEP/ there, a second one into SWEEP-2/.",
+)
+@options.sampled
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
 @click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
@@ -147,6 +154,7 @@ def experiment(
     **given: options.Value,
 ) -> int:
     """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
+    options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
@@ -197,7 +205,7 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    told = harness.terminal.show_verify.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
+    told = harness.terminal.show_checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
     try:
         harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, **given)
     except KeyboardInterrupt:
@@ -218,20 +226,24 @@ def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arc
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.printing.progress(context.obj["verbosity"])
     rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
-    return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
+    return harness.terminal.show_checks.compiled(rows, json, context.obj["verbosity"])
 
 
 @main.command(
-    epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli run --compute ./mine_forward.cu")
+    epilog=options.examples(
+        "fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain", "fa-cli run --compute ./mine_forward.cu"
+    )
 )
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
+@click.option("--plain", is_flag=True, help="Instead of a copy, a short kernel with plain pointers and sizes as parameters.")
 @click.option("--output-dir", type=options.folder, default=Path("."), show_default=True, help="Where the file is written.")
 @click.pass_context
-def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) -> int:
+def new(context: Context, name: str, source: str, pass_: str, plain: bool, output_dir: Path) -> int:
     """Write NAME_forward.cu (or _backward.cu), a working kernel to start from."""
-    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir))
+    options.refuse_from_beside_plain(context, plain)
+    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir, plain))
 
 
 @main.command(
@@ -319,7 +331,7 @@ def ring(
 
 @main.command(
     epilog=f"{options.VERDICTS}\n\n"
-    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
+    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results/seqlen --fail-if slower:5%")
 )
 @click.argument("a", type=options.folder)
 @click.argument("b", type=options.folder)
@@ -333,9 +345,9 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
     return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli report experiment_results", "fa-cli report experiments/seqlen --output-dir figures"))
+@main.command(epilog=options.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
-@click.option("--output-dir", type=options.folder, help="Where the figures go.  [default: DIR]")
+@click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
 @click.option("--title", default="", help="Above the figures.  [default: DIR's name]")
 @options.printing
 @click.pass_context

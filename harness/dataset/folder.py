@@ -181,7 +181,7 @@ def _make(folder: Path) -> bool:
 
 def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
     """The dataset in a folder that holds exactly this problem and seed, every file checked. Raises DataFault."""
-    hint = "add --force to replace what is there"
+    hint = f"{_remake(problem, folder, seed)}, or use another --output-dir"
     found = open_(folder)
     if found.meta is None:
         raise DataFault(f"{folder} already holds data of unknown origin", f"it has no {META}", hint)
@@ -229,7 +229,7 @@ def _shape(problem: Problem) -> dict[str, int]:
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
 
-def _remake(problem: Problem | None, folder: Path) -> str:
+def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
     """The hint that generates a folder again: the command for exactly this folder, where gen-data would give it this name."""
     if problem is None or problem.folder != folder.name:
         return "generate another: fa-cli gen-data makes a data folder"
@@ -238,6 +238,7 @@ def _remake(problem: Problem | None, folder: Path) -> str:
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
     text += f" --dtype {p.dtype}" if p.dtype != "float32" else ""
+    text += f" --seed {seed}" if seed != 42 else ""
     root = Path(os.path.relpath(folder.parent)) if folder.is_relative_to(Path.cwd()) else folder.parent
     return text + (f" --output-dir {shlex.quote(str(root))}" if root != Path("data") else "") + " --force"
 

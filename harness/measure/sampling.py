@@ -28,6 +28,10 @@ FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "ha
 TIMINGS = ("warm", "cold", "burst")
 
 
+#: Seconds that are asked for end at so many samples: of a run of 10 us there would be millions.
+MOST_ASKED = 20_000
+
+
 @dataclass(frozen=True)
 class Policy:
     """When a contender has enough samples. Times are in seconds.
@@ -44,6 +48,9 @@ class Policy:
 
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
+
+    `asked_samples` and `asked_seconds` of device time are taken whatever the noise and the limits above are, the seconds in at most
+    MOST_ASKED samples.
     """
 
     warm_up: float = 0.05
@@ -59,6 +66,8 @@ class Policy:
     patience: float = 5.0
     slow: float = 0.1
     apart: float = 1.25
+    asked_samples: int = 0
+    asked_seconds: float = 0.0
 
 
 #: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
@@ -270,6 +279,8 @@ def _lead(calls: Sequence[float]) -> float:
 
 def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> bool:
     seconds = [sample for turn in turns for sample in turn]
+    if len(seconds) < policy.asked_samples or (sum(seconds) < policy.asked_seconds and len(seconds) < MOST_ASKED):
+        return False
     uneven = len(turns) >= 3 and _noise([statistics.median(turn) for turn in turns]) > policy.uneven
     if len(seconds) >= policy.max_samples or (spent > (policy.patience if uneven else policy.max_seconds) and len(seconds) >= 3):
         return True

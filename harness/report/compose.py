@@ -15,7 +15,7 @@ import pandas as pd
 from .. import environment
 from ..fault import DataFault, DiskFault
 from ..files import Json, make_folder, settle, write_files
-from ..row import TYPES, read_rows
+from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
 from .figures import error_picture as error_picture
 from .page import page
@@ -41,14 +41,11 @@ def read(folder: Path) -> tuple[list[Row], Json]:
 
     Raises DataFault where the rows are missing or are not ours.
     """
-    table = folder / "results.csv" if folder.is_dir() else folder
-    hint = "fa-cli experiment writes them; give its --output-dir"
-    if not table.exists():
-        raise DataFault(f"{table} is missing", "there are no rows to draw", hint)
+    table = table_at(folder)
     with suppress(DiskFault):  # an experiment holds it: what it has written whole is drawn
         settle(table.parent)
     if not (rows := read_rows(table)):
-        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", hint)
+        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", "fa-cli experiment writes them")
     return rows, environment.env_beside(table)
 
 
@@ -127,24 +124,29 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "", with_page: bool = False) -> list[Path]:
+def redraw(
+    folder: Path, pictures: Path | None = None, name: str = "", title: str = "", texts: Path | None = None, with_page: bool = False
+) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder), and with_page index.html, which holds them. Elsewhere than in the folder their names
-    start with `name`, since the figures of several experiments lie side by side there.
+    Figures go into pictures (default: the folder), with_page index.html beside them, which holds them; summary.md into texts (default:
+    pictures). Elsewhere than in the folder their names start with `name`, since those of several experiments lie side by side there.
+    Nothing else is written.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
-    write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
+    texts = texts or pictures
+    file = f"{name}_summary.md" if apart and name and texts.resolve() != folder.resolve() else "summary.md"
+    write_files(texts, {file: summary(rows, env, title or name or "Results").encode()})
     made = draw(rows, pictures, name if apart else "", title, env)
     if with_page:
         index = pictures / (f"{name}_index.html" if apart and name else "index.html")
         write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
         made.insert(0, index)
-    return [folder / "summary.md", *made]
+    return [texts / file, *made]
 
 
 def _title(title: str, pass_: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,6 @@ from .printing import QUIET, VERBOSE, document, line, near, note, progress, tabl
 from .show_report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
-    from ..compile import CompileRow
     from ..dataset.folder import Dataset
     from ..doctor import Check
     from ..experiment import Outcome
@@ -165,9 +165,16 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             print(f"({HOST_TIME})")
         for path in outcome.files:
             print(f"written  {path}")
-    failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
-    line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
-    return 0 if passed else 1
+    return _counted([row.Status for row in outcome.rows])
+
+
+def _counted(statuses: Sequence[str]) -> int:
+    """The last line of a sweep: how many rows passed, and how many did not for each reason. Returns the exit code."""
+    counts = Counter(statuses)
+    passed, wrong = counts.pop("PASS", 0), counts["FAIL"] + counts["ERROR"]
+    others = "".join(f", {count} {status}" for status, count in counts.items() if count)
+    line("FAIL" if wrong else "PASS" if passed else "NONE", f"{passed} of {len(statuses)} rows passed{others}")
+    return 1 if wrong else 0
 
 
 def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -187,39 +194,7 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         table(columns, rows)
         for path in outcome.files:
             print(f"written  {path}")
-    line("FAIL" if wrong else "PASS", f"{len(outcome.speeds) - wrong} of {len(outcome.speeds)} rows passed")
-    return 1 if wrong else 0
-
-
-def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
-    """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
-    code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
-    if as_json:
-        document({"passed": code == 0, "rows": rows})
-        return code
-    progress(verbosity)("")
-    if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
-        found = [
-            (
-                r.kernel,
-                r.pass_,
-                "yes" if r.deterministic else "no",
-                r.dtype,
-                r.head_dim,
-                r.arch,
-                r.registers,
-                r.spill_bytes,
-                r.shared_bytes,
-                r.seconds,
-                r.status,
-                r.message,
-            )
-            for r in rows
-        ]
-        table(columns, found)
-    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
-    return code
+    return _counted([speed.status for speed in outcome.speeds])
 
 
 def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

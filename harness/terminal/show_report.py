@@ -75,8 +75,9 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
         for side, labels in (("A", found.only_a), ("B", found.only_b)):
             for label in labels:
                 line(f"only {side}   {label}")
-        for text in found.notes:
-            note(text)
+        for text in (*found.notes, found.advice):
+            if text:
+                note(text)
     for failure in found.failures:
         line("FAIL", failure)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
