@@ -7,19 +7,25 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..array import Bytes
 from ..fault import DataFault
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 #: Bytes of the largest JSON record; a larger file is refused unread. Its objects and lists are nested no deeper than JSON_DEPTH.
 JSON_LIMIT, JSON_DEPTH = 1 << 20, 16
 #: Bytes of the largest table (results.csv, samples.jsonl) that is read.
 TABLE_LIMIT = 1 << 31
+#: Bytes from which on threads share the work on several files (:func:`each`).
+MANY = 1 << 24
 #: A JSON object as json reads it. :func:`read_json` checks the keys that it is told of.
 Json = dict[str, Any]
 #: What the value of a key must be: the test, and the words for a message.
@@ -144,6 +150,14 @@ def json_bytes(record: Mapping[str, object]) -> bytes:
 def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def each(work: Callable[[S], T], items: Iterable[S], size: int) -> list[T]:
+    """work(item) of each item; where all have MANY bytes together, at once: reading, hashing and writing release the interpreter lock."""
+    if size < MANY:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))
 
 
 # -- who may write ----------------------------------------------------------------------------------------------------
