@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..check import budget
 from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
 from .show_report import error_pictures, times_as_fast
 
@@ -47,6 +46,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int) -> int:
     """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
 
     One kernel is one JSON object, several are rows."""
+    from ..check import budget  # here: numpy comes with it, and the other verbs that print do without
+
     passed = all(result.passed for result in found)
     if as_json:
         rows = [result_json(result) for result in found]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compare import ratio_interval
 from .printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
@@ -141,6 +140,8 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
 def times_as_fast(mine: PassResult, base: PassResult) -> str:
     """base's time over mine, and its 95 % interval where there are samples enough."""
+    from ..compare import ratio_interval
+
     a, b = mine.timings["warm"], base.timings["warm"]
     ratio = b.median_ms / a.median_ms
     interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)
