@@ -50,7 +50,9 @@ def main() -> None:
 @click.pass_context
 def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
     """Write Q, K, V and dO of a problem: seeded normal values, raw little-endian, in data/B2_H8_S512_D64 and the like."""
-    written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
+    progress = harness.terminal.progress.teller(context.obj["verbosity"])
+    written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force, progress)
+    progress("")
     return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
 
 
@@ -89,6 +91,7 @@ def run(context: Context, /, compute: list[str], mode: str, data: Path | None, w
         options.refuse_shape_beside_data(context)
     problem = options.problem_of(given)
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
+    given["progress"] = harness.terminal.progress.teller(context.obj["verbosity"])
     results = harness.run.run(compute or ["fa2"], mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
     return harness.terminal.show.results(results, json, context.obj["verbosity"])
@@ -135,7 +138,7 @@ def experiment(
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
-    outcome = harness.experiment.run_sweep(wanted, harness.terminal.printing.progress(context.obj["verbosity"]))
+    outcome = harness.experiment.run_sweep(wanted, harness.terminal.progress.teller(context.obj["verbosity"]))
     return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
 
 
@@ -182,7 +185,7 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
     given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
     return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
@@ -199,7 +202,7 @@ def verify(
 @click.pass_context
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
     rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
     return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
 
@@ -233,7 +236,7 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
-    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
 
@@ -255,7 +258,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
-    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
     rows = harness.profile.profile(kernels, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show.counters(rows, given["output_dir"], json, context.obj["verbosity"])
@@ -358,7 +361,7 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
 @click.pass_context
 def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
     """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
     trials = harness.selftest.selftest(device, quick, only, lambda done: step(f"{done.check}: {done.fault}"))
     return harness.terminal.show.selftest(trials, json, context.obj["verbosity"])
 

@@ -91,14 +91,26 @@ def contend(
     return passes
 
 
-def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
+def time_together(
+    results: Sequence[Result],
+    backend: Backend,
+    timing: str,
+    policy: measure.Policy | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass, in round-robin turns. What failed a check is never timed."""
     done = list(results)
     for pass_ in PASSES:
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
         if not runs:
             continue
-        for i, found in measure.measure(runs, backend, timing, policy or measure.POLICY[backend.name]).items():
+
+        names = ", ".join(done[int(i)].compute for i in runs)
+
+        def tell(text: str, what: str = f"{names} {pass_}") -> None:
+            progress(f"{text}: {what}")
+
+        for i, found in measure.measure(runs, backend, timing, policy or measure.POLICY[backend.name], tell).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done
@@ -134,11 +146,12 @@ def run(
     causal: bool = False,
     scale: float | None = None,
     deterministic: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
     or reused there, and write the first one's outputs.
 
-    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
+    progress is told what is being done, with N/M before it where that is known. The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
     or disk; a failed check is no exception, it is Result.passed.
     """
     backend = open_backend(device, check, schedule_seed)
@@ -152,13 +165,14 @@ def run(
         each.refuse(problem, MODES[mode], backend)
     if backend.name == "cpu":  # all of them have their tensors at once
         memory.check(problem, MODES[mode], [each.workspace_bytes(problem, backend) for each in contenders])
-    found = found or dataset.write(problem, seed, data_root)
+    found = found or dataset.write(problem, seed, data_root, progress=progress)
     if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
         raise disk_fault(found.folder, PermissionError(13, "permission denied"))
     with locked(found.folder):
+        progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
         forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
-        oracle = Oracle(problem, inputs, tolerance, backend.xp)
+        oracle = Oracle(problem, inputs, tolerance, backend.xp, progress)
         results: list[Result] = []
         for each in contenders:
             passes = contend(backend, each, mode, oracle, forward, chained=mode == "both")
@@ -166,14 +180,16 @@ def run(
             results.append(replace(result, outputs=found.folder, notes=(*found.warnings, *notes)))
             if len(results) == 1:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
+                progress(f"writes {found.folder}")
                 dataset.write_outputs(found, outputs, _record(result))
     if check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
-        done = time_together(results, backend, "warm")
+        done = time_together(results, backend, "warm", progress=progress)
     if done[0].passed != results[0].passed:  # a later launch broke a rule
         with locked(found.folder):
             dataset.write_outputs(found, outputs, _record(done[0]))
+    progress("")
     return done
 
 

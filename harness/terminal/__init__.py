@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing
+    from . import progress as progress
     from . import show as show
     from . import show_report as show_report
     from . import show_ring as show_ring

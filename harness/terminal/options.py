@@ -16,6 +16,7 @@ import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import Problem
+from .progress import clear
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -124,6 +125,7 @@ def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     """Print the lines of an error on stderr and return its exit code."""
+    clear()
     with suppress(BrokenPipeError):
         for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
             if text:
@@ -231,6 +233,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def note(text: str) -> None:
     """A remark on a choice, on stderr."""
+    clear()
     click.echo(f"note: {shown(text)}", err=True)
 
 

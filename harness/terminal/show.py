@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
+from .printing import QUIET, VERBOSE, document, line, near, note, table
 from .show_report import error_pictures, times_as_fast
 
 if TYPE_CHECKING:
@@ -202,7 +202,6 @@ def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int) -> int:
     for case in found:
         groups.setdefault((case.kernel, case.pass_), []).append(case)
     if verbosity > QUIET:
-        progress(verbosity)("")
         rows = []
         for (name, pass_), group in groups.items():
             failed = sum(not case.passed for case in group)
@@ -230,7 +229,6 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": code == 0, "rows": rows})
         return code
-    progress(verbosity)("")
     if verbosity > QUIET:
         columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
         found = [
@@ -329,7 +327,6 @@ def selftest(found: Sequence[Trial], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": not wrong, "rows": found})
         return 1 if wrong else 0
-    progress(verbosity)("")
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in found:
         groups.setdefault(("right kernels" if trial.control else trial.kind, trial.check), []).append(trial)
