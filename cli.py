@@ -118,6 +118,7 @@ def run(context: Context, /, compute: list[str], mode: str, data: Path | None, w
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
 @options.deterministic
 @click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
+@click.option("--no-figures", is_flag=True, help="Draw no figures, which takes up to half a minute; fa-cli report draws them later.")
 @click.option("--experiment", "--save-results", "--no-stop-on-failure", is_flag=True, hidden=True, expose_value=False)
 @click.option("--no-gpu-reference", is_flag=True, hidden=True)
 @options.device
@@ -138,7 +139,10 @@ def experiment(
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
-    outcome = harness.experiment.run_sweep(wanted, harness.terminal.progress.teller(context.obj["verbosity"]))
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
+    outcome = harness.experiment.run_sweep(
+        wanted, step, lambda rows: None if json else harness.terminal.show.rows(rows, context.obj["verbosity"])
+    )
     return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
 
 
@@ -185,8 +189,7 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    step = harness.terminal.progress.teller(context.obj["verbosity"])
-    given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
+    given["tell"] = harness.terminal.progress.teller(context.obj["verbosity"])
     cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
     return harness.terminal.show.cases(cases, json, context.obj["verbosity"])
 
@@ -298,7 +301,9 @@ def ring(
     problem = options.problem_of(given)
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
     spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
-    outcome = harness.ring.start.ring(spec, gpus, simulate)
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
+    outcome = harness.ring.start.ring(spec, gpus, simulate, step)
+    step("")
     files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []
     return harness.terminal.show_ring.ring(outcome, files, json, context.obj["verbosity"])
 
@@ -327,10 +332,10 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
     """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
-    name = folder.resolve().name
-    return harness.terminal.show_report.redrawn(
-        harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]
-    )
+    name, step = folder.resolve().name, harness.terminal.progress.teller(context.obj["verbosity"])
+    drawn = harness.report.redraw(folder, output_dir, name, title or name, progress=step)
+    step("")
+    return harness.terminal.show_report.redrawn(drawn, json, context.obj["verbosity"])
 
 
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
@@ -362,7 +367,7 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
 def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
     """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    trials = harness.selftest.selftest(device, quick, only, lambda done: step(f"{done.check}: {done.fault}"))
+    trials = harness.selftest.selftest(device, quick, only, step)
     return harness.terminal.show.selftest(trials, json, context.obj["verbosity"])
 
 

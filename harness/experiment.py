@@ -60,8 +60,12 @@ def experiment(name: str = "forward", **options: Any) -> list[Row]:
     return run_sweep(Options(name, **options)).rows
 
 
-def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+def run_sweep(
+    options: Options, progress: Callable[[str], None] = lambda text: None, measured: Callable[[list[Row]], None] = lambda rows: None
+) -> Outcome:
     """Run a sweep and write results.csv and samples.jsonl (a shape at a time), env.json, summary.md and figures.
+
+    progress is told what is being done, with N/M before it; measured is given the rows before the figures are drawn, which takes a while.
 
     What fails its check, does not launch, refuses a shape or is absent is a row that says so, and the sweep goes on. On Ctrl-C
     the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
@@ -85,13 +89,14 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     try:
         with files.locked(folder, "use another --output-dir"):
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
-            progress("")
-            drawn = _draw(folder, pictures, sweep)
+            measured(rows)
+            drawn = _draw(folder, pictures, sweep, options, progress)
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
-        progress("")
+        measured(rows)
         with files.locked(folder, "use another --output-dir"):
-            drawn = _draw(folder, pictures, sweep)
+            drawn = _draw(folder, pictures, sweep, options, progress)
+    progress("")
     return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes)
 
 
@@ -109,12 +114,14 @@ def _measured(
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
         rows = _keep(folder, rows, ceilings.rows(backend, run_id), [])
     fork = _may_fork(backend, [computes for _, computes in shaped])
-    for number, ((test, problem), computes) in enumerate(shaped):
-        left = [c for c in computes if not _done(rows, test, c, mode, problem, backend.name == "cuda")]
+    lefts = [[c for c in some if not _done(rows, test, c, mode, problem, backend.name == "cuda")] for (test, problem), some in shaped]
+    done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
+    for ((test, problem), _), left in zip(shaped, lefts, strict=True):
 
-        def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
-            progress(f"{step} {text}")
+        def tell(text: str, more: int, step: str = test, done: int = done) -> None:
+            progress(f"{done + more}/{total} {step} {text}")
 
+        done += 2 * len(left)
         for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, tell):
             rows = _keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
@@ -163,13 +170,13 @@ def _shape(
     test: str,
     problem: Problem,
     run_id: str,
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
-    for contender in contenders:
-        progress(f"checks {contender.name}")
+    for number, contender in enumerate(contenders):
+        tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
             good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
@@ -182,8 +189,7 @@ def _shape(
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(run_id) from error
     for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
-        progress(f"measures {len(good)} {timing}")
-        good = run.time_together(good, backend, timing)
+        good = run.time_together(good, backend, timing, progress=lambda text: tell(text, len(contenders)))
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
@@ -207,13 +213,13 @@ def _survived(
     test: str,
     problem: Problem,
     run_id: str,
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
-    rest = mode, test, problem, run_id, progress
+    rest = mode, test, problem, run_id, tell
     if not fork:
         yield from _shape(backend, contenders, *rest)
         return
@@ -293,7 +299,7 @@ def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, probl
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
     try:
-        child.run(partial(run_sweep, replace(options, resume=True)))
+        child.run(partial(run_sweep, replace(options, resume=True, no_figures=True)))
     except child.Ended as fault:
         why = f"the fresh process ended with {fault.code}"
         raise EnvironmentFault("the sweep could not go on", why, "fa-cli experiment … --resume") from fault
@@ -384,10 +390,10 @@ def _environment(last: files.Json, backend: Backend, run_id: str) -> bytes:
     return files.json_bytes(environment.environment(**facts))
 
 
-def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
+def _draw(folder: Path, pictures: Path, sweep: Sweep, options: Options, progress: Callable[[str], None]) -> list[Path]:
     from . import report  # pandas and seaborn take a second to load
 
     if pictures != folder:
         with suppress(DiskFault):  # another sweep of record draws there
             files.settle(pictures)
-    return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title)
+    return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title, not options.no_figures, progress)

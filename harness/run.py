@@ -104,7 +104,6 @@ def time_together(
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
         if not runs:
             continue
-
         names = ", ".join(done[int(i)].compute for i in runs)
 
         def tell(text: str, what: str = f"{names} {pass_}") -> None:
@@ -151,7 +150,8 @@ def run(
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem that is generated under data_root
     or reused there, and write the first one's outputs.
 
-    progress is told what is being done, with N/M before it where that is known. The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. Raises Fault: usage, data, environment, kernel
+    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm. progress is told what is being done, with
+    N/M before it where it is known how much is done. Raises Fault: usage, data, environment, kernel
     or disk; a failed check is no exception, it is Result.passed.
     """
     backend = open_backend(device, check, schedule_seed)

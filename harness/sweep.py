@@ -58,7 +58,7 @@ SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in 
 class Options:
     """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
 
-    peers None: all of the kind of device. only, skip: patterns of test names.
+    peers None: all of the kind of device. only, skip: patterns of test names. no_figures: summary.md only.
     """
 
     name: str = "forward"
@@ -74,6 +74,7 @@ class Options:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     deterministic: bool = False
+    no_figures: bool = False
 
 
 @dataclass(frozen=True)

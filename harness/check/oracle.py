@@ -82,7 +82,7 @@ class Oracle:
 def oracle_for(
     problem: Problem, backend: Backend, mode: str, seed: int = 42, progress: Callable[[str], None] = lambda text: None
 ) -> Oracle:
-    """The oracle of inputs generated in memory, for a mode; progress: as Oracle has it. Raises UsageFault where the problem is too large for this machine."""
+    """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
     if backend.xp is np:
         memory.check(problem, MODES[mode])
     else:

@@ -127,12 +127,11 @@ class Dataset:
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def write(
-    problem: Problem, seed: int, root: Path, force: bool = False, progress: Callable[[str], None] = lambda text: None
-) -> Dataset:
+def write(problem: Problem, seed: int, root: Path, force: bool = False, progress: Callable[[str], None] = lambda text: None) -> Dataset:
     """Generate a problem's inputs into root/<problem.folder>; where exactly these are there already, write nothing.
 
-    progress is told what is being done, with N/M before it where that is known. Takes the folder's lock. Raises DataFault where the folder holds other data and force is not given, DiskFault where it
+    progress is told what is being done, "N/M" of the numbers while they are drawn. Takes the folder's lock. Raises DataFault where the
+    folder holds other data and force is not given, DiskFault where it
     cannot be written, UsageFault where the problem is too large for this machine.
     """
     folder = root / problem.folder

@@ -1,4 +1,4 @@
-"""The numbers of numpy's RandomState(seed).randn, rounded to a storage type: the same bits, in less than half of the time where there are cores.
+"""The numbers of numpy's RandomState(seed).randn, rounded to a storage type: the same bits, in less than half of the time.
 
 RandomState makes normal numbers of pairs of uniform ones by the polar method (Marsaglia & Bray 1964, doi 10.1137/1006063), one pair after
 another. Only the uniform numbers are a sequence, the Mersenne Twister's. They are drawn in blocks, and threads compute the rest of each
@@ -74,7 +74,7 @@ def _polar(uniform: Array) -> Array:
 
 
 def _round(state: Any, uniform: Array, out: Array) -> int:
-    """Write the numbers of a block into out, as randn has them after rounding; returns how many. state: the generator's before the block."""
+    """Write the numbers of a block into out, as randn has them after rounding; returns how many. state: of before the block was drawn."""
     done, sure = 0, True
     for start in range(0, uniform.size, PIECE):
         values = _polar(uniform[start : start + PIECE])

@@ -143,7 +143,8 @@ def measure(
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. progress is told "N/M times warm", of the samples or the time that are taken at most. Raises what the contenders' runs raise.
+    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. Raises what the
+    contenders' runs raise.
     """
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}

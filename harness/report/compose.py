@@ -51,7 +51,14 @@ def read(folder: Path) -> tuple[list[Row], Json]:
     return rows, environment.env_beside(table)
 
 
-def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
+def draw(
+    source: Path | Sequence[Row],
+    out_dir: Path,
+    name: str = "",
+    title: str = "",
+    env: Json | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
     """Draw every figure that rows (or those of a folder) have values for, as 300 dpi PNG files; returns their paths.
 
     The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. A `name` of
@@ -64,7 +71,9 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         rows = list(source)
     rows, title = [_drawable(row) for row in rows], plain(title)
     made: list[Path] = []
-    for view in views(rows):
+    several, tables = views(rows), ladders(rows)
+    for number, view in enumerate(several):
+        progress(f"{number}/{len(several) + len(tables)} draws {PASS_WORDS[view.type]} {view.dtype}")
         pass_ = PASS_WORDS[view.type]
         label, footer = _title(title or name, pass_), _footer(view, env or {})
         drawn: list[tuple[str, View, Figure, str]] = [("kernel_comparison", v, figures.kernel_comparison, label) for v in by_head_dim(view)]
@@ -79,7 +88,8 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         for kind, part, function, heading_ in drawn:
             if figure := function(part, heading_, footer):
                 made.append(_save(figure, out_dir, f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix))
-    for panels in ladders(rows):
+    for number, panels in enumerate(tables, len(several)):
+        progress(f"{number}/{len(several) + len(tables)} draws the ladder")
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
         apart = "_causal" * first.causal + "_cpu" * first.cpu
@@ -98,11 +108,18 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+def redraw(
+    folder: Path,
+    pictures: Path | None = None,
+    name: str = "",
+    title: str = "",
+    figures: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
     Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
-    figures of several experiments lie side by side there.
+    figures of several experiments lie side by side there. Without `figures` summary.md alone is written.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
@@ -110,7 +127,7 @@ def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: st
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
     write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
-    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+    return [folder / "summary.md", *(draw(rows, pictures, name if apart else "", title, env, progress) if figures else ())]
 
 
 def _title(title: str, pass_: str) -> str:

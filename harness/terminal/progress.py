@@ -1,9 +1,9 @@
 """What is being done now, how far it is and how long it will still take: one line of stderr, where that is a terminal.
 
-A verb is given a function of a text. The first N/M that stands alone in the text is how much is done of how much: it becomes a bar and,
-from how long the first N took, an estimate of the time that is left. The line is drawn when
-a text comes and by no thread: a launch on the CPU is judged by the threads that it leaves. So a fork of this process may draw it too,
-and nothing must be put right after a crash.
+A verb is given a function of a text. The first N/M that stands alone in the text is how much is done of how much (others are left out):
+it becomes a bar and, from how long the first N took, an estimate of the time that is left. The line is drawn when a text comes and by no
+thread: a launch on the CPU is judged by the threads that it leaves. So a fork of this process may draw it too, and nothing must be put
+right after a crash.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Line:
         _told = True
         found = _DONE.search(text)
         done, total = (int(found[1]), int(found[2])) if found else (0, 0)
-        words, now = _DONE.sub("", text, count=1).strip(), time.monotonic()
+        words, now = _DONE.sub("", text).strip(), time.monotonic()
         if total != self._total or done < self._done:
             self._counted = now
         new = (words, total) != (self._words, self._total)

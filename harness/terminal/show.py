@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..experiment import Outcome
     from ..kernel.kernel import Kernel
     from ..profile.counters import Counters
+    from ..row import Row
     from ..run import Result
     from ..selftest.trial import Trial
     from ..verify import CaseResult
@@ -128,8 +129,36 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))
 
 
+def rows(found: Sequence[Row], verbosity: int) -> None:
+    """experiment: a line a row, before the figures are drawn."""
+    if verbosity <= QUIET:
+        return
+    table(
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+        [
+            (
+                r.Test,
+                r.Kernel,
+                r.arithmetic,
+                r.Type,
+                r.timing,
+                r.MaxError,
+                r.KernelTime_ms,
+                None if r.device == "cpu" else r.TFLOPS,
+                r.Speedup,
+                r.Status,
+                (r.ErrorMessage or "").partition("\n")[0],
+            )
+            for r in found
+        ],
+    )
+    if any(row.device == "cpu" for row in found):
+        print(f"({HOST_TIME})")
+    sys.stdout.flush()
+
+
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
-    """experiment: a line a row, and where the files are."""
+    """experiment: where the files are, after :func:`rows`."""
     if outcome.speeds:
         return _trainings(outcome, as_json, verbosity)
     passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
@@ -141,30 +170,8 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         return 0
     for text in outcome.notes:
         note(text)
-    if verbosity > QUIET:
-        table(
-            ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
-            [
-                (
-                    r.Test,
-                    r.Kernel,
-                    r.arithmetic,
-                    r.Type,
-                    r.timing,
-                    r.MaxError,
-                    r.KernelTime_ms,
-                    None if r.device == "cpu" else r.TFLOPS,
-                    r.Speedup,
-                    r.Status,
-                    (r.ErrorMessage or "").partition("\n")[0],
-                )
-                for r in outcome.rows
-            ],
-        )
-        if any(row.device == "cpu" for row in outcome.rows):
-            print(f"({HOST_TIME})")
-        for path in outcome.files:
-            print(f"written  {path}")
+    for path in outcome.files if verbosity > QUIET else ():
+        print(f"written  {path}")
     failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
     return 0 if passed else 1
