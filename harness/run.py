@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from . import choose, dataset
 from .array import Array
 from .backends import Backend, pick
 from .check import budget, memory
+from .check.ahead import ahead
 from .check.contender import Contender, PassResult
 from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
@@ -165,14 +167,20 @@ def run(
         each.refuse(problem, MODES[mode], backend)
     if backend.name == "cpu":  # all of them have their tensors at once
         memory.check(problem, MODES[mode], [each.workspace_bytes(problem, backend) for each in contenders])
-    found = found or dataset.write(problem, seed, data_root, progress=progress)
-    if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
-        raise disk_fault(found.folder, PermissionError(13, "permission denied"))
-    with locked(found.folder):
+    with ExitStack() as held:
+        compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))
+        found = found or dataset.write(problem, seed, data_root, progress=progress)
+        if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
+            raise disk_fault(found.folder, PermissionError(13, "permission denied"))
+        held.enter_context(locked(found.folder))
         progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
         forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
+        progress("compiles the checks")
+        compiling.checks()
         oracle = Oracle(problem, inputs, tolerance, backend.xp, progress)
+        progress("compiles the kernels")
+        compiling.kernels()
         results: list[Result] = []
         for each in contenders:
             passes = contend(backend, each, mode, oracle, forward, chained=mode == "both")
