@@ -84,7 +84,7 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
 
 
 def small(problem: Problem) -> Problem:
-    """A problem whose judging compiles the same: of the same type, width, mask and ways of grouping, with as few heads and rows as show it."""
+    """A problem whose judging compiles the same: of the same type, width, mask and grouping, with few heads and rows."""
     kv, group = min(problem.heads_kv, SOME), min(problem.heads_q // problem.heads_kv, SOME)
     rows, keys = min(problem.seq_q, ROWS), min(problem.seq_kv, ROWS)
     return Problem.of(min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys, problem.dtype, problem.causal, problem.scale)

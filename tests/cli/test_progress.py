@@ -87,7 +87,8 @@ def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, terminal: T
 def on_a_terminal(folder: Path, *arguments: str) -> str:
     """What a command prints where stdout and stderr are one terminal."""
     leader, follower = pty.openpty()
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from harness.terminal import progress; progress.AFTER = 0.0; import cli; cli.main()"
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from harness.terminal import progress; progress.AFTER = 0.0\n"
+    code += "import cli; cli.main()"
     words, wide = [sys.executable, "-c", code, str(ROOT), *arguments], os.environ | {"COLUMNS": "160"}
     with subprocess.Popen(words, cwd=folder, env=wide, stdout=follower, stderr=follower) as process:
         os.close(follower)
