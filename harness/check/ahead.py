@@ -3,7 +3,7 @@
 CuPy compiles a kernel for each operation, type and number of dimensions when it is first used, one after another: a hundred for a first
 run, at 0.1 s each. They depend on the code that judges, not on the values. So that code runs here on a few heads of random numbers, its
 parts at the same time, and CuPy keeps what they compiled. A marker in the cache folder says that this was done for such a problem, and
-the next run leaves it out. Nothing that is computed here is used, and what fails here fails again where it is needed.
+the next run leaves it out. Nothing that is computed here is used, and what of it fails, fails again where it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..backends import Backend
+from ..backends import Backend, Loaded
 from ..backends.protocol import cache_dir
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
@@ -37,7 +37,7 @@ class Ahead:
     """What is being compiled. Where it is needed, the threads that do it must have ended: a launch is judged by those it leaves."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, kernels: Sequence[Future[bool]], checks: Sequence[Future[bool]], done: Callable[[], None]
+        self, pool: ThreadPoolExecutor, kernels: Sequence[Future[Loaded]], checks: Sequence[Future[bool]], done: Callable[[], None]
     ) -> None:
         self._pool, self._kernels, self._checks, self._done = pool, kernels, checks, done
 
@@ -48,7 +48,7 @@ class Ahead:
             self._done()
 
     def kernels(self) -> None:
-        """Wait for the kernels under test, and for the threads to end."""
+        """Wait for the kernels under test, and for the threads to end. Raises as Backend.load does, for the first that does not load."""
         for each in self._kernels:
             each.result()
         self._pool.shutdown()
@@ -76,7 +76,7 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
 
     with ThreadPoolExecutor(min(8, max(2, os.cpu_count() or 1))) as pool:
         checks = [pool.submit(tried, job) for job in work]
-        kernels = [pool.submit(tried, partial(backend.load, kernel, problem, each.tiles)) for each, kernel in loads]
+        kernels = [pool.submit(backend.load, kernel, problem, each.tiles) for each, kernel in loads]
         try:
             yield Ahead(pool, kernels, checks, done)
         finally:

@@ -14,6 +14,7 @@ from harness.check import ahead as made
 from harness.check import contender as contenders
 from harness.check.ahead import ahead, parts, small
 from harness.choose import choose
+from harness.fault import KernelFault
 from harness.problem import PASSES, Problem
 
 SHAPES = [
@@ -91,3 +92,17 @@ def test_a_fault_ends_it(gpu: Any) -> None:
     with pytest.raises(ValueError, match="mine"), ahead(gpu, fa2(problem, gpu), problem, PASSES):
         raise ValueError("mine")
     assert threading.active_count() == 1
+
+
+def test_a_kernel_that_does_not_load_is_a_fault(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, before anything is launched: it is not compiled twice."""
+    problem, tried = SHAPES[0], list[str]()
+
+    def load(kernel: Any, *_: Any) -> None:
+        tried.append(kernel.label)
+        raise KernelFault("it does not compile")
+
+    monkeypatch.setattr(gpu, "load", load)
+    with pytest.raises(KernelFault, match="it does not compile"), ahead(gpu, fa2(problem, gpu), problem, ("forward",)) as compiling:
+        compiling.kernels()
+    assert tried == ["fa2_forward"] and threading.active_count() == 1
