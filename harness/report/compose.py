@@ -73,7 +73,6 @@ def draw(
     made: list[Path] = []
     several, tables = views(rows), ladders(rows)
     for number, view in enumerate(several):
-        progress(f"{number}/{len(several) + len(tables)} draws {PASS_WORDS[view.type]} {view.dtype}")
         pass_ = PASS_WORDS[view.type]
         label, footer = _title(title or name, pass_), _footer(view, env or {})
         drawn: list[tuple[str, View, Figure, str]] = [("kernel_comparison", v, figures.kernel_comparison, label) for v in by_head_dim(view)]
@@ -85,7 +84,8 @@ def draw(
                 ("memory", family, figures.memory, f"Memory: {pass_}"),
                 ("error_vs_S", family, figures.error_vs_s, f"Error against float64: {pass_}"),
             ]
-        for kind, part, function, heading_ in drawn:
+        for at, (kind, part, function, heading_) in enumerate(drawn, number * len(drawn)):
+            progress(f"{at}/{(len(several) + len(tables)) * len(drawn)} draws {kind}, {pass_} {view.dtype}")
             if figure := function(part, heading_, footer):
                 made.append(_save(figure, out_dir, f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix))
     for number, panels in enumerate(tables, len(several)):
