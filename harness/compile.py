@@ -100,6 +100,7 @@ def compile_kernels(
     archs = nvrtc.architectures() if arch is None else (arch,)
     cases = [case for kernel in wanted for case in _cases(kernel, archs, everything)]
     rows = []
+    progress(f"0/{len(cases)} compiles")
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
             rows.append(row)

@@ -60,8 +60,12 @@ def experiment(options: Options) -> Rows:
     return Rows(run_sweep(options).rows)
 
 
-def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+def run_sweep(
+    options: Options, progress: Callable[[str], None] = lambda text: None, measured: Callable[[list[Row]], None] = lambda rows: None
+) -> Outcome:
     """Run a sweep and write results.csv and samples.jsonl (a shape at a time), env.json, summary.md and figures.
+
+    progress is told what is being done, with N/M before it; measured is given the rows before the figures are drawn, which takes a while.
 
     What fails its check, does not launch, refuses a shape or is absent is a row that says so, and the sweep goes on. On Ctrl-C
     the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
@@ -90,16 +94,18 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     try:
         with files.locked(folder, "use another --output-dir"):
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
-            progress("")
-            drawn = _draw(folder, pictures, sweep)
+            rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
+            measured(rows)
+            drawn = _draw(folder, pictures, sweep, options, progress)
     except KeyboardInterrupt as stop:
         stop.add_note("resume")  # the command line knows its words
         raise
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
-        progress("")
+        measured(rows)
         with files.locked(folder, "use another --output-dir"):
-            drawn = _draw(folder, pictures, sweep)
+            drawn = _draw(folder, pictures, sweep, options, progress)
+    progress("")
     return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes)
 
 
@@ -118,14 +124,16 @@ def _measured(
         rows = runs.keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
     policy = replace(POLICY[backend.name], asked_samples=options.samples, asked_seconds=options.min_time)
     fork = _may_fork(backend, [computes for _, computes in shaped])
-    for number, ((test, problem), computes) in enumerate(shaped):
-        timings = ("warm", *(sweep.measures(test) if backend.name == "cuda" else ()))
-        left = [c for c in computes if not _done(rows, test, c, mode, problem, timings)]
+    timings = [("warm", *(sweep.measures(test) if backend.name == "cuda" else ())) for (test, _), _ in shaped]
+    lefts = [[c for c in some if not _done(rows, *at, c, mode, times)] for (at, some), times in zip(shaped, timings, strict=True)]
+    done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
+    for ((test, problem), _), left, times in zip(shaped, lefts, timings, strict=True):
 
-        def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
-            progress(f"{step} {text}")
+        def tell(text: str, more: int, step: str = test, done: int = done) -> None:
+            progress(f"{done + more}/{total} {step} {text}")
 
-        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, timings, tell, policy):
+        done += 2 * len(left)
+        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, times, tell, policy):
             rows = runs.keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -177,14 +185,14 @@ def _shape(
     problem: Problem,
     run_id: str,
     timings: Sequence[str],
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
     policy: Policy | None = None,
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
-    for contender in contenders:
-        progress(f"checks {contender.name}")
+    for number, contender in enumerate(contenders):
+        tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
             good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
@@ -197,8 +205,7 @@ def _shape(
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(run_id) from error
     for timing in timings:
-        progress(f"measures {len(good)} {timing}")
-        good = run.time_together(good, backend, timing, policy)
+        good = run.time_together(good, backend, timing, policy, progress=lambda text: tell(text, len(contenders)))
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
@@ -223,14 +230,14 @@ def _survived(
     problem: Problem,
     run_id: str,
     timings: Sequence[str],
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
     policy: Policy | None = None,
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
-    rest = mode, test, problem, run_id, timings, progress, policy
+    rest = mode, test, problem, run_id, timings, tell, policy
     if not fork:
         yield from _shape(backend, contenders, *rest)
         return
@@ -247,7 +254,7 @@ def _survived(
             yield from _survived(fork, backend, [each], *rest)
 
 
-def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem, timings: Sequence[str]) -> bool:
+def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
     """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     found = [
@@ -261,7 +268,7 @@ def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, probl
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
     try:
-        child.run(partial(run_sweep, replace(options, resume=True)))
+        child.run(partial(run_sweep, replace(options, resume=True, no_figures=True)))
     except child.Ended as fault:
         why = f"the fresh process ended with {fault.code}"
         raise EnvironmentFault("the sweep could not go on", why, "fa-cli experiment … --resume") from fault
@@ -336,10 +343,13 @@ def _another(folder: Path, sweep: Sweep) -> list[str]:
     return [] if folder.name == sweep.name else [f"this is another run of {sweep.name}: into {folder}"]
 
 
-def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
+def _draw(folder: Path, pictures: Path, sweep: Sweep, options: Options, progress: Callable[[str], None]) -> list[Path]:
     from . import report  # pandas and seaborn take a second to load
 
     if pictures != folder:
         with suppress(DiskFault):  # another sweep of record draws there
             files.settle(pictures)
-    return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title, texts=folder)
+    title, figures = sweep.title, not options.no_figures
+    return report.redraw(
+        folder, pictures, sweep.name if pictures != folder else "", title, texts=folder, figures=figures, progress=progress
+    )

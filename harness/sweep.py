@@ -75,7 +75,8 @@ class Options:
     """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
 
     peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
-    least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples).
+    least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
+    summary.md only.
     """
 
     name: str = "forward"
@@ -93,6 +94,7 @@ class Options:
     deterministic: bool = False
     samples: int = 0
     min_time: float = 0.0
+    no_figures: bool = False
 
     def __post_init__(self) -> None:
         for name in ("computes", "peers", "only", "skip"):

@@ -167,6 +167,10 @@ class Backend(Protocol):
         """Before a sample: flush the L2 cache where cold, and keep the device busy for `seconds` without waiting for it."""
         ...
 
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the device the current one of this thread, where there are several."""
+        return nullcontext()
+
     def range(self, name: str) -> AbstractContextManager[object]:
         """A named range on a profiler's time line; nothing where there is no profiler."""
         return nullcontext()

@@ -167,18 +167,22 @@ class Stage(Protocol):
         ...
 
 
-def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
+def measure(
+    contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. Raises what the contenders' runs raise.
+    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. Raises what the
+    contenders' runs raise.
     """
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
     cold = timing == "cold"
     runs: dict[str, Ready] = {}
     for name, each in contenders.items():
+        progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
             runs[name] = Ready.of(each, stage, policy)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
@@ -193,6 +197,8 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
+            share = sum(_share(turns[each], spent[each], policy) if each in waiting else 1.0 for each in runs)
+            progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
     for name, run in runs.items():
         with watches[name].guarded():
             watches[name].close(partial(run.sample, stage, cold))
@@ -287,6 +293,11 @@ def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> b
     if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     return _noise(seconds) <= policy.noise
+
+
+def _share(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> float:
+    """How much of the samples or of the time that a contender may take at most it has had."""
+    return min(1.0, max(sum(map(len, turns)) / policy.max_samples, spent / policy.max_seconds))
 
 
 def _noise(values: Sequence[float]) -> float:

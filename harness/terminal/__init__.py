@@ -11,10 +11,8 @@ if TYPE_CHECKING:
     from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing
+    from . import progress as progress
     from . import show as show
-    from . import show_checks as show_checks
-    from . import show_report as show_report
-    from . import show_ring as show_ring
     from . import watch as watch
 
 __getattr__ = doors(__name__)

@@ -18,6 +18,7 @@ import click
 from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import MODES, Problem
 from . import complete, interrupt
+from .progress import clear
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -141,6 +142,7 @@ def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     """Print the lines of an error on stderr and return its exit code."""
+    clear()
     with suppress(BrokenPipeError):
         for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
             if text:
@@ -248,6 +250,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def note(text: str) -> None:
     """A remark on a choice, on stderr."""
+    clear()
     click.echo(f"note: {shown(text)}", err=True)
 
 

@@ -1,6 +1,6 @@
-"""Ways to print: tables (plain text where stdout is no terminal), one JSON document, progress. Verbs use them through show.py.
+"""Ways to print: tables (plain text where stdout is no terminal), one JSON document, notes. Verbs use them through show.py.
 
-Results go to stdout, the rest to stderr. Verdicts are words, never only colours.
+Results go to stdout, the rest to stderr. Verdicts are words, never only colours. What is printed first takes the line of progress away.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from .options import shown
+from .progress import clear
 from .tables import Laid, lay_out
 
 QUIET, VERBOSE = -1, 1
@@ -27,6 +28,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
     On a terminal that is too narrow it loses columns or is turned (tables.py), never a part of a number or a name; a note says so.
     """
+    clear()
     console = Console(highlight=False)
     width = console.width if console.is_terminal else None
     laid = lay_out(columns, list(rows), width, lambda text: _STYLES.get(text, ""))
@@ -53,17 +55,20 @@ def plain(laid: Laid) -> str:
 
 def line(*parts: str) -> None:
     """One line of result on stdout; of one that starts with a verdict, the verdict is coloured on a terminal."""
+    clear()
     word, space, rest = " ".join(p for p in parts if p).partition(" ")
     Console(highlight=False, soft_wrap=True).print(Text(word, style=_STYLES.get(word, "")) + space + rest)
 
 
 def note(text: str) -> None:
     """A line about the result, on stderr."""
+    clear()
     print(f"note: {shown(text)}", file=sys.stderr)
 
 
 def document(value: object) -> None:
     """The one JSON document of a verb. What is not finite or not measured is null."""
+    clear()
     print(json.dumps(_json(value), indent=2, allow_nan=False))
 
 
@@ -71,18 +76,6 @@ def near(path: Path) -> Path:
     """A path as a person would type it: relative where it lies below the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
-
-
-def progress(verbosity: int) -> Callable[[str], None]:
-    """A function that shows what is being done in one line of stderr, on a terminal only; the empty text clears it."""
-    if verbosity <= QUIET or not sys.stderr.isatty():
-        return lambda text: None
-
-    def step(text: str) -> None:
-        sys.stderr.write("\r\x1b[K" + text[:120])
-        sys.stderr.flush()
-
-    return step
 
 
 # -- details ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import cli
 from harness.compile import CompileRow
 from harness.kernel import kernel
 from harness.selftest.mutant import edited
-from harness.terminal import show_checks
+from harness.terminal.show import checks
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -363,7 +363,7 @@ def test_compile_says_each_cause_once_below_the_table(capsys: pytest.CaptureFixt
         for arch in ("sm_80", "sm_90")
     ]
     rows.append(CompileRow("fa2", "backward", "float32", 128, True, "sm_120", "SPILLS", 255, 4, message="spills 4 bytes a thread"))
-    assert show_checks.compiled(rows, False, 0) == 5
+    assert checks.compiled(rows, False, 0) == 5
     table, _, below = capsys.readouterr().out.partition("ERROR mine forward (")
     assert "why" not in table and "nosuch" not in table and below.count("nosuch") == 1
     assert below.startswith("float32 D64 sm_80, float32 D64 sm_90, float16 D64 sm_80, float16 D64 sm_90): mine.cu:3")

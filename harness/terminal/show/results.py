@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..check import budget
-from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
-from .show_report import error_pictures, times_as_fast, watched
+from ...check import budget
+from ..printing import QUIET, VERBOSE, document, line, near, note, table
+from .report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
-    from ..dataset.folder import Dataset
-    from ..doctor import Check
-    from ..experiment import Outcome
-    from ..kernel.kernel import Kernel
-    from ..profile.counters import Counters
-    from ..run import Result
-    from ..selftest.trial import Trial
+    from ...dataset.folder import Dataset
+    from ...doctor import Check
+    from ...experiment import Outcome
+    from ...kernel.kernel import Kernel
+    from ...profile.counters import Counters
+    from ...row import Row
+    from ...run import Result
+    from ...selftest.trial import Trial
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
 
@@ -46,6 +47,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
     """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
 
     One kernel is one JSON object, several are rows."""
+
     passed = all(result.passed for result in found)
     if as_json:
         rows = [result_json(result) for result in found]
@@ -128,8 +130,36 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))
 
 
+def rows(found: Sequence[Row], verbosity: int) -> None:
+    """experiment: a line a row, before the figures are drawn."""
+    if verbosity <= QUIET:
+        return
+    table(
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+        [
+            (
+                r.Test,
+                r.Kernel,
+                r.arithmetic,
+                r.Type,
+                r.timing,
+                r.MaxError,
+                r.KernelTime_ms,
+                None if r.device == "cpu" else r.TFLOPS,
+                r.Speedup,
+                r.Status,
+                (r.ErrorMessage or "").partition("\n")[0],
+            )
+            for r in found
+        ],
+    )
+    if any(row.device == "cpu" for row in found):
+        print(f"({HOST_TIME})")
+    sys.stdout.flush()
+
+
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
-    """experiment: a line a row, and where the files are."""
+    """experiment: where the files are, after :func:`rows`."""
     if outcome.speeds:
         return _trainings(outcome, as_json, verbosity)
     passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
@@ -141,30 +171,8 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         return 0
     for text in outcome.notes:
         note(text)
-    if verbosity > QUIET:
-        table(
-            ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
-            [
-                (
-                    r.Test,
-                    r.Kernel,
-                    r.arithmetic,
-                    r.Type,
-                    r.timing,
-                    r.MaxError,
-                    r.KernelTime_ms,
-                    None if r.device == "cpu" else r.TFLOPS,
-                    r.Speedup,
-                    r.Status,
-                    (r.ErrorMessage or "").partition("\n")[0],
-                )
-                for r in outcome.rows
-            ],
-        )
-        if any(row.device == "cpu" for row in outcome.rows):
-            print(f"({HOST_TIME})")
-        for path in outcome.files:
-            print(f"written  {path}")
+    for path in outcome.files if verbosity > QUIET else ():
+        print(f"written  {path}")
     return _counted([row.Status for row in outcome.rows])
 
 
@@ -271,7 +279,6 @@ def selftest(found: Sequence[Trial], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": not wrong, "rows": found})
         return 1 if wrong else 0
-    progress(verbosity)("")
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in found:
         groups.setdefault(("right kernels" if trial.control else trial.kind, trial.check), []).append(trial)

@@ -6,13 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import options
-from .printing import QUIET, VERBOSE, document, line, progress, table
-from .show_report import watched
+from .. import options
+from ..printing import QUIET, VERBOSE, document, line, table
+from ..progress import teller
+from .report import watched
 
 if TYPE_CHECKING:
-    from ..compile import CompileRow
-    from ..verify import CaseResult
+    from ...compile import CompileRow
+    from ...verify import CaseResult
 
 
 class Told:
@@ -22,7 +23,7 @@ class Told:
         self.found: list[CaseResult] = []
         self._at_once, self._json, self._verbosity = at_once and not as_json, as_json, verbosity
         self._check = check
-        self._step = progress(verbosity)
+        self._step = teller(verbosity)
         self._told: set[tuple[str, str, str]] = set()
         self._failed = 0
 
@@ -33,8 +34,10 @@ class Told:
         if self._at_once and not done.passed:
             self._step("")
             self._failure(done)
-        counts = f"{len(self.found)} done, {self._failed} failed: " if self._at_once else ""
-        self._step(f"{counts}{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
+
+    def tell(self, text: str) -> None:
+        """What is being done, with N/M before it."""
+        self._step(f"{text}, {self._failed} failed" if text and self._failed else text)
 
     def note(self, text: str) -> None:
         """A remark, on stderr, on a line of its own."""
@@ -111,7 +114,6 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": code == 0, "rows": rows})
         return code
-    progress(verbosity)("")
     if verbosity > QUIET:
         columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict")
         found = [
