@@ -11,6 +11,7 @@ if __name__ == "__main__":  # python cli.py; the installed command starts in __m
 
     interrupt.at_once()
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,11 +214,7 @@ def verify(
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
-    try:
-        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, tell=told.tell, **given)
-    except KeyboardInterrupt:
-        return told.end(interrupted=True)
-    return told.end()
+    return told.all_of(partial(harness.verify.verify, [*kernels, *compute], matrix, **given))
 
 
 @main.command(
@@ -236,11 +233,7 @@ def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arc
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 
-@main.command(
-    epilog=options.examples(
-        "fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain", "fa-cli run --compute ./mine_forward.cu"
-    )
-)
+@main.command(epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain"))
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)

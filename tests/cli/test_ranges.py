@@ -74,7 +74,8 @@ def test_a_range_without_a_kernel_is_refused() -> None:
     [
         ("float32", 64, ["forward", "backward"], "sm_90", "fa2"),
         ("float32", 64, ["forward"], "sm_90", "fa2"),  # not mma, which rounds float32 to tf32
-        ("bfloat16", 64, ["forward"], "sm_90", "mma_qreg_async"),
+        ("bfloat16", 64, ["forward"], "sm_90", "hopper"),
+        ("bfloat16", 64, ["forward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
         ("float32", 256, ["forward"], "sm_90", "naive"),
         ("float64", 64, ["backward"], "sm_90", "naive"),

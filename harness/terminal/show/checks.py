@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import options
@@ -26,6 +26,14 @@ class Told:
         self._step = teller(verbosity)
         self._told: set[tuple[str, str, str]] = set()
         self._failed = 0
+
+    def all_of(self, verify: Callable[..., object]) -> int:
+        """Verify, until Ctrl-C at the latest, and tell what came of it. Returns the exit code."""
+        try:
+            verify(progress=self.result, note=self.note, tell=self.tell)
+        except KeyboardInterrupt:
+            return self.end(interrupted=True)
+        return self.end()
 
     def result(self, done: CaseResult) -> None:
         """One more."""
