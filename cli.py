@@ -203,19 +203,18 @@ def verify(
     return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
 
 
-@main.command(
-    "compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile ./mine_forward.cu --arch sm_90")
-)
+@main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
 @options.kernels
 @options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
-@click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
+@click.option("--all", "every", is_flag=True, help="Every head dim, mask and tile shape, not only the widest and causal.")
+@click.option("--order", is_flag=True, help="Also the order of products, exponentials, waits and barriers in the main loop (nvdisasm).")
 @options.printing
 @click.pass_context
-def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
+def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.printing.progress(context.obj["verbosity"])
-    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
+    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note, order)
     return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
 
 

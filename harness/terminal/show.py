@@ -254,6 +254,11 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
             for r in rows
         ]
         table(columns, found)
+    for r in rows:
+        form = ("causal" * r.causal, "deterministic" * r.deterministic, *(f"{name}={value}" for name, value in r.tiles.items()))
+        for entry, order in (r.order or {}).items():
+            print(" ".join(filter(None, (r.kernel, r.pass_, r.dtype, f"D{r.head_dim}", r.arch, *form))))
+            print(f"  {entry}: {order or 'no loop has products on tensor cores and exponentials'}")
     line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
     return code
 
