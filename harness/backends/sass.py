@@ -42,7 +42,7 @@ class Run(NamedTuple):
     """So many of the same in a row, others than the listed kinds between them left out. cold: a vote jumps over it."""
 
     what: str
-    count: int
+    times: int
     cold: bool
 
 
@@ -59,7 +59,7 @@ class Loop:
         words, cold = "", False
         for run in self.runs:
             words += (" ]" if cold and not run.cold else "") + (" · " if words else "") + ("[ " if run.cold and not cold else "")
-            words += run.what + (f" x{run.count}" if run.count > 1 else "")
+            words += run.what + (f" x{run.times}" if run.times > 1 else "")
             cold = run.cold
         return f"{words}{' ]' * cold} · {self.local} LDL/STL"
 
@@ -73,7 +73,7 @@ class Loop:
             if run.what.startswith("DEPBAR"):
                 at = run.what
             elif run.what == "MUFU.EX2":
-                counts[at not in ("", "DEPBAR 0")] += run.count
+                counts[at not in ("", "DEPBAR 0")] += run.times
         return counts[True] / max(1, sum(counts.values()))
 
 
@@ -139,7 +139,7 @@ def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) 
             continue
         key = what, code[at].written if what.startswith("HGMMA") else ""  # another accumulator is another product
         if runs and last == key and runs[-1].cold == (at in cold):
-            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+            runs[-1] = runs[-1]._replace(times=runs[-1].times + 1)
         else:
             runs.append(Run(what, 1, at in cold))
         last = key

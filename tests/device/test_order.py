@@ -60,7 +60,7 @@ def test_exponentials_run_under_the_product(form: Form) -> None:
     assert not found.spill_bytes and not loop.local
     assert loop.hidden >= 0.9, loop.describe()
     tiles = HOPPER.names(Problem.of(1, 1, form.seq, form.dim, dtype=form.dtype, causal=form.causal), SM_90A)
-    hot = [(run.what, run.count) for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2")]
+    hot = [(run.what, run.times) for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2")]
     scores, output = (f"HGMMA 64x{tiles['BLOCK_K']}x16", form.dim // 16), (f"HGMMA 64x{form.dim}x16", tiles["BLOCK_K"] // 16)
     assert hot[:3] == [scores, output, ("DEPBAR 1", 1)] and hot[-1] == ("DEPBAR 0", 1)
     assert sum(count for what, count in hot if what == "MUFU.EX2") >= tiles["BLOCK_K"] // 2, "one a score: 64 rows, 128 threads"
