@@ -328,7 +328,8 @@ def catalogue() -> tuple[Kernel, ...]:
 
 
 def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
-    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
+    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked. Of "a+b" the forward pass is
+    a's, the backward pass b's.
 
     Raises UsageFault, which lists the kernels, where there is none; NoSuchPass where the kernel has no such pass.
     """
@@ -344,6 +345,8 @@ def is_path(spec: str) -> bool:
 def _find(spec: str, pass_: str) -> Kernel:
     if is_path(spec):
         return _from_path(Path(spec), pass_)
+    if "+" in spec:
+        spec = spec.split("+", 1)[pass_ == "backward"]
     wanted = spec.lower().replace("-", "_")
     same = [
         k
