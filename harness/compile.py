@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .backends import CompileError, nvrtc, sass
+from .backends.instead import instead
 from .choose import kernels
 from .fault import UsageFault
 from .kernel import Device, Kernel, catalogue, is_path
@@ -130,6 +131,7 @@ def compile_kernels(
         sass.program()  # raises before anything is compiled
     cases = [case for kernel in wanted for case in _cases(kernel, archs, everything, order)]
     rows = []
+    progress(f"0/{len(cases)} compiles")
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
             rows.append(row)
@@ -162,7 +164,7 @@ def _row(case: _Case) -> CompileRow:
         plan = kernel.plan(case.problem, case.device)
         found = nvrtc.compile_(kernel, plan, case.arch) if case.order else nvrtc.resources(kernel, plan, case.arch)
     except CompileError as error:
-        return replace(row, status=ERROR, message=error.log)
+        return replace(row, status=ERROR, message="\n".join(filter(None, (error.log.strip(), instead(error.log)))))
     except (UsageFault, ExpressionError) as error:  # a header that cannot be planned
         return replace(row, status=ERROR, message=str(error))
     missing = [entry for entry in kernel.entries if entry not in found.usage]

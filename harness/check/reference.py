@@ -19,13 +19,14 @@ key head that they read: arrays are (batch * heads_kv, group, rows, head_dim), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, tf32, through, widen
 from ..problem import Problem
+from . import alike
 
 __all__ = ["Reference", "baselines", "reference", "round_to", "sample", "widen"]
 
@@ -46,7 +47,8 @@ class Reference:
     error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
     amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
-    the heads.
+    the heads. alike, typical, drift: how far float32 row sums may be off, relatively, because their terms round alike (alike.py): the worst
+    row, the mean of the rows, and what all rows have in common.
     """
 
     values: Mapping[str, Array]
@@ -55,6 +57,9 @@ class Reference:
     noise: Mapping[str, float]
     score: float = 0.0
     spread: float = np.inf
+    alike: float = 0.0
+    typical: float = 0.0
+    drift: float = 0.0
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -77,6 +82,19 @@ def _square(array: Array) -> Array:
     return lengths
 
 
+@dataclass
+class _Loops:
+    """The loops over all tiles that a computation has, for progress: those of one computation have about as many tiles each."""
+
+    what: str
+    total: int
+    progress: Callable[[str], None]
+    done: int = 0
+
+    def tell(self, tile: int, tiles: int) -> None:
+        self.progress(f"{self.done * tiles + tile}/{self.total * tiles} {self.what}")
+
+
 @dataclass(frozen=True)
 class _Math:
     """One computation of attention and how it rounds: its working type, the operands of its products, P and dS."""
@@ -88,6 +106,7 @@ class _Math:
     narrow: Callable[[Array], Array] = _same
     reverse: bool = False  # sum over the keys from the last to the first: another valid order
     noise: dict[str, float] | None = None  # receives Reference.noise; None: it is not computed
+    loops: _Loops = field(default_factory=lambda: _Loops("", 1, lambda text: None))
 
     def load(self, tensors: Mapping[str, Array], name: str) -> Array:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
@@ -108,15 +127,26 @@ class _Math:
         size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
         self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
+    def note_alike(self, p: Array, row_sum: Array) -> None:
+        """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
+        assert self.noise is not None
+        one, other = alike.rounded_alike(self.xp, p, row_sum)
+        both = self.xp.abs(one) + self.xp.abs(other)
+        self.noise["alike"] = max(self.noise.get("alike", 0.0), float(both.max()))
+        for name, array in (("typical", both), ("drift", one), ("drift beside", other)):
+            self.noise[name] = self.noise.get(name, 0.0) + float(array.sum())
+
     def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
         """(slice of key heads, row indices) of each tile; a tile has at most TILE_CPU or TILE_GPU scores, or one row."""
         p, limit = self.problem, TILE_CPU if self.xp is np else TILE_GPU
         group = p.heads_q // p.heads_kv
         step = max(1, min(len(rows), limit // (group * keys)))
         some = max(1, limit // (group * keys * step))
-        for first in range(0, p.batch * p.heads_kv, some):
-            for row in range(0, len(rows), step):
-                yield slice(first, first + some), rows[row : row + step]
+        places = [(first, row) for first in range(0, p.batch * p.heads_kv, some) for row in range(0, len(rows), step)]
+        for number, (first, row) in enumerate(places):
+            self.loops.tell(number, len(places))
+            yield slice(first, first + some), rows[row : row + step]
+        self.loops.done += 1
 
     def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
@@ -154,6 +184,7 @@ class _Math:
                 self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
                 lengths, norm = _square(k[heads, 0][:, keys]), xp.sqrt(_square(q[heads][:, :, some]))
                 lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
+                self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
                 p *= p
                 o = o.reshape(p.shape[0], -1, dim)
                 of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
@@ -266,14 +297,18 @@ def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dic
     return every if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 
-def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -> Reference:
+def reference(
+    xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], progress: Callable[[str], None] = lambda text: None
+) -> Reference:
     """Float64 O and logsumexp, and dQ, dK, dV where tensors holds dO, by the equations at the head of this file.
 
     tensors: Q, K, V[, dO] as arrays of xp, in the shapes and storage types of the problem. A fully masked row gives O = 0,
-    logsumexp = -inf and gradients 0. Raises KeyError where one of Q, K, V is missing.
+    logsumexp = -inf and gradients 0. progress is told "N/M" of the tiles. Raises KeyError where one of Q, K, V is missing.
     """
     noise: dict[str, float] = {}
-    math, backward = _Math(xp, problem, noise=noise), "dO" in tensors
+    backward = "dO" in tensors
+    loops = _Loops("float64 reference", 1 + backward * (1 if sample(problem) is None else 2), progress)
+    math = _Math(xp, problem, noise=noise, loops=loops)
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -285,7 +320,9 @@ def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -
             values |= math.backward(x, out, row_max, row_sum)
         spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, math.logsumexp(row_max, row_sum)))
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    return Reference(values, picked, share, noise, noise.pop("score"), spread)
+    score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
+    drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
+    return Reference(values, picked, share, noise, score, spread, largest, typical, drift)
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:
@@ -298,7 +335,9 @@ def _spread(xp: ArrayModule, rows: Array) -> float:
     return float(xp.sqrt((away * away / number).sum(axis=-1)).min())
 
 
-def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str) -> list[dict[str, Array]]:
+def baselines(
+    xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str, progress: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Array]]:
     """The outputs of a correct kernel of an arithmetic class, computed in several valid ways: their worst error sets the budget.
 
     arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type before
@@ -319,9 +358,11 @@ def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], a
     narrow: Callable[[Array], Array] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
     operand: Callable[[Array], Array] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
     rows, picked = _rows(xp, problem, backward)
+    rounded = arithmetic == "p16" and backward  # one way more, with a forward pass of its own
+    loops = _Loops(f"{arithmetic} baselines", 2 + rounded + backward * (3 + rounded) * (1 if picked is None else 2), progress)
     with np.errstate(over="ignore", invalid="ignore"):
         for reverse in (False, True):
-            math = _Math(xp, problem, "float32", operand, narrow, reverse)
+            math = _Math(xp, problem, "float32", operand, narrow, reverse, loops=loops)
             x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
             out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
             lse = math.logsumexp(row_max, row_sum)
@@ -336,7 +377,7 @@ def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], a
             low, same, high = (through(xp, out * factor, dtype) for factor in (1 - nudge, 1.0, 1 + nudge))
             ways = [(*from_lse, high)] if reverse else [(row_max, row_sum, same), (*from_lse, low)]
             if arithmetic == "p16" and not reverse:
-                exact = _Math(xp, problem, "float32").forward(x["Q"], x["K"], x["V"], rows)[0]
+                exact = _Math(xp, problem, "float32", loops=loops).forward(x["Q"], x["K"], x["V"], rows)[0]
                 ways.append((row_max, row_sum, through(xp, exact, dtype)))
             for shift, divisor, stored in ways:
                 grads = math.backward(x, stored, shift, divisor)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,11 @@ from .judged import Timed as Timed
 SLOW_CLOCK = 0.75
 #: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-TIMINGS = ("warm", "cold")
+TIMINGS = ("warm", "cold", "burst")
+
+
+#: Seconds that are asked for end at so many samples: of a run of 10 us there would be millions.
+MOST_ASKED = 20_000
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Policy:
 
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
+
+    `asked_samples` and `asked_seconds` of device time are taken whatever the noise and the limits above are, the seconds in at most
+    MOST_ASKED samples.
     """
 
     warm_up: float = 0.05
@@ -59,6 +66,8 @@ class Policy:
     patience: float = 5.0
     slow: float = 0.1
     apart: float = 1.25
+    asked_samples: int = 0
+    asked_seconds: float = 0.0
 
 
 #: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
@@ -68,13 +77,32 @@ POLICY = {
 }
 
 
+class Energy(NamedTuple):
+    """What a contender takes while it runs alone, back to back: millijoules a run, mean watts, the median of the SM clock in MHz.
+
+    The names are those of results.csv.
+    """
+
+    energy_mj: float
+    power_w: float
+    sm_clock_mhz: float
+
+    @classmethod
+    def together(cls, parts: Sequence[Energy]) -> Energy:
+        """Runs one after the other as one: sums of energy and time, and the mean of the clock over the time."""
+        taken, seconds = sum(part.energy_mj for part in parts), [part.energy_mj / part.power_w / 1e3 for part in parts]
+        clock = sum(part.sm_clock_mhz * each for part, each in zip(parts, seconds, strict=True)) / sum(seconds)
+        return cls(taken, taken / sum(seconds) / 1e3, clock)
+
+
 @dataclass(frozen=True)
 class Timing:
     """The samples of one contender: device seconds, and the host seconds of calls.
 
-    timing: "warm" or "cold" (L2 flushed before each sample). launch: "direct" or "graph". throttled: why the device was throttled, or
-    empty. before, after: the backend's state around the measurement. turns: the samples of each turn; empty where there were no turns.
-    broken: the rule that a launch broke while it was timed (judged.py), or empty; such samples are no speed.
+    timing: "warm", "cold" (L2 flushed before each sample), "burst" (after a rest), or "energy", which has no samples. launch: "direct" or
+    "graph". throttled: why the device was throttled, or empty. before, after: the backend's state around the measurement. turns: the
+    samples of each turn; empty where there were no turns. broken: the rule that a launch broke while it was timed (judged.py), or empty;
+    such samples are no speed. energy: of alone.py.
     """
 
     timing: str
@@ -86,6 +114,7 @@ class Timing:
     after: Json = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     broken: str = ""
+    energy: Energy | None = None
 
     @property
     def median_ms(self) -> float:
@@ -113,6 +142,7 @@ def together(timings: Sequence[Timing]) -> Timing:
     first = timings[0]
     if len(timings) == 1:
         return first
+    energies = [t.energy for t in timings if t.energy]
     return Timing(
         first.timing,
         tuple(sum(each) for each in zip(*(t.seconds for t in timings), strict=False)),
@@ -121,6 +151,7 @@ def together(timings: Sequence[Timing]) -> Timing:
         "; ".join(dict.fromkeys(t.throttled for t in timings if t.throttled)),
         first.before,
         timings[-1].after,
+        energy=Energy.together(energies) if len(energies) == len(timings) else None,
     )
 
 
@@ -136,20 +167,24 @@ class Stage(Protocol):
         ...
 
 
-def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
+def measure(
+    contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. Raises what the contenders' runs raise.
+    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. Raises what the
+    contenders' runs raise.
     """
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
     cold = timing == "cold"
-    runs: dict[str, _Run] = {}
+    runs: dict[str, Ready] = {}
     for name, each in contenders.items():
+        progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
-            runs[name] = _Run.ready(each, stage, policy)
+            runs[name] = Ready.of(each, stage, policy)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
@@ -162,6 +197,8 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
+            share = sum(_share(turns[each], spent[each], policy) if each in waiting else 1.0 for each in runs)
+            progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
     for name, run in runs.items():
         with watches[name].guarded():
             watches[name].close(partial(run.sample, stage, cold))
@@ -184,7 +221,7 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
 
 
 @dataclass(frozen=True)
-class _Run:
+class Ready:
     """A contender warmed up: how it is launched, the host seconds of its calls and its approximate device seconds."""
 
     enqueue: Callable[[], Callable[[], float]]
@@ -193,7 +230,7 @@ class _Run:
     device: float
 
     @classmethod
-    def ready(cls, contender: Timed, stage: Stage, policy: Policy) -> _Run:
+    def of(cls, contender: Timed, stage: Stage, policy: Policy) -> Ready:
         start = time.perf_counter()
         first = contender.call()  # its time is not kept: the first run may also compile
         took = time.perf_counter() - start
@@ -248,12 +285,19 @@ def _lead(calls: Sequence[float]) -> float:
 
 def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> bool:
     seconds = [sample for turn in turns for sample in turn]
+    if len(seconds) < policy.asked_samples or (sum(seconds) < policy.asked_seconds and len(seconds) < MOST_ASKED):
+        return False
     uneven = len(turns) >= 3 and _noise([statistics.median(turn) for turn in turns]) > policy.uneven
     if len(seconds) >= policy.max_samples or (spent > (policy.patience if uneven else policy.max_seconds) and len(seconds) >= 3):
         return True
     if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     return _noise(seconds) <= policy.noise
+
+
+def _share(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> float:
+    """How much of the samples or of the time that a contender may take at most it has had."""
+    return min(1.0, max(sum(map(len, turns)) / policy.max_samples, spent / policy.max_seconds))
 
 
 def _noise(values: Sequence[float]) -> float:

@@ -16,6 +16,9 @@ from .fuzz import draw, fuzz, takes
 from .judge import Backends, CaseResult, Died, compile_ahead, each_survived, repro_of, run_case
 from .large import NoRoom
 
+#: Cases of a fuzz between two notes of how far it is.
+BLOCK = 50
+
 
 def verify(
     computes: Iterable[str],
@@ -32,12 +35,14 @@ def verify(
     repeat: int = 0,
     progress: Callable[[CaseResult], None] = lambda result: None,
     note: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[CaseResult]:
     """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
 
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
     two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
-    launches more of the same inputs (run_case; random cases have one launch). note is told what a range leaves out, and what the
+    launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
+    what is being done. note is told what a range leaves out, and what the
     device has no room for. Raises UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
@@ -47,15 +52,13 @@ def verify(
     for text in left_out:
         note(text)
     if count:
-        return _fuzz(found, count, seed, case, backends, deterministic, progress, note)
+        return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)
     given = None if case is None or case.isdecimal() else Case.parse(case)
-    results = []
-    for chosen in found:
-        if given:
-            cases = [given] if takes(chosen, given) or len(found) == 1 else []
-        else:
-            cases = [each for each in matrix(chosen, which, backends.first.name) if case is None or each.number == int(case)]
-        compile_ahead(backends.first, chosen, [each for each in cases if each.copies == 1])
+    several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1) for chosen in found]
+    total, results = sum(map(len, several)), list[CaseResult]()
+    for chosen, cases in zip(found, several, strict=True):
+        tell(f"{len(results)}/{total} compiles {chosen.label}")
+        compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1])
         named = "" if given else which
 
         def work(each: Case, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
@@ -75,11 +78,25 @@ def verify(
                 continue
             results.append(result)
             progress(result)
+            tell(f"{len(results)}/{total} {chosen.label} {_words(result)}")
+    tell("")
     if given and not results:
         raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
     return results
+
+
+def _cases(chosen: Kernel, given: Case | None, case: str | None, which: str, device: str, alone: bool) -> list[Case]:
+    """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix."""
+    if given:
+        return [given] if alone or takes(chosen, given) else []
+    return [each for each in matrix(chosen, which, device) if case is None or each.number == int(case)]
+
+
+def _words(result: CaseResult) -> str:
+    """A case in words, for progress."""
+    return f"case {result.case.number} {result.case.describe()}"
 
 
 def _fuzz(
@@ -91,22 +108,39 @@ def _fuzz(
     deterministic: bool,
     progress: Callable[[CaseResult], None],
     note: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> list[CaseResult]:
-    """The results of `count` cases drawn from a seed, or of one of them."""
+    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
     cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
     start = time.perf_counter()
-    for chosen in found:
-        compile_ahead(backends.first, chosen, [each for each in cases if takes(chosen, each)])
-    compiled = time.perf_counter()
-    results = list(fuzz(found, cases, backends, deterministic, progress))
-    seconds = time.perf_counter() - compiled
-    judged = len({result.case.number for result in results})
-    note(
-        f"fuzz with seed {seed}: {len(results)} runs of kernels on {judged} of {len(cases)} cases in {seconds:.1f} s, "
-        f"{judged / seconds:.1f} cases/s, after {compiled - start:.1f} s of compiling"
-    )
+    tell("compiles")
+    pairs = [(each, chosen) for each in cases for chosen in found if takes(chosen, each)]
+    compiled = compile_ahead(backends.first, pairs)
+    began = time.perf_counter()
+    if count > BLOCK:
+        note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")
+    results: list[CaseResult] = []
+    judged: set[int] = set()
+
+    def so_far(last: bool) -> str:
+        seconds, failed = time.perf_counter() - began, sum(not result.passed for result in results)
+        done = (
+            f"{len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
+        )
+        return f"fuzz with seed {seed}: {done}, " + (f"after {began - start:.1f} s of compiling" if last else f"{failed} failed")
+
+    try:
+        for result in fuzz(found, cases, backends, deterministic, progress):
+            if result.case.number not in judged and judged and len(judged) % BLOCK == 0:
+                note(so_far(False))
+            judged.add(result.case.number)
+            results.append(result)
+            tell(f"{len(results)}/{len(pairs)} {result.kernel} {result.pass_} {_words(result)}")
+    finally:  # also at Ctrl-C
+        tell("")
+        note(so_far(True))
     if not results:
         raise UsageFault("no case was judged", "none of the kernels takes any of them", "use a larger --fuzz, or another --seed")
     return results

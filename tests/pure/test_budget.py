@@ -12,7 +12,7 @@ import pytest
 
 from harness.check import budget
 from harness.check.reference import Reference, baselines, reference, round_to
-from harness.dataset.folder import generate
+from harness.dataset.generate import generate
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
