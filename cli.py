@@ -259,6 +259,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @click.argument("name", metavar="KERNEL")
 @click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
 @options.tile_lists
+@click.option("--by", type=click.Choice(["time", "energy"]), default="time", show_default=True, help="What the best is the best by.")
 @options.shape
 @options.mask
 @options.device
@@ -267,7 +268,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
