@@ -47,8 +47,8 @@ class Reference:
     error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
     amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
-    the heads. alike, typical, drift: how far float32 row sums may be off, relatively, because their terms round alike (alike.py): the worst
-    row, the mean of the rows, and what all rows have in common.
+    the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
+    off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
     """
 
     values: Mapping[str, Array]
@@ -57,6 +57,7 @@ class Reference:
     noise: Mapping[str, float]
     score: float = 0.0
     spread: float = np.inf
+    products: float = 0.0
     alike: float = 0.0
     typical: float = 0.0
     drift: float = 0.0
@@ -124,8 +125,12 @@ class _Math:
     def note(self, name: str, squares: Array, factor: Array) -> None:
         """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
         assert self.noise is not None
-        size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
-        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
+        self.largest(name, self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale)))
+
+    def largest(self, name: str, values: Array) -> None:
+        """Keep the largest finite value."""
+        assert self.noise is not None
+        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(values), values, 0.0).max()))
 
     def note_alike(self, p: Array, row_sum: Array) -> None:
         """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
@@ -191,6 +196,7 @@ class _Math:
                 shape = (p.shape[0], group, len(some), -1)
                 self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
                 self.note("logsumexp", whole.reshape(shape), norm / divisor)
+                self.largest("products", xp.sqrt(xp.matmul(p, vs * vs)).reshape(shape) / divisor)
         return out, row_max, row_sum
 
     def logsumexp(self, row_max: Array, row_sum: Array) -> Array:
@@ -322,7 +328,7 @@ def reference(
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
-    return Reference(values, picked, share, noise, score, spread, largest, typical, drift)
+    return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift)
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:
