@@ -64,7 +64,8 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
         found = choose.contender(spec, passes)
     except NoSuchPass as fault:
         able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
-        hint = f"for a gradient use one of {', '.join(able)}, which have both passes; without one torch.no_grad()"
+        pair = f", or {spec}+{able[-1]}" if able and not is_path(spec) else ""
+        hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")

@@ -132,6 +132,21 @@ def test_run_and_verify(fa_cli: Run) -> None:
     assert "note: 00-03 without fa1: fa1 has no backward pass" in result.stderr
 
 
+@needs_compiler
+def test_auto_of_two_kernels(fa_cli: Run) -> None:
+    """The forward pass of one, the backward pass of another, which reads its O and logsumexp: run, ring and their labels name both."""
+    words = ("--compute", "auto", "--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
+    result = fa_cli("run", *words, "--causal")
+    assert result.exit_code == 0 and "PASS hopper+mma_qreg_async both" in result.stdout
+    assert "note: auto is 16 hopper forward and 14 mma_qreg_async backward, the highest steps that take" in result.stderr
+    again = fa_cli("run", "hopper+14", *words[2:], "--json")
+    assert again.exit_code == 0 and json.loads(again.stdout)["compute"] == "hopper+mma_qreg_async"
+    ring = fa_cli("ring", "--simulate", 2, *words)
+    assert ring.exit_code == 0 and "PASS hopper+mma_qreg_async both 2 ranks" in ring.stdout, ring.output
+    alone = fa_cli("run", "hopper", *words[2:])
+    assert alone.exit_code == 2 and "hopper has no backward pass" in alone.stderr
+
+
 def test_a_range_nobody_is_in_is_exit_2(fa_cli: Run) -> None:
     """For every verb."""
     for words in (("run", "--compute"), ("verify",), ("compile",), ("experiment", "--compute"), ("profile", "--compute")):
