@@ -341,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (grows) {
                 fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(own_q()) + warp * 16 * 128, Q_SLAB,
                                                       fa::smem_u32(k_smem + k.stage * K_TILE), K_SLAB);
+                __syncwarp();  // all lanes have read K when the first one releases it
                 mask(n);
                 fa::local_row_max(maximum, score_reg);
                 raise(factor, maximum);
