@@ -94,7 +94,6 @@ def run_sweep(
     try:
         with files.locked(folder, "use another --output-dir"):
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
-            rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
             measured(rows)
             drawn = _draw(folder, pictures, sweep, options, progress)
     except KeyboardInterrupt as stop:

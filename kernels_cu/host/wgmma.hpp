@@ -1,9 +1,9 @@
 // wgmma: products of a warpgroup in flight, from their issue to the wait that retires their group.
 //
-// The 128 threads issue a product together. Its arithmetic is done at once, on the engine's own copy of the accumulators, and products on the
-// same accumulators in flight continue there. The registers themselves hold NaN until the wait that retires the last of these products: an
-// early read shows in the result (and by name under the race check, which sees the compiler's loads). At that wait each thread compares:
-// its accumulators must still be NaN, its A registers and both operands in shared memory as they were at the issue.
+// The 128 threads issue a product together. Its arithmetic is done at once, on the engine's own copy of the accumulators, and products on
+// the same accumulators in flight continue there. The registers themselves hold NaN until the wait that retires the last of these
+// products: an early read shows in the result (and by name under the race check, which sees the compiler's loads). At that wait each
+// thread compares: its accumulators must still be NaN, its A registers and both operands in shared memory as they were at the issue.
 #pragma once
 
 #include <stdint.h>
@@ -40,7 +40,7 @@ struct Descriptor {
 struct Wgmma {
     // A signalling NaN: arithmetic makes another NaN of it, so that also a register which is only scaled is seen as written.
     static constexpr uint32_t poison = 0xffbfffff;
-    static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8;
+    static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8, max_seen = 32;
 
     struct Chain {  // products on the same accumulators
         float value[4][max_columns][16];  // [warp][column][row]
@@ -67,9 +67,16 @@ struct Wgmma {
         const char* file;
         void* code;
     };
+    struct Seen {  // registers that a product of this thread has read or written, and what they held at the last wgmma_fence
+        const void* at;
+        int words;
+        uint32_t value[max_registers];
+    };
     struct Group {  // a warpgroup
         unsigned issued, retired[128], commits[128];
         bool fenced[128];
+        unsigned seen_next[128];
+        Seen seen[128][max_seen];
         Chain chain[max_chains];
         Issued product[ring];
     };
@@ -95,11 +102,18 @@ struct Wgmma {
             memset(g.retired, 0, sizeof g.retired);
             memset(g.commits, 0, sizeof g.commits);
             memset(g.fenced, 0, sizeof g.fenced);
+            memset(g.seen_next, 0, sizeof g.seen_next);
             for (auto& c : g.chain) c.in_flight = false;
         }
     }
 
-    void fence(int thread) { group[thread / 128].fenced[thread % 128] = true; }
+    void fence(int thread) {
+        Group& g = group[thread / 128];
+        const int lane = thread % 128;
+        g.fenced[lane] = true;
+        const unsigned known = g.seen_next[lane] < unsigned(max_seen) ? g.seen_next[lane] : unsigned(max_seen);
+        for (unsigned i = 0; i < known; ++i) memcpy(g.seen[lane][i].value, g.seen[lane][i].at, 4 * size_t(g.seen[lane][i].words));
+    }
     void commit(int thread) { ++group[thread / 128].commits[thread % 128]; }
 
     // All threads of warpgroup i have arrived with a product.
@@ -121,6 +135,7 @@ struct Wgmma {
                 for (int n = 0; n < columns; ++n) b[n * 16 + k] = turned[k * columns + n];
         for (int warp = 0; w.race && warp < 4; ++warp) read_by(w, p, warp, 128 * i + 32 * warp, read_begun);
         if (first.registers_a) take_registers_a(p, lanes, a);
+        for (int t = 0; t < 128 && first.registers_a; ++t) check_fenced(w, g, t, p.a_at[t], 4, word, file, line);
         p.chain = chained(w, g, lanes, word, file, line);
         Chain& c = g.chain[p.chain];
         c.last = g.issued++;
@@ -139,6 +154,15 @@ struct Wgmma {
         }
         for (Chain& c : g.chain)
             if (c.in_flight && c.d[lane] && int(g.retired[lane] - c.last) > 0) write_back(w, c, thread, code);
+    }
+
+    // The product that a wait of this thread retires first, where its warp has retired none of it; null where there is none.
+    const Issued* awaited(int thread, unsigned but) const {
+        const Group& g = group[thread / 128];
+        const int lane = thread % 128;
+        if (g.retired[lane] == g.issued) return nullptr;
+        const Issued& p = g.product[g.retired[lane] % ring];
+        return g.commits[lane] - p.group > but && !p.waited[lane / 32] ? &p : nullptr;
     }
 
     // This thread has returned.
@@ -166,6 +190,27 @@ struct Wgmma {
     }
 
   private:
+    // What is known of some registers of a thread; unknown ones are entered as they are.
+    Seen& seen(Group& g, int t, const void* at, int words) {
+        const unsigned known = g.seen_next[t] < unsigned(max_seen) ? g.seen_next[t] : unsigned(max_seen);
+        unsigned i = 0;
+        while (i < known && g.seen[t][i].at != at) ++i;
+        if (i == known) i = g.seen_next[t]++ % max_seen;
+        else if (g.seen[t][i].words == words) return g.seen[t][i];
+        Seen& made = g.seen[t][i];
+        made.at = at, made.words = words;
+        memcpy(made.value, at, 4 * size_t(words));
+        return made;
+    }
+
+    // Registers that a product reads must not have been written since the last fence: it would read what they held before.
+    void check_fenced(Worker& w, Group& g, int t, const void* at, int words, const char* word, const char* file, int line) {
+        if (!memcmp(seen(g, t, at, words).value, at, 4 * size_t(words))) return;
+        begin_report(w, "registers of a wgmma were written since the last wgmma_fence");
+        print(": thread %d of a warpgroup in %s at %s:%d\n", t, word, file, line);
+        end_report(w);
+    }
+
     static bool overlap(const char* address, size_t bytes, const void* from, int size) {
         return address < static_cast<const char*>(from) + size && static_cast<const char*>(from) < address + bytes;
     }
@@ -236,7 +281,8 @@ struct Wgmma {
         }
     }
 
-    // Reads the operands: a[row][k], b[column][k], or b[k][column] where it is transposed. Returns a hash of them.
+    // Reads the operands: a[row][k], b[column][k], or b[k][column] where it is transposed. Returns a hash of them. word: of the issue, at
+    // which they must have been written; null at the wait.
     static uint64_t gather(Worker& w, const Issued& p, unsigned short (*a)[16], unsigned short* b, const char* word) {
         uint64_t hash = 0x9e3779b97f4a7c15ull;
         each_chunk(p, [&](int matrix, int row, int part, uint32_t address) {
@@ -248,7 +294,7 @@ struct Wgmma {
             }
             uint64_t bits[2];
             memcpy(bits, w.arena + at, 16);
-            if ((bits[0] & bits[1]) == ~uint64_t(0)) unwritten(w, p, w.arena + at, matrix, word);
+            if (word && (bits[0] & bits[1]) == ~uint64_t(0)) unwritten(w, p, w.arena + at, matrix, word);
             hash = (hash ^ bits[0]) * 0xbf58476d1ce4e5b9ull;
             hash = (hash ^ hash >> 29 ^ bits[1]) * 0x94d049bb133111ebull;
             memcpy(matrix ? b + row * (p.transposed_b ? p.columns : 16) + 8 * part : &a[row][8 * part], bits, 16);
@@ -257,6 +303,7 @@ struct Wgmma {
     }
 
     static void unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word);
+    static void overwritten(Worker& w, const Issued& p, void* code);
 
     // The warp's part of the reads: its 16 rows of A, all of B.
     static void read_by(Worker& w, const Issued& p, int warp, int thread, Access_kind kind) {
@@ -297,6 +344,7 @@ struct Wgmma {
             if (!fresh && c.d[t] != lanes[t]->d) wrong(w, "threads of a warpgroup name different accumulators", word, file, line);
             c.d[t] = lanes[t]->d;
             if (!fresh) check_poison(w, c, t, nullptr, file, line);
+            else if (!zero) check_fenced(w, g, t, c.d[t], c.registers, word, file, line);
             for (int i = 0; (fresh || zero) && i < c.registers; ++i) element(c, t, i) = zero ? 0.0f : c.d[t][i];
             for (int i = 0; fresh && i < c.registers; ++i) memcpy(c.d[t] + i, &poison, 4);
         }
@@ -328,11 +376,7 @@ struct Wgmma {
         if (!p.waited[warp]) {  // the latest moment at which this warp may still read: its first lane's wait
             p.waited[warp] = true;
             unsigned short a[64][16], b[max_columns * 16];
-            if (gather(w, p, a, b, "wgmma_wait") != p.hash) {
-                begin_report(w, "shared memory was written while a wgmma that reads it was in flight");
-                print(": issued at %s:%d, retired at pc:%p\n", p.file, p.line, code);
-                end_report(w);
-            }
+            if (gather(w, p, a, b, nullptr) != p.hash) overwritten(w, p, code);
         }
         if (p.registers_a && memcmp(p.a_at[lane], p.a_value[lane], 16)) {
             begin_report(w, "an A register of a wgmma in flight was written");
@@ -353,6 +397,8 @@ struct Wgmma {
         const int lane = thread % 128;
         check_poison(w, c, lane, code, c.file, c.line);
         for (int i = 0; i < c.registers; ++i) c.d[lane][i] = element(c, lane, i);
+        Seen& own = seen(group[thread / 128], lane, c.d[lane], c.registers);
+        memcpy(own.value, c.d[lane], 4 * size_t(c.registers));  // nobody has touched them since
         c.d[lane] = nullptr;
         if (--c.left == 0) c.in_flight = false;
     }
