@@ -84,7 +84,7 @@ def disassembled(cubin: bytes) -> str:
         file.write_bytes(cubin)
         done = subprocess.run([program(), "-c", str(file)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise EnvironmentFault("nvdisasm cannot read what NVRTC has compiled", done.stderr.strip(), _HINT)
+        raise EnvironmentFault("nvdisasm cannot read what NVRTC has compiled", done.stderr.strip(), f"{_HINT}, or another --arch")
     return done.stdout
 
 
