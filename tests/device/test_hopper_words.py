@@ -12,8 +12,9 @@ from test_mma_words import tensor_core
 from test_words import golden
 from word_kernel import integers, run
 
-from harness.backends import Backend
+from harness.backends import Backend, pick
 from harness.backends.host.backend import Host
+from harness.fault import KernelFault
 
 ENTRY = 'extern "C" __global__ void forward(const __grid_constant__ fa::Args args, {maps}) {{\n'
 MAP_PARAMETER = "const __grid_constant__ fa::TensorMap {}_map"
@@ -173,12 +174,12 @@ def test_tma_loads(backend: Backend, tmp_path: Path) -> None:
     places = [
         (0, 0, 0, 0),
         (8, 100, 1, 0),
-        (-3, 5, 3, 0),
+        (3, 5, 3, 0),
         (50, 505, 2, 0),
-        (0, -7, 0, 0),
+        (0, 508, 0, 0),
         (0, 0, 3, 0),
-        (1, 2, -1, 0),
-        (0, 0, 0, -1),
+        (1, 2, 5, 0),
+        (0, 0, 0, 1),
         (64, 0, 0, 0),
     ]
     for which, (_, box, swizzle) in enumerate(LOADS.values()):
@@ -213,11 +214,18 @@ def test_tma_stores(backend: Backend, tmp_path: Path) -> None:
     numbers = np.arange(4096).astype(np.uint16).reshape(-1, 8)
     chunk = np.arange(512)
     tile = numbers[chunk ^ (chunk >> 3 & 7)].reshape(64, 64)
-    for column, row, head in ((0, 64, 1), (0, 470, 3), (16, -5, 0), (0, 0, 4)):
+    for column, row, head in ((0, 64, 1), (0, 470, 3), (16, 5, 0), (0, 0, 4)):
         got = with_fields(kernel, seq_q=column, seq_kv=row, head_dim=head).view(np.uint16).reshape(HEADS, ROWS, WIDTH)
         wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 64), 0xFFFF, np.uint16)
         wanted[head, 64 + row : 128 + row, column : column + 64] = tile
         assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, :WIDTH]), (column, row, head)
+
+
+def test_a_negative_coordinate_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    """As an H200 stops at it."""
+    kernel = bound(pick("cpu"), tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
+    with pytest.raises(KernelFault, match=r"negative coordinate.*\bword_forward.cu:"):
+        with_fields(kernel, seq_kv=-5)
 
 
 # -- wgmma ------------------------------------------------------------------------------------------------------------

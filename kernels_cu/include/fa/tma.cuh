@@ -26,7 +26,7 @@ constexpr uint64_t evict_first = 0x12f0000000000000ull, evict_last = 0x14f000000
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Starts to copy the box at (c0, c1, c2, c3), innermost coordinate first, to tile_smem. Its bytes, those outside the tensor counted, are
+// Starts to copy the box at (c0, c1, c2, c3), innermost coordinate first and none negative, to tile_smem. Its bytes, those outside the tensor counted, are
 // taken off what the barrier expects. One thread issues it.
 __device__ __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
@@ -53,9 +53,7 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* t
 // Stores in groups, as cp.async's: bulk_commit closes one; _read waits until all but the latest N groups have read shared memory,
 // which may then be overwritten; the other until they are complete.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
+template <int N> __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 template <int N> __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
 
 }  // namespace fa
