@@ -107,26 +107,26 @@ template <class T, int N, bool TransposeB> struct Wgmma;
 #define FA_OUT_256 FA_OUT_240, FA_D8(120)
 
 // A to G: the numbers of the operands behind D.
-#define FA_WGMMA_TYPE(N, STORAGE, TYPE, A, B, C, D, E, F, G)                                                                    \
-    template <bool TransposeB> struct Wgmma<STORAGE, N, TransposeB> {                                                           \
+#define FA_WGMMA_TYPE(N, STORAGE, TYPE, A, B, C, D, E, F, G)                                                                     \
+    template <bool TransposeB> struct Wgmma<STORAGE, N, TransposeB> {                                                            \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a_smem, uint64_t b_smem, bool accumulate) {        \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                                \
-                         ", 0;\n"                                                                                               \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_PTX_##N                        \
-                         "}, "                                                                                                  \
-                         "%" #A ", %" #B ", p, 1, 1, 0, %" #D ";\n}\n"                                                          \
-                         : FA_OUT_##N                                                                                           \
-                         : "l"(a_smem), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB)));                                    \
-        }                                                                                                                       \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                                 \
+                         ", 0;\n"                                                                                                \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_PTX_##N                         \
+                         "}, "                                                                                                   \
+                         "%" #A ", %" #B ", p, 1, 1, 0, %" #D ";\n}\n"                                                           \
+                         : FA_OUT_##N                                                                                            \
+                         : "l"(a_smem), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB)));                                \
+        }                                                                                                                        \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b_smem, bool accumulate) { \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F                                                                \
-                         ", 0;\n"                                                                                               \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_PTX_##N                        \
-                         "}, "                                                                                                  \
-                         "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", p, 1, 1, %" #G ";\n}\n"                                \
-                         : FA_OUT_##N                                                                                           \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB)));     \
-        }                                                                                                                       \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F                                                                 \
+                         ", 0;\n"                                                                                                \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_PTX_##N                         \
+                         "}, "                                                                                                   \
+                         "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", p, 1, 1, %" #G ";\n}\n"                                 \
+                         : FA_OUT_##N                                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB))); \
+        }                                                                                                                        \
     };
 #define FA_WGMMA(N, ...)                          \
     FA_WGMMA_TYPE(N, float16, "f16", __VA_ARGS__) \
