@@ -183,8 +183,11 @@ bool deliver_one(Worker& w) { return w.async && w.async->deliver_first(w); }
 
 void Wgmma::unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word) {
     const Copy* load = w.async ? w.async->load_to(address) : nullptr;
-    begin_report(w, load ? "a wgmma reads what a TMA load in flight is to write: no wait for its mbarrier"
-                         : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
+    const bool late = load && w.barrier[load->box->mbarrier].phase != load->box->phase;
+    begin_report(w, late
+                        ? "a wgmma reads what a TMA load in flight is to write: its mbarrier's phase has ended, too few bytes were expected"
+                    : load ? "a wgmma reads what a TMA load in flight is to write: no wait for its mbarrier"
+                           : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
     print(": operand %c of %s at %s:%d, byte %td", matrix ? 'B' : 'A', word, p.file, p.line, address - w.arena);
     if (load) print("; the load of thread %d at %s:%d", load->thread, load->file, load->line);
     print("\n");
@@ -389,20 +392,19 @@ Next fa_host_yield_arrive() {
     Worker& w = *this_worker;
     const unsigned self = w.current;
     w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
-    int next = pop_ready(w);
-    if (next < 0) {
-        deliver_one(w);
-        if (++w.idle_peeks > 100000) report_deadlock(w);
+    ++w.idle_peeks;
+    if (!w.ready_warps) {
+        if (!deliver_one(w) && w.idle_peeks > 100000) report_deadlock(w);
         return {nullptr, nullptr};
     }
-    make_ready(w, next / 32, 1u << next % 32);
-    w.current = unsigned(next);
-    const int chosen = pop_ready(w);  // from the next one on, or at random
-    w.current = self;
-    make_ready(w, self / 32, 1u << self % 32);
-    w.warp[chosen / 32].ready |= 1u << chosen % 32;
-    w.ready_warps |= 1u << chosen / 32;
-    return switch_to(w, chosen);
+    // Any of the ready ones: a fixed order could let some threads peek for ever while the one they wait for never runs.
+    const unsigned pick = w.idle_peeks * 0x9e3779b9u >> 8;
+    const int warp = nth_bit(w.ready_warps, int(pick % unsigned(__builtin_popcount(w.ready_warps))));
+    const int lane = nth_bit(w.warp[warp].ready, int(pick / 32 % unsigned(__builtin_popcount(w.warp[warp].ready))));
+    w.warp[warp].ready &= ~(1u << lane);
+    if (!w.warp[warp].ready) w.ready_warps &= ~(1u << warp);
+    make_ready(w, int(self / 32), 1u << self % 32);
+    return switch_to(w, unsigned(32 * warp + lane));
 }
 
 // -- TMA and wgmma ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ struct Descriptor {
 };
 
 struct Wgmma {
+    // A signalling NaN: arithmetic makes another NaN of it, so that also a register which is only scaled is seen as written.
+    static constexpr uint32_t poison = 0xffbfffff;
     static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8;
 
     struct Chain {  // products on the same accumulators
@@ -59,6 +61,7 @@ struct Wgmma {
         const uint32_t* a_at[128];
         uint32_t a_value[128][4];
         int left;  // threads that have not retired it
+        bool waited[4];  // a lane of the warp has
         int16_t reader[4];  // under the race check: the thread of each warp whose wait was first, and its clock then
         uint32_t reader_clock[4];
         const char* file;
@@ -109,7 +112,7 @@ struct Wgmma {
         p.a = Descriptor(first.a), p.b = Descriptor(first.b);
         p.columns = columns, p.transposed_b = first.transposed_b, p.registers_a = first.registers_a;
         p.group = g.commits[0], p.left = 128, p.file = file, p.line = line, p.code = code;
-        for (auto& reader : p.reader) reader = -1;
+        for (int warp = 0; warp < 4; ++warp) p.reader[warp] = -1, p.waited[warp] = false;
         unsigned short a[64][16], b[max_columns * 16], turned[max_columns * 16];
         check_descriptors(w, p, word, file, line);
         p.hash = gather(w, p, a, p.transposed_b ? turned : b, word);
@@ -155,10 +158,11 @@ struct Wgmma {
         const int lane = w.current % 128;
         for (const Chain& c : g.chain)
             if (c.in_flight && c.d[lane] && overlap(address, bytes, c.d[lane], 4 * c.registers))
-                name_access(w, "an accumulator of a wgmma in flight", writes, code, c.file, c.line);
+                name_access(w, writes ? "an accumulator of a wgmma in flight is written" : "an accumulator of a wgmma in flight is read",
+                            code, c.file, c.line);
         for (unsigned n = g.retired[lane]; writes && n != g.issued; ++n)
             if (const Issued& p = g.product[n % ring]; p.registers_a && overlap(address, bytes, p.a_at[lane], 16))
-                name_access(w, "an A register of a wgmma in flight", true, code, p.file, p.line);
+                name_access(w, "an A register of a wgmma in flight is written", code, p.file, p.line);
     }
 
   private:
@@ -166,9 +170,9 @@ struct Wgmma {
         return address < static_cast<const char*>(from) + size && static_cast<const char*>(from) < address + bytes;
     }
 
-    static void name_access(Worker& w, const char* what, bool writes, void* code, const char* file, int line) {
+    static void name_access(Worker& w, const char* what, void* code, const char* file, int line) {
         begin_report(w, what);
-        print(" is %s: thread %d at pc:%p, issued at %s:%d\n", writes ? "written" : "read", w.current, code, file, line);
+        print(": thread %d at pc:%p, issued at %s:%d\n", w.current, code, file, line);
         end_report(w);
     }
 
@@ -294,7 +298,7 @@ struct Wgmma {
             c.d[t] = lanes[t]->d;
             if (!fresh) check_poison(w, c, t, nullptr, file, line);
             for (int i = 0; (fresh || zero) && i < c.registers; ++i) element(c, t, i) = zero ? 0.0f : c.d[t][i];
-            if (fresh) memset(static_cast<void*>(c.d[t]), 0xff, 4 * size_t(c.registers));
+            for (int i = 0; fresh && i < c.registers; ++i) memcpy(c.d[t] + i, &poison, 4);
         }
         c.in_flight = true;
         c.left = 128;
@@ -310,7 +314,7 @@ struct Wgmma {
         for (int i = 0; i < c.registers; ++i) {
             uint32_t bits;
             memcpy(&bits, c.d[t] + i, 4);
-            if (bits == ~0u) continue;
+            if (bits == poison) continue;
             begin_report(w, "an accumulator of a wgmma in flight was written");
             print(": register %d of thread %d, issued at %s:%d, seen at ", i, t % 128, c.file, c.line);
             code ? print("pc:%p\n", code) : print("%s:%d\n", file, line);
@@ -320,7 +324,9 @@ struct Wgmma {
 
     void retire(Worker& w, Issued& p, int thread, void* code) {
         const int lane = thread % 128, warp = lane / 32;
-        if (p.left-- == 128) {
+        --p.left;
+        if (!p.waited[warp]) {  // the latest moment at which this warp may still read: its first lane's wait
+            p.waited[warp] = true;
             unsigned short a[64][16], b[max_columns * 16];
             if (gather(w, p, a, b, "wgmma_wait") != p.hash) {
                 begin_report(w, "shared memory was written while a wgmma that reads it was in flight");
