@@ -49,7 +49,7 @@ struct Product {
     const unsigned* registers_a;  // 4
     unsigned long long a, b;      // descriptors of shared memory
     int registers;
-    bool transposed_b, accumulate;
+    bool transposed_a, transposed_b, accumulate;
     void* code;  // for the race check
     void (*multiply)(float* d, const unsigned short* a, const unsigned short* b, int columns);
 };

@@ -1,0 +1,436 @@
+// /// kernel
+// title = "Hopper: five products a tile by wgmma, none of them waited for at once"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = false
+// arithmetic = "p16"
+// [tile]
+// BLOCK_Q = "8192 // HEAD_DIM"  # 128 or 64 queries: two consumers x 64 x 64 of dQ
+// KV_STAGES = 2  # 2: the next K and V arrive while the last products run
+// STAGGER = 1  # blocks of one head begin at different queries
+// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, 128, 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, 128, 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "min(sms, ceil_div(seq_kv, 128) * heads_kv * batch)"
+// block = 384
+// shared = "512 * KV_STAGES * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 16 * BLOCK_Q + 512 * BLOCK_Q + 8 * (6 * KV_STAGES + 8)"
+// [[launch]]
+// entry = "convert"
+// grid = ["2 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// Step 16, backward.
+#include <fa/accumulator.cuh>
+#include <fa/atomic.cuh>
+#include <fa/tma.cuh>
+
+using scalar = fa::DTYPE;
+using fa::int64_t;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int BLOCK_K = 128, THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr uint32_t OWN_ROWS = 64 * 128;  // bytes of a slab from one consumer's keys to the other's
+constexpr int ROW_PARTS = BLOCK_Q / 64, PART = 64 * 64;  // dQ of a tile is two parts of 64 x 64, one a consumer
+static_assert(ROW_PARTS * SLABS == 2);
+
+__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
+// The number of a tile of queries among those of all heads.
+__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
+    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
+}
+// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
+__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
+}
+// For a tile of queries, dQ in the layout of the accumulators: [2 parts][8 groups of 8 columns][128 threads][4].
+__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (2 * PART);
+}
+
+// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
+// beyond seq_q, or one that sees no key and has -inf; and dQ = 0.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
+    const int number = tile_number(args, batch, head, query / BLOCK_Q);
+    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+
+    float sum = 0, lse = -fa::infinity();
+    if (query < args.seq_q) {
+        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
+        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
+#pragma unroll
+        for (int column = lane * 8; column < HEAD_DIM; column += 64) {
+            const fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
+            const fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum += fa::widen(o_reg[i]) * fa::widen(do_reg[i]);
+        }
+        lse = *fa::row_pointer<float>(args.logsumexp, batch, head, query);
+    }
+    sum = fa::group_sum<8>(sum);
+    if (lane == 0) {
+        float* stats = stats_of(args, number) + query % BLOCK_Q;
+        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
+        stats[BLOCK_Q] = sum;
+    }
+}
+
+// A tile of keys of one head, and the tiles of queries that see it.
+struct Work {
+    int k_first, kv_head, batch;
+    int first, end, start;  // tiles of queries of each head, and the one to begin with
+    int count;              // of all heads of the group
+};
+
+// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
+    const int heads = max(1, int((int64_t(SECTION) << 20) / (8ll * HEAD_DIM * args.seq_q * group)));
+    const int section = number / (k_tiles * heads), inside = number - section * k_tiles * heads;
+    const int width = min(heads, args.heads_kv * args.batch - section * heads);  // the last section may have fewer
+    const int k_tile = inside / width, row = section * heads + inside % width;
+#else
+    const int row = number / k_tiles, k_tile = number - row * k_tiles;
+#endif
+    Work work;
+    work.k_first = k_tile * BLOCK_K;
+    work.batch = row / args.heads_kv;
+    work.kv_head = row - work.batch * args.heads_kv;
+    work.end = tiles_of_queries(args);
+    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
+    const int each = work.end - work.first;
+    work.start = work.first + (STAGGER && !CAUSAL ? int(int64_t(k_tile) * each / k_tiles) : 0);
+    work.count = each * group;
+    return work;
+}
+
+// A walk over the tiles of queries of a work: of each head from `start` to the end, then from the first to `start`.
+struct Walk {
+    int head, tile;
+    __device__ __forceinline__ void begin(const fa::Args& args, const Work& work) {
+        head = work.kv_head * (args.heads_q / args.heads_kv), tile = work.start;
+    }
+    __device__ __forceinline__ void next(const Work& work) {
+        if (++tile == work.end) tile = work.first;
+        if (tile == work.start) ++head;
+    }
+};
+
+// A position in a ring of N stages, and the parity of its round.
+template <int N> struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == N) stage = 0, parity ^= 1;
+    }
+};
+
+// Loads the slabs of a tile; the barrier expects `more` bytes beside.
+template <uint32_t Slab>
+__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
+                                          uint32_t more = 0) {
+    fa::mbarrier_arrive_expect_tx(full, SLABS * Slab + more);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+}
+
+// Launch 2.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
+    unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [2][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* stats_smem = ds_smem + 2 * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
+    uint64_t* v_full = k_full + KV_STAGES;
+    uint64_t* kv_empty = v_full + KV_STAGES;
+    uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
+    uint64_t* q_full = dkv_full + 2 * KV_STAGES;
+    uint64_t* q_empty = q_full + STAGES;
+    uint64_t* do_full = q_empty + STAGES;
+    uint64_t* do_empty = do_full + STAGES;
+    int* numbers = reinterpret_cast<int*>(do_empty + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < KV_STAGES; ++i) {
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(kv_empty + i, 2);
+            fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(do_full + i, 1), fa::mbarrier_init(do_empty + i, 8);
+        }
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    Ring<KV_STAGES> kv;
+    Ring<STAGES> q;  // of Q, dO, their stats, and dS
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<PRODUCER>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
+            int number = blockIdx.x;
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty + kv.stage, kv.parity ^ 1);
+                numbers[kv.stage] = number < works ? number : -1;
+                if (number >= works) break;
+                const Work work = work_of(args, number);
+                load_tile<K_SLAB>(k_smem + kv.stage * K_TILE, k_map, k_full + kv.stage, work.k_first, work.kv_head, work.batch);
+                number = gridDim.x + atomicAdd(counters, 1);
+                load_tile<K_SLAB>(v_smem + kv.stage * K_TILE, v_map, v_full + kv.stage, work.k_first, work.kv_head, work.batch);
+                kv.next();
+                Walk at;
+                at.begin(args, work);
+                for (int n = 0; n < work.count; ++n, at.next(work)) {
+                    const int q_first = at.tile * BLOCK_Q;
+                    fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
+                    load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, q_first, at.head, work.batch, STATS);
+                    fa::tma_load_4d(stats_smem + q.stage * STATS, &stats_map, q_full + q.stage, 0, at.tile, at.head, work.batch);
+                    fa::mbarrier_wait_parity(do_empty + q.stage, q.parity ^ 1);
+                    load_tile<Q_SLAB>(do_smem + q.stage * Q_TILE, d_o_map, do_full + q.stage, q_first, at.head, work.batch);
+                    q.next();
+                }
+            }
+            fa::mbarrier_arrive(k_full + kv.stage);
+            // The last block to finish leaves the counters as it found them, for the next launch.
+            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                fa::mbarrier_wait_parity(k_full + kv.stage, kv.parity);
+                const int number = numbers[kv.stage];
+                if (number < 0) break;
+                const Work work = work_of(args, number);
+                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage + consumer, kv.parity);
+                const uint32_t own = kv.stage * K_TILE + consumer * OWN_ROWS;
+                const int row = work.k_first + 64 * consumer;
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty + kv.stage);
+                kv.next();
+            }
+        }
+        return;
+    }
+
+    // A consumer: 64 keys, 16 a warp
+    fa::setmaxnreg_inc<CONSUMER>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    float dk_reg[HEAD_DIM / 2], dv_reg[HEAD_DIM / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[32];
+    uint32_t p16_reg[BLOCK_Q / 16][4], ds16_reg[BLOCK_Q / 16][4];
+    Work work{};
+    Walk at{};
+
+    auto release = [&](uint64_t* empty) {
+        if (lane == 0) fa::mbarrier_arrive(empty);
+    };
+    auto own = [&](unsigned char* tile_smem) { return tile_smem + kv.stage * K_TILE + consumer * OWN_ROWS; };
+    // d = A B^T: 64 keys of K or V, all queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[BLOCK_Q / 2], unsigned char* a_smem, unsigned char* b_smem) {
+        const uint64_t a = fa::smem_descriptor_k_major(a_smem), b = fa::smem_descriptor_k_major(b_smem);
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    auto issue_scores = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
+        issue_transposed(p_reg, own(k_smem), q_smem + q.stage * Q_TILE);
+    };
+    // d += P^T dO or dS^T Q
+    auto issue_gradient = [&](float (&d)[HEAD_DIM / 2], const uint32_t (&a)[BLOCK_Q / 16][4], unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem, Q_SLAB);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_Q / 16; ++step)
+            fa::wgmma_rs<scalar, true>(d, a[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
+        fa::wgmma_commit();
+    };
+    // This consumer's part of dQ = dS K
+    auto issue_dq = [&]() {
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage * K_TILE + consumer / ROW_PARTS * K_SLAB, K_SLAB);
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
+                                             step > 0);
+        fa::wgmma_commit();
+    };
+    auto mask = [&]() {
+        const int q_first = at.tile * BLOCK_Q, key = work.k_first + 64 * consumer;
+        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        int first[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    // A tile of queries whose scores are in flight, until all its products are.
+    auto begin_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage * STATS);
+        unsigned char* do_tile = do_smem + q.stage * Q_TILE;
+        fa::mbarrier_wait_parity(do_full + q.stage, q.parity);
+        issue_transposed(ds_reg, own(v_smem), do_tile);
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        issue_gradient(dv_reg, p16_reg, do_tile, accumulate);
+        fa::wgmma_wait<1>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        fa::store_operand(ds_smem + q.stage * DS_TILE + consumer * OWN_ROWS + warp * 16 * 128, K_SLAB, ds16_reg);
+        fa::fence_proxy_async_shared();
+        issue_gradient(dk_reg, ds16_reg, q_smem + q.stage * Q_TILE, accumulate);
+        fa::bar_sync(1, 256);  // dS of both consumers is there, and both have read the other stage
+        issue_dq();
+        fa::wgmma_wait<2>(p16_reg);
+        release(do_empty + q.stage);
+        q.next();
+    };
+    // dQ is there, and dK's product has read Q.
+    auto end_tile = [&]() {
+        release(q_empty + (q.stage ^ 1));
+        float* dq = dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+        at.next(work);
+    };
+
+    while (true) {
+        fa::mbarrier_wait_parity(k_full + kv.stage, kv.parity);
+        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage], 0);  // known to the compiler as the same in the whole warp
+        if (number < 0) break;
+        work = work_of(args, number);
+        at.begin(args, work);
+        if (work.count > 0) {
+            issue_scores();
+            fa::mbarrier_wait_parity(v_full + kv.stage, kv.parity);
+            for (int n = 0;;) {
+                begin_tile(n > 0);
+                if (++n == work.count) break;
+                issue_scores();
+                fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                end_tile();
+            }
+            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
+            end_tile();
+        } else fa::mbarrier_wait_parity(v_full + kv.stage, kv.parity);
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float seen = work.count > 0 ? 1.0f : 0.0f, one[2] = {seen, seen}, scales[2] = {scale * seen, scale * seen};
+        fa::store_rows<scalar>(own(v_smem) + warp * 16 * 128, K_SLAB, dv_reg, one);
+        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::store_rows<scalar>(own(k_smem) + warp * 16 * 128, K_SLAB, dk_reg, scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + 2 * kv.stage + consumer);
+        kv.next();
+    }
+}
+
+// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+    const int tile = blockIdx.x / 2, part = blockIdx.x % 2, head = blockIdx.y, batch = blockIdx.z;
+    const float scale = float(args.scale);
+    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
+    fa::Vec128<scalar> rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = fa::narrow<scalar>(dq[e] * scale);
+    }
+    const int column = part / ROW_PARTS * 64 + group * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + 8 * half + row;
+        if (query < args.seq_q)
+            fa::store_128_upto(fa::row_pointer<scalar>(args.dQ, batch, head, query) + column, rows[half], args.head_dim - column);
+    }
+}
