@@ -11,6 +11,7 @@
 // arithmetic = "p16"
 // [tile]
 // BLOCK_Q = "8192 // HEAD_DIM"  # 128 or 64 queries: two consumers x 64 x 64 of dQ
+// REGISTERS = "240 if HEAD_DIM == 128 else 232"  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = 2  # 2: the next K and V arrive while the last products run
 // STAGGER = 1  # blocks of one head begin at different queries
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Ring<KV_STAGES> kv;
     Ring<STAGES> q;  // of Q, dO, their stats, and dS
     if (warpgroup == 0) {
-        fa::setmaxnreg_dec<PRODUCER>();
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         if (threadIdx.x == 0) {
             // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
@@ -289,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 
     // A consumer: 64 keys, 16 a warp
-    fa::setmaxnreg_inc<CONSUMER>();
+    fa::setmaxnreg_inc<REGISTERS>();
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     float dk_reg[HEAD_DIM / 2], dv_reg[HEAD_DIM / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[32];
@@ -363,8 +364,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         fa::store_operand(ds_smem + q.stage * DS_TILE + consumer * OWN_ROWS + warp * 16 * 128, K_SLAB, ds16_reg);
-        fa::fence_proxy_async_shared();
         issue_gradient(dk_reg, ds16_reg, q_smem + q.stage * Q_TILE, accumulate);
+        fa::fence_proxy_async_shared();
         fa::bar_sync(1, 256);  // dS of both consumers is there, and both have read the other stage
         issue_dq();
         fa::wgmma_wait<2>(p16_reg);
