@@ -197,10 +197,12 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
-    given["progress"] = lambda done: step(f"{done.kernel} {done.pass_} {done.case.number} {done.case.describe()}")
-    cases = harness.verify.verify([*kernels, *compute], matrix, note=options.note, **given)
-    return harness.terminal.show.cases(cases, json, context.obj["verbosity"], given["check"])
+    told = harness.terminal.show_verify.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
+    try:
+        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, **given)
+    except KeyboardInterrupt:
+        return told.end(interrupted=True)
+    return told.end()
 
 
 @main.command(
@@ -338,10 +340,11 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine."""
+    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
+    that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
     name = folder.resolve().name
     return harness.terminal.show_report.redrawn(
-        harness.report.redraw(folder, output_dir, name, title or name), json, context.obj["verbosity"]
+        harness.report.redraw(folder, output_dir, name, title or name, with_page=True), json, context.obj["verbosity"]
     )
 
 

@@ -1,14 +1,13 @@
 """An experiment: a sweep's shapes x kernels and peers -> rows, samples, an environment record, figures and a summary.
 
-Every shape's contenders are checked first, then measured in round-robin turns, warm and (on a GPU) cold. The rows of a shape and their
-samples are appended together as they are done, so an interrupted run keeps them, and --resume goes on from there. A kernel that loses
-the CUDA context, or on the CPU ends its process, costs its own row: a fresh process measures the rest. One experiment at a time holds
-the folder.
+Every shape's contenders are checked first, then measured in round-robin turns, warm and on a GPU cold, then one by one what the sweep
+asks for besides (burst, energy). The rows of a shape and their samples are appended together as they are done, so an interrupted run
+keeps them, and --resume goes on from there. A kernel that loses the CUDA context, or on the CPU ends its process, costs its own row: a
+fresh process measures the rest. One experiment at a time holds the folder.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import json
 import sys
@@ -30,7 +29,7 @@ from .measure import ceilings
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
 from .row import CEILING, TYPES, Row, Rows, encoded, mend, read_rows
-from .sweep import ROOT, SWEEPS, Sweep, load, with_options
+from .sweep import ROOT, SWEEPS, Sweep, load, matches, with_options
 from .sweep import Options as Options
 
 if TYPE_CHECKING:
@@ -108,15 +107,16 @@ def _measured(
     """The rows of the run, those of a resumed one included, each kept in the folder as soon as its shape is done. Raises _Lost."""
     run_id, rows = _begin(folder, backend, options)
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
-        rows = _keep(folder, rows, ceilings.rows(backend, run_id), [])
+        rows = _keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
     fork = _may_fork(backend, [computes for _, computes in shaped])
     for number, ((test, problem), computes) in enumerate(shaped):
-        left = [c for c in computes if not _done(rows, test, c, mode, problem, backend.name == "cuda")]
+        timings = ("warm", *(sweep.measures(test) if backend.name == "cuda" else ()))
+        left = [c for c in computes if not _done(rows, test, c, mode, problem, timings)]
 
         def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
             progress(f"{step} {text}")
 
-        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, tell):
+        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, timings, tell):
             rows = _keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -164,6 +164,7 @@ def _shape(
     test: str,
     problem: Problem,
     run_id: str,
+    timings: Sequence[str],
     progress: Callable[[str], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
@@ -182,7 +183,7 @@ def _shape(
             yield results.rows_without(test, contender, mode, problem, backend, run_id, SEED, status, str(error)), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(run_id) from error
-    for timing in ("warm", "cold") if backend.name == "cuda" else ("warm",):
+    for timing in timings:
         progress(f"measures {len(good)} {timing}")
         good = run.time_together(good, backend, timing)
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
@@ -208,13 +209,14 @@ def _survived(
     test: str,
     problem: Problem,
     run_id: str,
+    timings: Sequence[str],
     progress: Callable[[str], None],
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
-    rest = mode, test, problem, run_id, progress
+    rest = mode, test, problem, run_id, timings, progress
     if not fork:
         yield from _shape(backend, contenders, *rest)
         return
@@ -280,8 +282,8 @@ def _keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Jso
     return kept + new
 
 
-def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem, cold: bool) -> bool:
-    """Whether a resumed run has this cell already: the mode's own row, with a time also the cold one where there is one."""
+def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem, timings: Sequence[str]) -> bool:
+    """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     found = [
         row.timing
@@ -289,7 +291,7 @@ def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, probl
         if (row.Test, row.Kernel, row.Type) == (test, contender.name, TYPES[mode])
         and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
     ]
-    return bool(found) and (not cold or found[0] is None or "cold" in found)
+    return bool(found) and (found[0] is None or set(timings) <= {*found, "energy"})
 
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
@@ -305,9 +307,6 @@ def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]
 
 
 def _selected(shapes: Sequence[tuple[str, Problem]], options: Options) -> list[tuple[str, Problem]]:
-    def matches(test: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatch(test, p) or p in test for p in patterns)
-
     found = [(t, p) for t, p in shapes if (not options.only or matches(t, options.only)) and not matches(t, options.skip)]
     if not found:
         raise UsageFault(
@@ -325,9 +324,10 @@ def _contenders(
     each shape those that take it.
     """
     passes, problems = MODES[mode], [problem for _, problem in shapes]
-    having = [{k.name for k in catalogue() if k.pass_ == pass_ and {p.dtype for p in problems} & set(k.dtypes)} for pass_ in passes]
-    usual = [name for name in dict.fromkeys(k.name for k in catalogue()) if all(name in names for names in having)]
-    asked = [options.computes or sweep.names("kernels", test) or usual for test, _ in shapes]
+    having = {(k.name, k.pass_, dtype) for k in catalogue() for dtype in k.dtypes}
+    every = dict.fromkeys(k.name for k in catalogue())
+    usual = {p.dtype: [name for name in every if all((name, pass_, p.dtype) in having for pass_ in passes)] for p in problems}
+    asked = [options.computes or sweep.names("kernels", test) or usual[p.dtype] for test, p in shapes]
     several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), backend.name) for test, _ in shapes]
     specs = list(dict.fromkeys(spec for some in asked for spec in some))
     notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]

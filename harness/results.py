@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .backends import Backend
 from .check.contender import Contender, PassResult, arithmetic_of
+from .dataset.generate import recipe
 from .files import Json
 from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
@@ -26,7 +27,7 @@ def new_run_id() -> str:
 
 
 def rows_of(result: Result, test: str, run_id: str) -> list[Row]:
-    """The rows of a result: one a pass and timing, and for mode both a third of the two passes together.
+    """The rows of a result: one a pass and timing, and for mode both a third of the two passes together. Energy is in the warm ones.
 
     A failed check has one row a pass, without a timing and without speeds.
     """
@@ -189,12 +190,17 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
         torch_backend="+".join(dict.fromkeys(p.ran for p in passes if p.ran)) or None,
         source_hash="+".join(dict.fromkeys(k.source_hash for k in kernels)) or None,
         run_id=run_id,
+        recipe=recipe(problem),
         **of_tensors,
     )
     row = replace(row, dtype="tf32") if any(k.arithmetic_for(problem.dtype) == "tf32" for k in kernels) else row  # on float32 files
     # A kernel that fails in one pass has no speed in the other: a table names the kernel, not the pass, as right or wrong.
     timings = [t for t in TIMINGS if all(t in p.timings for p in passes)] if result.passed else []
-    return [_timed(row, together([p.timings[t] for p in passes]), problem, mode) for t in timings] or [row]
+    rows = [_timed(row, together([p.timings[t] for p in passes]), problem, mode) for t in timings] or [row]
+    settled = [p.timings["energy"] for p in passes if "energy" in p.timings]
+    energy = together(settled).energy if len(settled) == len(passes) else None
+    facts: Json = energy._asdict() if energy else {}
+    return [replace(each, **facts) if each.timing == "warm" else each for each in rows]
 
 
 def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:

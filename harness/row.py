@@ -73,6 +73,10 @@ class Row:
     MaxError_dK: float | None = None
     MaxError_dV: float | None = None
     arithmetic: str | None = None
+    recipe: str | None = None
+    energy_mj: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"

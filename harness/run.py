@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import choose, dataset
@@ -16,6 +17,7 @@ from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
 from .fault import UsageFault
 from .files import disk_fault, locked
+from .measure import alone
 from .measure import sampling as measure
 from .problem import MODES, PASSES, Problem
 from .row import html_table
@@ -114,13 +116,17 @@ def contend(
 
 
 def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
-    """The results with a timing more: all that passed, pass by pass, in round-robin turns. What failed a check is never timed."""
+    """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
+
+    timing: warm or cold, in round-robin turns; burst or energy, one after the other.
+    """
+    take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
     done = list(results)
     for pass_ in PASSES:
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
         if not runs:
             continue
-        for i, found in measure.measure(runs, backend, timing, policy or measure.POLICY[backend.name]).items():
+        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name]).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done

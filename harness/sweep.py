@@ -6,6 +6,9 @@
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
+    cold = false                      # optional, on a GPU: no times with the L2 cache flushed
+    burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true
+    energy = ["S4096", "S16384"]      # optional, on a GPU: energy, power and clock, 1.6 s a kernel and shape; also true
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
@@ -14,17 +17,19 @@ A sweep of trainings has no shapes, but a model: [training] with the keys of TRA
 (experiments/training/sweep.toml).
 
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
-`peers` of a shape are for that shape in place of the sweep's.
+`peers` of a shape are for that shape in place of the sweep's. `cold`, `burst` and `energy` are true, false, or patterns of the tests
+that they are for, as --only has them.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 import itertools
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -40,15 +45,21 @@ R = TypeVar("R")
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
-KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", "shapes", "training", "cpu")
+MEASURES = ("cold", "burst", "energy")  # what may be taken beside warm times, in this order
+KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", *MEASURES, "shapes", "training", "cpu")
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
+_SOME: Kind = (
+    lambda v: isinstance(v, bool | str) or (isinstance(v, list) and all(isinstance(each, str) for each in v)),
+    "true, false, or patterns of tests",
+)
 _TABLE: Kind = (lambda v: isinstance(v, dict), "a table")
 _KINDS: dict[str, Kind] = {
     "title": TEXT,
     "mode": (lambda v: v in (*PASSES, "both"), "forward, backward or both"),
     "ceilings": _FLAG,
     "deterministic": _FLAG,
+    **dict.fromkeys(MEASURES, _SOME),
     "training": _TABLE,
     "cpu": (lambda v: isinstance(v, dict) and set(v) in ({"shapes"}, {"training"}), "a table with shapes, or with training"),
 }
@@ -118,10 +129,23 @@ class Sweep:
     own: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)  # test name -> "kernels", "peers" -> names
     training: Mapping[str, Any] | None = None  # the sizes of a model, TRAINING_KEYS, in place of shapes
     cpu_training: Mapping[str, Any] | None = None
+    taken: Mapping[str, bool | str | list[str]] = field(default_factory=dict)  # MEASURES that the file names -> for which tests
+
+    def measures(self, test: str) -> tuple[str, ...]:
+        """What a GPU measures of a test's contenders beside warm times, of MEASURES: cold unless the sweep says otherwise."""
+        some = {name: self.taken.get(name, name == "cold") for name in MEASURES}
+        return tuple(
+            name for name, which in some.items() if which is True or (which and matches(test, [which] if isinstance(which, str) else which))
+        )
 
     def names(self, what: str, test: str) -> tuple[str, ...] | None:
         """The "kernels" or "peers" of a test; None where neither its shape nor the sweep says any."""
         return self.own.get(test, {}).get(what, self.kernels or None if what == "kernels" else self.peers)
+
+
+def matches(test: str, patterns: Iterable[str]) -> bool:
+    """Whether a test's name has a pattern in it, or is matched by one with * and ?."""
+    return any(fnmatch.fnmatch(test, pattern) or pattern in test for pattern in patterns)
 
 
 def sweeps() -> dict[str, str]:
@@ -190,6 +214,7 @@ def _parse(path: Path, data: Table) -> Sweep:
         bool(data.get("deterministic")),
         own,
         *models,
+        {name: data[name] for name in MEASURES if name in data},
     )
 
 

@@ -1,8 +1,8 @@
 """The error of every kernel and peer over the length and the scale of the inputs: python experiments/trust/errors.py --output FOLDER
 
-Writes errors.csv, and trust_errors.png drawn of it (--draw FILE draws a csv that is there). On a GPU lengths go to 65,536, and it takes
-about a minute; on the CPU they end at 512. After --seconds no further case is started. The record: errors.csv beside this file, drawn
-as plots/trust_errors.png.
+Writes errors.csv, a row at a time, and draws trust_errors.png of it (--draw FILE draws a csv that is there). Everything is compiled
+first, in threads; then cases run from short to long, and none is started --seconds later. --resume goes on where errors.csv ends. On a
+GPU lengths go to 65,536; on the CPU they end at 512. The record: errors.csv beside this file, drawn as plots/trust_errors.png.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import csv
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends, peers
 from harness.array import to_host
-from harness.backends import Backend
+from harness.backends import Backend, ContextLost
 from harness.check.contender import Contender
 from harness.check.oracle import Oracle
 from harness.choose import contender
@@ -33,28 +31,30 @@ from harness.fault import Fault
 from harness.kernel.kernel import catalogue
 from harness.problem import PASSES, Problem
 from harness.verify.cases import Case
-from harness.verify.judge import oracle_of
+from harness.verify.fuzz import takes
+from harness.verify.judge import compile_ahead, oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
-LENGTHS = {"cpu": (128, 256, 512), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)}
-#: Factors on Q and K, at AT tokens; beyond 10 only forward, as in the verify matrix.
-SCALES = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-AT = {"cpu": 128, "cuda": 1024}
+LENGTHS = {"cpu": (128, 256, 512), "cuda": (128, 512, 2048, 8192, 16384, 65536)}
+#: Factors on Q and K, at AT tokens.
+SCALES = (1e-2, 1.0, 10.0)
+AT = {"cpu": 128, "cuda": 2048}
 #: Steps 00 to 06 are slow, and step 00 stores S x S: no longer than this.
-SLOW, LONGEST_SLOW = 6, 4096
+SLOW, LONGEST_SLOW = 6, 8192
 #: Above this length only forward, where the reference checks a sample of the rows: a backward reference has to compute them all.
 LONGEST_BACKWARD = 16384
 KEYS = ("rms", "rms_budget", "bias", "bias_budget", "slope", "slope_budget")
 COLUMNS = ("device", "kernel", "arithmetic", "dtype", "seq", "input_scale", "tensor", "passed", "max_abs", "budget", "relative_rms", *KEYS)
-#: The panels of the figure: storage type and tensor.
-PANELS = (("float32", "O"), ("bfloat16", "O"), ("bfloat16", "logsumexp"), ("float32", "dK"), ("bfloat16", "dK"))
+#: The rows of the figure: storage type, tensor, and whether over the scale of the inputs. A column is at most SERIES kernels or peers.
+PANELS = (("float32", "O", False), ("bfloat16", "O", False), ("bfloat16", "dK", False), ("bfloat16", "O", True))
+SERIES = 6
 
 
-def problems(device: str) -> list[tuple[Problem, float]]:
-    """The cases, short before long."""
-    cases = [(seq, 1.0) for seq in LENGTHS[device]] + [(AT[device], scale) for scale in SCALES if scale != 1.0]
-    return [(Problem.of(1, 2 if s <= 8192 else 1, s, 64, dtype=dtype), scale) for s, scale in sorted(cases) for dtype in DTYPES]
+def cases(device: str) -> list[Case]:
+    """Short before long, few heads where they are long."""
+    found = [(seq, scale) for seq in LENGTHS[device] for scale in (SCALES if seq == AT[device] else (1.0,))]
+    return [Case(0, Problem.of(1, 2 if s <= 2048 else 1, s, 64, dtype=dtype), scale, 0) for s, scale in found for dtype in DTYPES]
 
 
 def contenders(device: str) -> list[Contender]:
@@ -70,16 +70,18 @@ def contenders(device: str) -> list[Contender]:
     return found
 
 
-def compiled(backend: Backend, chosen: Sequence[Contender]) -> None:
-    """Compile every kernel for every type, several at once; what fails here is left out below."""
-    wanted = [(kernel, Problem.of(1, 2, 128, 64, dtype=dtype)) for one in chosen for kernel in one.kernels.values() for dtype in DTYPES]
+def kept(path: Path, device: str) -> list[dict[str, str]]:
+    """The rows of a csv that another run on this device began, without those of its last case, which may be incomplete."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.DictReader(file) if line["device"] == device]
+    return [line for line in lines if place(line) != place(lines[-1])]
 
-    def load(each: tuple[Any, Problem]) -> None:
-        with suppress(Fault):
-            backend.load(*each)
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(load, wanted))
+def place(line: dict[str, Any]) -> tuple[str, int, float]:
+    """The case that a row is of."""
+    return str(line["dtype"]), int(line["seq"]), float(line["input_scale"])
 
 
 def rows(backend: Backend, one: Contender, oracle: Oracle, scale: float) -> Iterator[dict[str, Any]]:
@@ -93,25 +95,52 @@ def rows(backend: Backend, one: Contender, oracle: Oracle, scale: float) -> Iter
         try:
             one.refuse(problem, [pass_], backend)
             done = one.run(backend, oracle, pass_)
+        except ContextLost:
+            raise
         except Fault:  # it does not take the type, the length or the scale
+            continue
+        except Exception as error:
+            if not one.peer:
+                raise
+            click.echo(f"{one.name} {pass_} {problem.describe()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
         arithmetic = done.kernel.arithmetic_for(problem.dtype) if done.kernel else ""
         for tensor, v in done.verdicts.items():
             values = widen(np, to_host(oracle.reference[tensor]), "float64")
             size = math.sqrt(float(np.mean(np.where(np.isfinite(values), values, 0.0) ** 2)))
-            found = {
-                "device": "CPU backend" if backend.name == "cpu" else backend.device().name,
-                "kernel": one.name,
-                "arithmetic": arithmetic,
-                "dtype": problem.dtype,
-            }
+            found = {"device": named(backend), "kernel": one.name, "arithmetic": arithmetic, "dtype": problem.dtype}
             found |= {"seq": problem.seq_q, "input_scale": scale, "tensor": tensor, "passed": v.passed, "max_abs": v.max_abs}
             found |= {"budget": v.budget, "relative_rms": math.sqrt(v.mse) / size if size else math.nan}
             yield found | {key: getattr(v.moments, key) for key in KEYS}
 
 
+def named(backend: Backend) -> str:
+    """The device in the csv."""
+    return "CPU backend" if backend.name == "cpu" else backend.device().name
+
+
+def points_of(lines: list[dict[str, str]], dtype: str, tensor: str, over_scale: bool) -> dict[str, list[tuple[float, float]]]:
+    """The points of a row of the figure, by kernel or peer: (length or scale, relative RMS error)."""
+    some = [line for line in lines if (line["dtype"], line["tensor"]) == (dtype, tensor)]
+    at = {line["seq"] for line in some if float(line["input_scale"]) != 1}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in some:
+        if line["seq"] in at if over_scale else float(line["input_scale"]) == 1:
+            found.setdefault(line["kernel"], []).append((float(line["input_scale" if over_scale else "seq"]), float(line["relative_rms"])))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def groups(names: Iterable[str], ladder: Mapping[str, int]) -> list[list[str]]:
+    """Kernels in the order of their steps, then peers, at most SERIES together and about as many in each."""
+    found = []
+    for kind in (sorted(set(names) & set(ladder), key=lambda name: ladder[name]), [name for name in names if name not in ladder]):
+        number = -(-len(kind) // SERIES)
+        found += [kind[i * len(kind) // number : (i + 1) * len(kind) // number] for i in range(number)]
+    return found
+
+
 def draw(path: Path, picture: Path) -> None:
-    """The figure of a csv: relative RMS error over the length, above, and over the scale of Q and K, below."""
+    """The figure of a csv: relative RMS error over the length or the scale of Q and K, a row a tensor, a column a few kernels or peers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,64 +148,76 @@ def draw(path: Path, picture: Path) -> None:
 
     from harness.report.style import look_of
 
-    lines = list(csv.DictReader(path.open(encoding="utf-8")))
-    names = list(dict.fromkeys(line["kernel"] for line in lines))
-    figure, axes = plt.subplots(2, len(PANELS), figsize=(13, 6), layout="constrained", sharey="col")
-    scaled = {line["seq"] for line in lines if float(line["input_scale"]) != 1}
-    for column, (dtype, tensor) in enumerate(PANELS):
-        for row, axis in enumerate(axes[:, column]):
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    ladder = {kernel.name: kernel.number for kernel in catalogue() if kernel.number is not None}
+    shown = [points_of(lines, *panel) for panel in PANELS]
+    columns = [groups(points, ladder) for points in shown]
+    across = max(1, *map(len, columns))
+    figure, axes = plt.subplots(
+        len(PANELS), across, figsize=(3.1 * across, 2.1 * len(PANELS)), layout="constrained", sharey="row", squeeze=False
+    )
+    for row, (dtype, tensor, over_scale) in enumerate(PANELS):
+        for axis, names in zip(axes[row], [*columns[row], *[[]] * across], strict=False):
+            axis.set_visible(bool(names))
             for name in names:
-                some = [line for line in lines if (line["kernel"], line["dtype"], line["tensor"]) == (name, dtype, tensor)]
-                some = [line for line in some if (float(line["input_scale"]) == 1 if row == 0 else line["seq"] in scaled)]
-                points = sorted((float(line["input_scale"] if row else line["seq"]), float(line["relative_rms"])) for line in some)
-                if points:
-                    axis.plot(*zip(*points, strict=True), label=name, **{"markersize": 4, "linewidth": 1.0, **look_of(name)})
-            axis.set_xscale("log", base=10 if row else 2)
+                label = f"{ladder[name]:02} {name}" if name in ladder else name
+                axis.plot(*zip(*shown[row][name], strict=True), label=label, **{"markersize": 4, "linewidth": 1.0, **look_of(name)})
+            axis.set_xscale("log", base=10 if over_scale else 2)
             axis.set_yscale("log")
             axis.grid(color="0.92")
-            axis.set_xlabel("factor on Q and K" if row else "S", fontsize=8)
+            axis.set_title(
+                f"{dtype} {tensor}" + f" at S {AT['cpu' if lines[0]['device'] == 'CPU backend' else 'cuda']}" * over_scale, fontsize=8
+            )
+            axis.set_xlabel("factor on Q and K" if over_scale else "S", fontsize=8)
             axis.tick_params(which="both", labelsize=7)
-        axes[0][column].set_title(f"{tensor}, {dtype}", fontsize=9)
+            if names:
+                axis.legend(fontsize=6, frameon=False)
     for axis in axes[:, 0]:
-        axis.set_ylabel("RMS error / RMS of the reference", fontsize=8)
-    labelled = {text: line for axis in axes.flat for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=9, fontsize=7, frameon=False)
-    at = next(iter(scaled), "")
-    device = lines[0]["device"] if lines else ""
-    figure.suptitle(f"Error against float64, B1 D64, {device}: above by length, below by the scale of Q and K at S {at}", fontsize=10)
+        axis.set_ylabel("RMS error / RMS of reference", fontsize=7)
+    figure.suptitle(f"Error against float64, B1 D64, {lines[0]['device'] if lines else ''}", fontsize=10)
     figure.savefig(picture, dpi=130)
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=ROOT / "experiments" / "trust")
 @click.option("--device", default="auto")
-@click.option("--seconds", default=80.0, help="Start no case after so long.")
+@click.option("--seconds", default=80.0, help="Start no case after so long, once everything is compiled.")
+@click.option("--resume", is_flag=True, help="Keep the cases that errors.csv in --output has.")
+@click.option("--longest", default=1 << 20, help="No length above this one.")
 @click.option("--draw", "only_draw", type=click.Path(path_type=Path, exists=True), help="Draw this errors.csv; run nothing.")
-def main(output: Path, device: str, seconds: float, only_draw: Path | None) -> None:
+def main(output: Path, device: str, seconds: float, resume: bool, longest: int, only_draw: Path | None) -> None:
     """errors.csv and trust_errors.png."""
     output.mkdir(parents=True, exist_ok=True)
     if only_draw:
         draw(only_draw, output / "trust_errors.png")
         return
     start, backend = time.monotonic(), backends.pick(device)
-    chosen = contenders(backend.name)
-    compiled(backend, chosen)
-    failed = 0
-    with (output / "errors.csv").open("w", newline="", encoding="utf-8") as file:
+    chosen, path = contenders(backend.name), output / "errors.csv"
+    before = kept(path, named(backend)) if resume else []
+    done = {place(line) for line in before}
+    wanted = [case for case in cases(backend.name) if case.problem.seq_q <= longest]
+    wanted = [case for case in wanted if (case.problem.dtype, case.problem.seq_q, case.input_scale) not in done]
+    number = compile_ahead(backend, ((case, k) for case in wanted for one in chosen for k in one.kernels.values() if takes(k, case)))
+    click.echo(f"{number} compiled in {time.monotonic() - start:.1f} s; {len(done)} cases are done, {len(wanted)} left")
+    start, failed = time.monotonic(), 0
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for problem, scale in problems(backend.name):
+        writer.writerows(before)
+        for case in wanted:
+            words = f"{case.problem.describe()} input x{case.input_scale:g}"
             if time.monotonic() - start > seconds:
-                click.echo(f"left out after {seconds:g} s: {problem.describe()} input x{scale:g} and what follows")
+                click.echo(f"left out after {seconds:g} s: {words} and what follows; --resume goes on there")
                 break
-            mode = "both" if scale <= 10 and problem.seq_q <= LONGEST_BACKWARD else "forward"
-            oracle = oracle_of(backend, Case(0, problem, scale, 0), mode)
+            oracle = oracle_of(backend, case, "both" if case.problem.seq_q <= LONGEST_BACKWARD else "forward")
             for one in chosen:
-                for row in rows(backend, one, oracle, scale):
+                for row in rows(backend, one, oracle, case.input_scale):
                     failed += not row["passed"] and bool(row["arithmetic"])
                     writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
-            click.echo(f"{time.monotonic() - start:6.1f} s  {problem.describe()} input x{scale:g}")
-    draw(output / "errors.csv", output / "trust_errors.png")
+                    file.flush()
+            click.echo(f"{time.monotonic() - start:6.1f} s  {words}")
+    draw(path, output / "trust_errors.png")
     click.echo(f"{failed} tensors of kernels failed")
     sys.exit(int(failed > 0))
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes this folder's record on the GPU of this machine: bash experiments/verify/record.sh [FOLDER] (default: this one).
 # Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, run, sanitizer). A case that does not
-# fit its memory is left out, and verify.log says so.
+# fit its memory is left out, and verify.log says so. The fuzz runs in FUZZ_PROCESSES processes (4), each at most FUZZ_SECONDS (0: no limit).
+# While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "${1:-experiments/verify}")
@@ -16,7 +17,7 @@ step() { # what to expect, a log and a command: run beside the others, its comma
     local expected=$1 log=$out/$2
     shift 2
     {
-        echo "\$ $*" | sed 's/python[^ ]* cli.py/fa-cli/'
+        echo "\$ $*" | sed 's/.*python[^ ]* cli.py/fa-cli/'
         local start=$SECONDS code=0
         "$@" 2>&1 || code=$?
         echo "exit code $code (expected $expected), $((SECONDS - start)) s"
@@ -32,16 +33,19 @@ join() { # waits for the steps under way and puts their logs one behind the othe
 }
 
 if want verify; then
-    for kernels in 00 01-02 03-04 05-06 07 08-09 10-11 12-13 14; do
+    for kernels in 00 01-02 03-04 05-06 07 08-09 10-11 12-13 14 16; do
         step 0 "part.$kernels.log" $cli verify --compute $kernels --matrix full --device cuda -v &
     done
     join verify.log
 fi
-if want fuzz; then
-    for seed in 1 2 3 4 5 6 7 8 9 10 11 12; do # 5,004 cases, each on every kernel that takes it
-        step 0 "part.$seed.log" $cli verify --fuzz 417 --seed $seed --device cuda &
+if want fuzz; then # 5,000 random cases in a few processes of one seed each, every case on every kernel that takes it
+    processes=${FUZZ_PROCESSES:-4}
+    set -m # without job control bash has jobs ignore SIGINT, at which a process prints what it has done so far
+    for seed in $(seq "$processes"); do
+        step 0 "part.$seed.log" timeout --preserve-status -s INT "${FUZZ_SECONDS:-0}" $cli verify --fuzz $((5000 / processes)) --seed "$seed" --device cuda &
     done
     join fuzz.log
+    set +m
 fi
 if want run; then
     for shape in "--batch 2 --heads 8 --seq 512" "--batch 8 --heads 16 --seq 2048"; do
@@ -70,6 +74,6 @@ from harness import backends, environment
 facts = environment.environment(**backends.pick("cuda").environment())
 environment.write_env(Path(sys.argv[1]) / "env.json", facts | {"command": "bash experiments/verify/record.sh"})
 PYTHON
-grep -hE "^PASS|^FAIL|^note: fuzz|exit code" "$out"/{verify,fuzz}.log
+grep -hE "^PASS|^FAIL|^note: fuzz.* after|exit code" "$out"/{verify,fuzz}.log
 grep -E "ERROR SUMMARY|RACECHECK SUMMARY|exit code" "$out/sanitizer.log"
 exit $failed

@@ -294,6 +294,10 @@ class Cuda(Backend):
         """Clocks, power, temperature and throttle reasons now, from NVML; empty without it."""
         return nvml.state(self.xp.cuda.Device().pci_bus_id)
 
+    def meter(self) -> tuple[int, int] | None:
+        """Millijoules so far and SM clock in MHz, from NVML; None where it does not count energy."""
+        return nvml.meter(self.xp.cuda.Device().pci_bus_id)
+
     def _between_events(
         self, work: Callable[[], None], faults: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> Callable[[], float]:

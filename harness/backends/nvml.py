@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ..files import Json
 
@@ -30,15 +32,9 @@ def state(bus: str) -> Json:
 
     Empty without NVML; a value that it does not give, in a container say, is None.
     """
-    try:
-        import pynvml
-    except ImportError:
+    if (gpu := _handle(bus)) is None:
         return {}
-    try:
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
-    except pynvml.NVMLError:
-        return {}
+    import pynvml
 
     def ask(question: str, *more: int) -> int | None:
         try:
@@ -58,3 +54,32 @@ def state(bus: str) -> Json:
         "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
     }
+
+
+def meter(bus: str) -> tuple[int, int] | None:
+    """Millijoules that the GPU at a PCI bus id has taken since the driver was loaded, and its SM clock in MHz.
+
+    None without NVML, and on GPUs before Volta, which do not count.
+    """
+    if (gpu := _handle(bus)) is None:
+        return None
+    import pynvml
+
+    try:
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu), pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+    except pynvml.NVMLError:
+        return None
+
+
+@functools.cache
+def _handle(bus: str) -> Any:
+    """NVML's handle of a GPU, which has no type; None without NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+    except pynvml.NVMLError:
+        return None

@@ -174,6 +174,10 @@ class Backend(Protocol):
         """Clocks, power, temperature and throttle reasons now (empty on a CPU)."""
         ...
 
+    def meter(self) -> tuple[int, int] | None:
+        """Millijoules that the device has taken so far, by a counter that only grows, and its SM clock in MHz; None: not known."""
+        return None
+
 
 def cache_dir() -> Path:
     """The folder of compiled kernels: $FA_CLI_CACHE_DIR, else fa-cli under $XDG_CACHE_HOME, else ~/.cache/fa-cli.

@@ -53,13 +53,12 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
                            are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
     2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
-    u n / 2, or 6 s        logsumexp only, the smaller, where s < u n: the terms of a row sum are all so near 1 that a partial sum of k of
-                           them, whose ulp is u k, rounds each alike. It loses what they differ from 1, at most the distance of the
-                           mean score from the row maximum (6 s for up to 10^5 normal ones), and never more than half an ulp a term
+    drift                  logsumexp, and O in place of u sqrt(n) where it is more: what the row sums of all rows lose or gain together
+                           because their terms round alike, as terms near 1 do (alike.py)
 
 In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
-delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). float64 has no second
-verdict.
+delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
+row sums of a typical row may be off because their terms round alike replaces u sqrt(n) where it is more. float64 has no second verdict.
 
 Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.
 """
@@ -122,26 +121,37 @@ class Allowed:
     rms: float
 
 
-def allowed(problem: Problem, tensor: str, arithmetic: str, terms: int, score: float, noise: float, copies: float, size: float) -> Allowed:
+def allowed(
+    problem: Problem,
+    tensor: str,
+    arithmetic: str,
+    terms: int,
+    score: float,
+    noise: float,
+    copies: float,
+    size: float,
+    typical: float = 0.0,
+    drift: float = 0.0,
+) -> Allowed:
     """A and a of the docstring above.
 
     terms: what an element sums. score: the mean |score| under P. noise: absolute, of budget.budget. copies: of :func:`copies`. size: the
-    RMS of the reference.
+    RMS of the reference. typical, drift: Reference's, of row sums.
     """
-    single = problem.dtype == "float32"
     per_step = {"p16": 16, "tf32": 8}.get(arithmetic, 0)
     truncated = problem.head_dim / per_step if per_step else 0.0
-    of_scores = UNIT * (3 + truncated) * score
+    of_scores, summed = UNIT * (3 + truncated) * score, UNIT * math.sqrt(terms)
+    random = UNIT * math.sqrt(problem.head_dim) * score
     if tensor == "logsumexp":
-        alike = min(UNIT * terms / 2, 6 * score) if score < UNIT * terms else 0.0
-        bias = of_scores + 2 * UNIT + copies + alike
-        return Allowed(bias, bias + UNIT * (math.sqrt(problem.head_dim) * score + 2 * size + math.sqrt(terms)) + noise)
-    bias = of_scores + UNIT * math.sqrt(terms) + (UNIT * terms / per_step if per_step else 0.0)
+        bias = of_scores + 2 * UNIT + copies + drift
+        return Allowed(bias, bias + random + 2 * UNIT * size + max(summed, typical) + noise)
+    bias = of_scores + (UNIT * terms / per_step if per_step else 0.0)
     if arithmetic == "p16":
         bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (terms * 2.0**-25 if problem.dtype == "float16" else 0.0)
-    if single and size:
+    if problem.dtype == "float32" and size:
         bias += noise / size
-    return Allowed(bias, bias + UNIT * math.sqrt(problem.head_dim) * score)
+    of_row_sum = (drift, typical) if tensor == "O" else (0.0, 0.0)
+    return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]))
 
 
 def copies(xp: ArrayModule, expected: Array) -> float:
@@ -219,10 +229,12 @@ def _ratio(squares: Array, base: Array, significance: float) -> float:
         return 0.0
     chance = significance / left
     low, high = -40.0, 40.0  # of log2(F)
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
-        terms = (squares - 2.0**middle * base) / (squares + 2.0**middle * base)
-        if terms.sum() > chance * terms.std() * math.sqrt(terms.size):
+        scaled = 2.0**middle * base
+        terms = (squares - scaled) / (squares + scaled)
+        total = float(terms.sum())
+        if total > chance * math.sqrt(max(0.0, float(terms @ terms) - total * total / terms.size)) if chance else total > 0:
             low = middle
         else:
             high = middle

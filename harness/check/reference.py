@@ -26,6 +26,7 @@ import numpy as np
 from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, tf32, through, widen
 from ..problem import Problem
+from . import alike
 
 __all__ = ["Reference", "baselines", "reference", "round_to", "sample", "widen"]
 
@@ -46,7 +47,8 @@ class Reference:
     error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
     amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
-    the heads.
+    the heads. alike, typical, drift: how far float32 row sums may be off, relatively, because their terms round alike (alike.py): the worst
+    row, the mean of the rows, and what all rows have in common.
     """
 
     values: Mapping[str, Array]
@@ -55,6 +57,9 @@ class Reference:
     noise: Mapping[str, float]
     score: float = 0.0
     spread: float = np.inf
+    alike: float = 0.0
+    typical: float = 0.0
+    drift: float = 0.0
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -108,6 +113,15 @@ class _Math:
         size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
         self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
 
+    def note_alike(self, p: Array, row_sum: Array) -> None:
+        """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
+        assert self.noise is not None
+        one, other = alike.rounded_alike(self.xp, p, row_sum)
+        both = self.xp.abs(one) + self.xp.abs(other)
+        self.noise["alike"] = max(self.noise.get("alike", 0.0), float(both.max()))
+        for name, array in (("typical", both), ("drift", one), ("drift beside", other)):
+            self.noise[name] = self.noise.get(name, 0.0) + float(array.sum())
+
     def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
         """(slice of key heads, row indices) of each tile; a tile has at most TILE_CPU or TILE_GPU scores, or one row."""
         p, limit = self.problem, TILE_CPU if self.xp is np else TILE_GPU
@@ -154,6 +168,7 @@ class _Math:
                 self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
                 lengths, norm = _square(k[heads, 0][:, keys]), xp.sqrt(_square(q[heads][:, :, some]))
                 lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
+                self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
                 p *= p
                 o = o.reshape(p.shape[0], -1, dim)
                 of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
@@ -285,7 +300,9 @@ def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -
             values |= math.backward(x, out, row_max, row_sum)
         spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, math.logsumexp(row_max, row_sum)))
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    return Reference(values, picked, share, noise, noise.pop("score"), spread)
+    score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
+    drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
+    return Reference(values, picked, share, noise, score, spread, largest, typical, drift)
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:

@@ -46,12 +46,17 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
     return found
 
 
+def recipe(problem: Problem) -> str:
+    """What draws :func:`inputs`, as results.csv names it: RandomState or philox."""
+    return "RandomState" if sum(int(np.prod(problem.shape(name))) for name in INPUTS) <= ABOVE else "philox"
+
+
 def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: float = 1.0) -> dict[str, Array]:
     """The tensors asked for, host storage arrays of standard normal elements; input_scale multiplies Q and K before the cast.
 
     Up to ABOVE elements as :func:`generate`, above it by Philox, a generator per CHUNK keyed by seed, tensor and position.
     """
-    if sum(int(np.prod(problem.shape(name))) for name in INPUTS) <= ABOVE:
+    if recipe(problem) == "RandomState":
         return generate(problem, seed, tensors, input_scale)
     found = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}
     pieces = [(name, start) for name, array in found.items() for start in range(0, array.size, CHUNK)]

@@ -178,7 +178,12 @@ class Kernel:
                 "its header says deterministic = false",
                 "leave out --deterministic, or use another kernel: fa-cli list",
             )
-        return self if self.forms == (True,) else replace(self, deterministic=True, forms=(True,))
+        return self if self.forms == (True,) else self._deterministic_form
+
+    @functools.cached_property
+    def _deterministic_form(self) -> Kernel:
+        """One object: it has read and hashed its source once."""
+        return replace(self, deterministic=True, forms=(True,))
 
     # -- planning -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from .kernel import KERNELS, Kernel, include_closure
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)$", re.M)
+#: Files by the hash of their sources.
+_passed: set[tuple[Path, str]] = set()
 _NESTED = {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}
 
 
@@ -30,7 +32,10 @@ def check_parameters(kernel: Kernel) -> None:
     """Raise UsageFault, with file and line, for an entry whose parameter list is not as long as what its launch passes.
 
     An entry or a parameter that a macro writes is not judged here: on the CPU the compiler does (Passed of host/cuda.hpp).
+    A source that has passed is not read again.
     """
+    if (source := (kernel.path, kernel.source_hash)) in _passed:
+        return
     sources = {file: without_comments(file.read_text(encoding="utf-8-sig", errors="replace")) for file in user_files(kernel.path)}
     defined = [match for text in sources.values() for match in _DEFINE.findall(text)]
     several_at_once = {name for name, body in defined if "," in body or body.endswith("\\")}
@@ -45,6 +50,7 @@ def check_parameters(kernel: Kernel) -> None:
         passed = f"args passes {len(args)} ({', '.join(args)})" if args else "without args a launch passes one, fa::Args"
         passed += f", then its tensor maps, {len(maps)} ({', '.join(maps)})" if maps else ""
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
+    _passed.add(source)
 
 
 def _parameters(text: str, macros: set[str]) -> list[str] | None:

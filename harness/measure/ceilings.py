@@ -14,6 +14,7 @@ from typing import Any
 
 from ..backends import Backend
 from ..row import CEILING, Row
+from . import alone
 from .sampling import POLICY, measure
 
 SIZE = 8192  # of the square products
@@ -92,15 +93,18 @@ class _Ceiling:
     bytes: float = 0.0
 
 
-def rows(backend: Backend, run_id: str) -> list[Row]:
+def rows(backend: Backend, run_id: str, energy: bool = False) -> list[Row]:
     """One row per ceiling of a CUDA backend.
 
     ceiling-gemm-<dtype> and ceiling-mma-bfloat16 in TFLOPS, ceiling-copy in GB/s (bytes read plus bytes written), ceiling-exp in 10^12
-    exponentials per second, in the column TFLOPS.
+    exponentials per second, in the column TFLOPS. With energy, that of the products in the columns for it.
     """
     cupy: Any = backend.xp  # a GPU's array module is CuPy, which has no types
     found = {CEILING + name: each for name, each in (_products(cupy) | _others(cupy)).items()}
-    timings = measure({name: _Work(cupy, each.work) for name, each in found.items()}, backend, "warm", POLICY["cuda"])
+    runs = {name: _Work(cupy, each.work) for name, each in found.items()}
+    timings = measure(runs, backend, "warm", POLICY["cuda"])
+    products = {name: run for name, run in runs.items() if "-gemm-" in name} if energy else {}
+    joules = {name: timing.energy for name, timing in alone.energy(products, backend, POLICY["cuda"]).items()}
     return [
         Row(
             Test="ceiling",
@@ -126,6 +130,7 @@ def rows(backend: Backend, run_id: str) -> list[Row]:
             device=backend.name,
             device_name=backend.device().name,
             run_id=run_id,
+            **(each._asdict() if (each := joules.get(name)) else {}),
         )
         for name, t in timings.items()
     ]

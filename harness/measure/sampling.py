@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from .judged import Timed as Timed
 SLOW_CLOCK = 0.75
 #: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-TIMINGS = ("warm", "cold")
+TIMINGS = ("warm", "cold", "burst")
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,32 @@ POLICY = {
 }
 
 
+class Energy(NamedTuple):
+    """What a contender takes while it runs alone, back to back: millijoules a run, mean watts, the median of the SM clock in MHz.
+
+    The names are those of results.csv.
+    """
+
+    energy_mj: float
+    power_w: float
+    sm_clock_mhz: float
+
+    @classmethod
+    def together(cls, parts: Sequence[Energy]) -> Energy:
+        """Runs one after the other as one: sums of energy and time, and the mean of the clock over the time."""
+        taken, seconds = sum(part.energy_mj for part in parts), [part.energy_mj / part.power_w / 1e3 for part in parts]
+        clock = sum(part.sm_clock_mhz * each for part, each in zip(parts, seconds, strict=True)) / sum(seconds)
+        return cls(taken, taken / sum(seconds) / 1e3, clock)
+
+
 @dataclass(frozen=True)
 class Timing:
     """The samples of one contender: device seconds, and the host seconds of calls.
 
-    timing: "warm" or "cold" (L2 flushed before each sample). launch: "direct" or "graph". throttled: why the device was throttled, or
-    empty. before, after: the backend's state around the measurement. turns: the samples of each turn; empty where there were no turns.
-    broken: the rule that a launch broke while it was timed (judged.py), or empty; such samples are no speed.
+    timing: "warm", "cold" (L2 flushed before each sample), "burst" (after a rest), or "energy", which has no samples. launch: "direct" or
+    "graph". throttled: why the device was throttled, or empty. before, after: the backend's state around the measurement. turns: the
+    samples of each turn; empty where there were no turns. broken: the rule that a launch broke while it was timed (judged.py), or empty;
+    such samples are no speed. energy: of alone.py.
     """
 
     timing: str
@@ -86,6 +105,7 @@ class Timing:
     after: Json = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     broken: str = ""
+    energy: Energy | None = None
 
     @property
     def median_ms(self) -> float:
@@ -113,6 +133,7 @@ def together(timings: Sequence[Timing]) -> Timing:
     first = timings[0]
     if len(timings) == 1:
         return first
+    energies = [t.energy for t in timings if t.energy]
     return Timing(
         first.timing,
         tuple(sum(each) for each in zip(*(t.seconds for t in timings), strict=False)),
@@ -121,6 +142,7 @@ def together(timings: Sequence[Timing]) -> Timing:
         "; ".join(dict.fromkeys(t.throttled for t in timings if t.throttled)),
         first.before,
         timings[-1].after,
+        energy=Energy.together(energies) if len(energies) == len(timings) else None,
     )
 
 
@@ -146,10 +168,10 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
     cold = timing == "cold"
-    runs: dict[str, _Run] = {}
+    runs: dict[str, Ready] = {}
     for name, each in contenders.items():
         with watches[name].guarded():
-            runs[name] = _Run.ready(each, stage, policy)
+            runs[name] = Ready.of(each, stage, policy)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
@@ -184,7 +206,7 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
 
 
 @dataclass(frozen=True)
-class _Run:
+class Ready:
     """A contender warmed up: how it is launched, the host seconds of its calls and its approximate device seconds."""
 
     enqueue: Callable[[], Callable[[], float]]
@@ -193,7 +215,7 @@ class _Run:
     device: float
 
     @classmethod
-    def ready(cls, contender: Timed, stage: Stage, policy: Policy) -> _Run:
+    def of(cls, contender: Timed, stage: Stage, policy: Policy) -> Ready:
         start = time.perf_counter()
         first = contender.call()  # its time is not kept: the first run may also compile
         took = time.perf_counter() - start

@@ -8,26 +8,27 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pandas as pd
 
 from .. import environment
 from ..fault import DataFault, DiskFault
 from ..files import Json, make_folder, settle, write_files
-from ..row import read_rows
+from ..row import TYPES, read_rows
 from . import figures, ladder
 from .figures import error_picture as error_picture
+from .page import page
 from .style import plain, save
-from .summary import commit_of, dates_of, heading, summary
-from .views import PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, views
+from .summary import commit_of, dates_of, summary
+from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views
 
 if TYPE_CHECKING:
     from matplotlib import figure as plot
 
     from ..row import Row
 
-    Figure = Callable[[View, str, str], plot.Figure | None]
+Figure: TypeAlias = "Callable[[View, str, str], plot.Figure | None]"
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:
@@ -54,8 +55,9 @@ def read(folder: Path) -> tuple[list[Row], Json]:
 def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
     """Draw every figure that rows (or those of a folder) have values for, as 300 dpi PNG files; returns their paths.
 
-    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. A `name` of
-    ladder is not repeated before the figure ladder. CPU and GPU rows, dtypes and masks never share an axis. Raises DiskFault.
+    The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. What `name` says
+    is not said again. A figure has the six kernels of View.picked, and no two figures show one number; CPU and GPU rows, dtypes and
+    masks never share an axis. Raises DiskFault.
     """
     if isinstance(source, Path):
         rows, found = read(source)
@@ -65,26 +67,53 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
     rows, title = [_drawable(row) for row in rows], plain(title)
     made: list[Path] = []
     for view in views(rows):
-        pass_ = PASS_WORDS[view.type]
-        label, footer = _title(title or name, pass_), _footer(view, env or {})
-        drawn: list[tuple[str, View, Figure, str]] = [("kernel_comparison", v, figures.kernel_comparison, label) for v in by_head_dim(view)]
-        drawn.append(("roofline", view, figures.roofline, f"Roofline: {pass_}"))
-        for family in families(view):
-            drawn += [
-                ("seqlen_analysis", family, figures.seqlen_analysis, label),
-                ("latency_scaling", family, figures.latency_scaling, label),
-                ("memory", family, figures.memory, f"Memory: {pass_}"),
-                ("error_vs_S", family, figures.error_vs_s, f"Error against float64: {pass_}"),
-            ]
-        for kind, part, function, heading_ in drawn:
-            if figure := function(part, heading_, footer):
-                made.append(_save(figure, out_dir, f"{name}_" * bool(name) + PREFIX[view.type] + kind + part.suffix))
+        label = _title(title or name, PASS_WORDS[view.type])
+
+        def add(kind: str, part: View, function: Figure, label: str = label) -> bool:
+            some = part.picked()
+            if figure := function(some, label, _footer(some, env or {})):
+                made.append(_save(figure, out_dir, _name(name, part.type, kind) + part.suffix))
+            return figure is not None
+
+        apart = view.only(())
+        for part in over_head_dims(view):
+            add("headdim_analysis", part, figures.headdim_analysis)
+            apart = apart.only((*apart.rows, *part.rows))
+        for part in families(view):
+            for kind, function in OVER_S.items():
+                add(kind, part, function)
+            apart = apart.only((*apart.rows, *part.rows))
+        add("energy", view.only(row for row in view.rows if row.energy_mj), figures.energy)
+        rates = len(view.shapes) <= FEW and add("roofline", view, figures.roofline)
+        rest = view.only(row for row in view.rows if shape_of(row) not in apart.shapes)
+        for part in by_head_dim(rest) if rest.rows and not rates else ():
+            add("kernel_comparison", part, figures.kernel_comparison)
     for panels in ladders(rows):
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
-        apart = "_causal" * first.causal + "_cpu" * first.cpu
-        made.append(_save(figure, out_dir, f"{name}_" * (name not in ("", "ladder")) + PREFIX[first.type] + f"ladder{apart}"))
+        made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
     return made
+
+
+#: The figures of a family over S.
+OVER_S: dict[str, Figure] = {
+    "seqlen_analysis": figures.seqlen_analysis,
+    "latency_scaling": figures.latency_scaling,
+    "memory": figures.memory,
+    "error_vs_S": figures.error_vs_s,
+}
+#: The most shapes in a roofline: it has all that a problem's rates are, so they are drawn nowhere else then.
+FEW = 4
+
+
+def _name(name: str, type_: str, kind: str) -> str:
+    """[name_][BACKWARD_|BOTH_]kind, where neither the pass nor the kind repeats a word of the name; FORWARD_ where that has another."""
+    words, modes = name.lower().split("_"), [mode for mode in TYPES if mode in name.lower().split("_")]
+    mode = MODES[type_]
+    pass_ = "" if mode in modes else f"{mode.upper()}_" if modes else PREFIX[type_]
+    first, _, more = kind.partition("_")
+    rest = kind if first != words[-1] else more
+    return "_".join(filter(None, (name, pass_.rstrip("_"), rest)))
 
 
 def _drawable(row: Row) -> Row:
@@ -98,11 +127,11 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "") -> list[Path]:
+def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "", with_page: bool = False) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder). Elsewhere than in the folder their names start with `name`, since the
-    figures of several experiments lie side by side there.
+    Figures go into pictures (default: the folder), and with_page index.html, which holds them. Elsewhere than in the folder their names
+    start with `name`, since the figures of several experiments lie side by side there.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
@@ -110,19 +139,23 @@ def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: st
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
     write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
-    return [folder / "summary.md", *draw(rows, pictures, name if apart else "", title, env)]
+    made = draw(rows, pictures, name if apart else "", title, env)
+    if with_page:
+        index = pictures / (f"{name}_index.html" if apart and name else "index.html")
+        write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
+        made.insert(0, index)
+    return [folder / "summary.md", *made]
 
 
 def _title(title: str, pass_: str) -> str:
-    """The title with the pass, unless it starts with that word and names no other."""
-    says = title.lower()
-    if says.startswith(pass_) and not any(other in says for other in PASS_WORDS.values() if other not in pass_):
-        return title
-    return f"{title}: {pass_}" if title else pass_
+    """The title with the pass, unless it names just that."""
+    said, named = ({word for word in ("forward", "backward") if word in text.lower()} for text in (pass_, title))
+    return title if said == named else f"{title}: {pass_}" if title else pass_
 
 
 def _footer(view: View, env: Json) -> str:
-    """One line below a figure: what it was measured on, when, at which commit."""
+    """A line that traces a figure: device, timing, day, commit, and how many kernels are in the summary alone."""
     commit = commit_of(view.rows, env)
-    parts = [view.device_name, heading(view, view.timing), dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli"]
+    hidden = f"{view.hidden} more in summary.md" if view.hidden else ""
+    parts = [view.device_name, view.timing, dates_of(view.rows), f"commit {commit}" if commit else "", "fa-cli", hidden]
     return plain(" · ".join(filter(None, parts)), 400)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,8 @@ from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
 from ..row import CEILING
 from . import style
-from .style import GREY, HOLLOW, MARK, NOTE, RED, Keywords, ceiling, look_of
-from .views import View, flops_an_exp, gemm, intensity, problem_of, roofs, shape_of
+from .style import BARS, COLUMN, GREY, HOLLOW, MARK, NOTE, RED, ceiling
+from .views import View, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,102 +32,142 @@ TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
 
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
-    """2x2 over the shapes by name: time, speed-up, TFLOP/s, GB/s. Points, not lines: there is no order between shapes."""
-    kernels = style.drawn(view)
-    if not kernels:
+    """TFLOP/s of each kernel over the shapes by name, as bars side by side in the order of the legend."""
+    if not view.timed:
         return None
-    shapes = view.shapes
-    figure, axes = style.sheet(view, title, footer, (min(100.0, max(10.0, 0.5 * len(shapes) + 3)), 7.6), 2, 2, sharex=True)
-    labels = [view.label(shape) for shape in shapes]
-
-    def place(row: Row) -> float:  # kernels side by side within a shape, in the order of the legend
-        return shapes.index(shape_of(row)) + (kernels.index(row.Kernel) - (len(kernels) - 1) / 2) / max(len(kernels), 5) * 0.84
-
-    for axis in axes:
-        for start in range(0, len(shapes), 2):
-            axis.axvspan(start - 0.5, start + 0.5, color="0.955", zorder=0, linewidth=0)
-        axis.set_xticks(range(len(shapes)), labels, rotation=38, ha="right", rotation_mode="anchor", fontsize=7)
-        axis.set_xlim(-0.5, len(shapes) - 0.5)
-        axis.grid(visible=False, axis="x")
-    _four(axes, view, place, joined=False)
-    style.legend(figure, view, lines=False)
+    figure, axes = style.sheet(view, title, "", footer, (COLUMN, 2.9))
+    _bars(axes[0], view, lambda row: row.TFLOPS and row.TFLOPS * _unit(view)[1], -1)
+    _rates(axes[0], view)
+    style.legend(figure, view, bars=True)
     return figure
+
+
+def energy(view: View, title: str, footer: str) -> Figure | None:
+    """pJ/FLOP of each kernel by shape, settled and alone on the GPU, beside the matrix product's."""
+    view = view.only(row for row in view.rows if row.energy_mj and row.timing == view.timing)
+    if not view.timed:
+        return None
+    figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 2.7))
+    _bars(axes[0], view, picojoules, 0)
+    axes[0].set_ylabel("pJ/FLOP")
+    if (product := gemm(view)) and (least := picojoules(product)):
+        ceiling(axes[0], least, f"GEMM {product.Kernel.rpartition('-')[2]} {least:.3g} pJ/FLOP")
+    style.legend(figure, view, bars=True)
+    return figure
+
+
+def _bars(axis: Axes, view: View, value: Callable[[Row], float | None], power: int) -> None:
+    """Bars of a value side by side within each shape; power as in style.series."""
+    kernels, shapes = view.timed, view.shapes
+    width = 0.86 / len(kernels)
+    for place, kernel in enumerate(kernels):
+        rows = [(shapes.index(shape), row) for shape, row in view.cells(kernel).items() if row.KernelTime_ms and value(row)]
+        xs = [shape + (place - (len(kernels) - 1) / 2) * width for shape, _ in rows]
+        ys = [float(value(row) or 0) for _, row in rows]
+        axis.bar(xs, ys, width=width, label=kernel, zorder=2, **style.block(view, kernel))
+        if power and rows:
+            axis.errorbar(xs, ys, yerr=style.spread([row for _, row in rows], ys, power), **{**BARS, "capsize": 1.1, "elinewidth": 0.5})
+    axis.set_xticks(
+        range(len(shapes)), [view.label(s).replace("_causal", "").replace(" (", "\n(") for s in shapes], rotation=35, ha="right"
+    )
+    plt.setp(axis.get_xticklabels(), fontsize=5, rotation_mode="anchor", va="center", linespacing=0.95)
+    axis.set_xlim(-0.5, len(shapes) - 0.5)
+    axis.grid(visible=False, axis="x")
+    axis.set_ylim(0, None)
+
+
+def _common(view: View) -> str:
+    """The sizes that all shapes of a view share, if most are."""
+    first = view.rows[0]
+    sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim"}
+    alike = [f"{short}{getattr(first, name)}" for short, name in sizes.items() if len({getattr(row, name) for row in view.rows}) == 1]
+    return " ".join(alike) if len(alike) > 2 else ""
 
 
 def seqlen_analysis(view: View, title: str, footer: str) -> Figure | None:
-    """2x2 over the sequence length, a line a kernel: time, speed-up, TFLOP/s, GB/s."""
-    if not style.drawn(view):
+    """TFLOP/s over the sequence length, a line a kernel; hollow where it was measured in a burst after a rest."""
+    return _over(view, title, footer, "SeqLen")
+
+
+def headdim_analysis(view: View, title: str, footer: str) -> Figure | None:
+    """TFLOP/s over the head dimension, a line a kernel."""
+    return _over(view, title, footer, "HeadDim")
+
+
+def _over(view: View, title: str, footer: str, column: str) -> Figure | None:
+    if not view.timed:
         return None
-    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (10, 7.4), 2, 2, sharex=True)
-    for axis in axes:
+
+    def place(row: Row) -> float:
+        return float(getattr(row, column))
+
+    def rate(row: Row) -> float | None:
+        return row.TFLOPS and row.TFLOPS * _unit(view)[1]
+
+    figure, axes = style.sheet(view, title, style.family_words(view), footer, (COLUMN, 2.7))
+    axis = axes[0]
+    style.series(axis, view, rate, -1, place)
+    marks = _hollow(axis, view, "burst", place, rate, "burst after a rest")
+    if column == "SeqLen":
         style.lengths(axis, view)
-    for axis in axes[:2]:
-        axis.set_xlabel("")
-    _four(axes, view, lambda row: float(row.SeqLen), joined=True)
-    style.legend(figure, view)
+    else:
+        axis.set_xticks(sorted({row.HeadDim for row in view.rows}))
+        axis.set_xlabel("head dimension D")
+    _rates(axis, view)
+    style.legend(figure, view, marks, order=rate)
     return figure
 
 
-def _four(axes: Sequence[Axes], view: View, place: Callable[[Row], float], joined: bool) -> None:
-    time, speed, flops, bandwidth = axes
-    style.series(time, view, lambda row: row.KernelTime_ms, 1, place, joined)
-    time.set_ylabel("time, ms (median; bars p20 to p80)")
-    style.series(speed, view, view.speedup, -1, place, joined)
-    if speed.lines:
-        speed.axhline(1, color="0.2", linestyle="--", linewidth=1, zorder=1.5)
-        speed.set_ylabel(f"speed-up over {view.reference}")
-    else:
-        speed.text(
-            0.5, 0.5, "nothing to compare with:\nno kernel has a time in every shape", ha="center", transform=speed.transAxes, color=GREY
-        )
+def _unit(view: View) -> tuple[str, float]:
+    """The unit of a view's rates, and how many of it a TFLOP/s is: rates of the host backend are small."""
     small = view.cpu and max((row.TFLOPS or 0) for row in view.rows) < 0.1
-    style.series(flops, view, lambda row: row.TFLOPS and row.TFLOPS * (1e3 if small else 1), -1, place, joined)
-    flops.set_ylabel("GFLOP/s" if small else "TFLOP/s")
+    return ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1.0)
+
+
+def _rates(axis: Axes, view: View) -> None:
+    """An axis of rates: linear from 0, under the measured ceiling."""
+    axis.set_ylabel(f"{_unit(view)[0]} (p20 to p80)")
     if (product := gemm(view)) and product.TFLOPS:
-        ceiling(flops, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s, measured in this run")
-    style.series(bandwidth, view, lambda row: row.Bandwidth_GBps, -1, place, joined)
-    bandwidth.set_ylabel("GB/s (inputs and outputs once)")
-    if (copy := view.ceilings.get("copy")) and copy.Bandwidth_GBps:
-        ceiling(bandwidth, copy.Bandwidth_GBps, f"copy {copy.Bandwidth_GBps:,.0f} GB/s, measured in this run")
-    for axis in (time, speed, flops, bandwidth):
-        style.scale(axis)
-    style.words(time, view, place, dodged=not joined)
+        ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s")
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.02)
+
+
+def _hollow(
+    axis: Axes, view: View, timing: str, place: Callable[[Row], float], value: Callable[[Row], float | None], words: str
+) -> list[Line2D]:
+    """Draw the rows of another timing as hollow marks; what the legend says of them."""
+    drawn = False
+    for kernel, look in view.looks.items():
+        points = [(place(row), found) for row in view.rows if row.Kernel == kernel and row.timing == timing and (found := value(row))]
+        if points:
+            shape = {"linestyle": "", "marker": look["marker"], "markeredgecolor": look["color"]}
+            axis.plot([x for x, _ in points], [y for _, y in points], **shape, **HOLLOW)
+            drawn = True
+    return [Line2D([], [], color=GREY, linestyle="", marker="o", **HOLLOW, label=words)] if drawn else []
 
 
 def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
-    """Time over S with the growth of the work beside it; filled: warm, hollow: cold (the L2 cache flushed before each run)."""
+    """Time over S with the L2 cache warm and cold (hollow), beside the growth of the work. Rates show warm times alone as well."""
     timed = [row for kernel in view.kernels for row in view.cells(kernel).values() if row.KernelTime_ms]
-    if not timed:
+    if view.timing != "warm" or not any(row.timing == "cold" and row.KernelTime_ms for row in view.rows):
         return None
-    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
+    figure, axes = style.sheet(view, title, style.family_words(view), footer, (COLUMN, 2.7))
     axis = axes[0]
-    style.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen), joined=True)
-    cold = view.timing == "warm" and any(row.timing == "cold" and row.KernelTime_ms for row in view.rows)
-    for kernel in view.kernels if cold else ():
-        points = [(row.SeqLen, row.KernelTime_ms) for row in view.cells(kernel, "cold").values() if row.KernelTime_ms]
-        look = look_of(kernel)
-        axis.plot(
-            [s for s, _ in points], [ms for _, ms in points], linestyle="", marker=look["marker"], markeredgecolor=look["color"], **HOLLOW
-        )
+    style.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen))
+    marks = _hollow(axis, view, "cold", lambda row: float(row.SeqLen), lambda row: row.KernelTime_ms, "cold, L2 flushed")
     fastest = {s: min(float(row.KernelTime_ms or 0) for row in timed if row.SeqLen == s) for s in sorted({row.SeqLen for row in timed})}
     work = {row.SeqLen: problem_of(row).flops(view.mode) for row in timed}
     last = max(fastest)
     growth = [fastest[last] * work[s] / work[last] for s in fastest]
     axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.plot(list(fastest), growth, color=GREY, linestyle=":", linewidth=1, label="the work")
-    seen = next(i for i, y in enumerate(growth) if y >= low * (high / low) ** 0.1 or i == len(growth) - 1)
-    axis.annotate("as the work grows", (list(fastest)[seen], growth[seen]), **NOTE, va="top", color=GREY)
+    low, _ = axis.get_ylim()
+    axis.plot(list(fastest), growth, color=GREY, linestyle=":", linewidth=0.9, label="the work")
     axis.set_ylim(bottom=low)
     style.plain_log(axis)
-    axis.set_ylabel("time, ms (median; bars p20 to p80)")
+    axis.set_ylabel("ms (p20 to p80)")
     style.lengths(axis, view)
-    style.words(axis, view, lambda row: float(row.SeqLen))
-    dot: Keywords = {"color": GREY, "linestyle": "", "marker": "o"}
-    hollow = Line2D([], [], **dot, **HOLLOW, label="hollow: cold, L2 flushed")
-    style.legend(
-        figure, view, [Line2D([], [], **dot, **MARK, label="filled: warm"), hollow] if cold else [], order=lambda row: row.KernelTime_ms
-    )
+    marks.append(Line2D([], [], color=GREY, linestyle=":", linewidth=0.9, label="as the work grows"))
+    style.legend(figure, view, marks, order=lambda row: row.KernelTime_ms)
     return figure
 
 
@@ -136,23 +176,23 @@ def memory(view: View, title: str, footer: str) -> Figure | None:
     rows = [row for row in view.rows if row.peak_bytes]
     if not rows:
         return None
-    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (7.6, 4.6))
+    figure, axes = style.sheet(view, title, style.family_words(view), footer, (COLUMN, 2.7))
     axis = axes[0]
     problems = {row.SeqLen: problem_of(row) for row in sorted(rows, key=lambda row: row.SeqLen)}
     dtype = next(iter(problems.values())).dtype
     matrix = [p.batch * p.heads_q * p.seq_q * p.seq_kv * DTYPE_BYTES[dtype] for p in problems.values()]
     tensors = [p.bytes(view.mode) for p in problems.values()]
     for text, values, dash in ((f"the S × S matrix in {dtype}", matrix, "--"), ("inputs and outputs", tensors, ":")):
-        axis.plot(list(problems), values, color=GREY, linestyle=dash, linewidth=1.2, label=text, zorder=1)
+        axis.plot(list(problems), values, color=GREY, linestyle=dash, linewidth=0.9, label=text, zorder=1)
     for kernel in view.kernels:
         points = sorted((row.SeqLen, row.peak_bytes) for row in view.cells(kernel).values() if row.peak_bytes)
-        axis.plot([s for s, _ in points], [size for _, size in points], **look_of(kernel), **MARK, label=kernel)
+        axis.plot([s for s, _ in points], [size for _, size in points], **view.looks[kernel], **MARK, label=kernel)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.bytes_words(value)))
-    axis.set_ylabel("peak device memory of one run")
+    axis.set_ylabel("peak memory of one run")
     style.lengths(axis, view)
-    grey = [Line2D([], [], color=GREY, linestyle=line.get_linestyle(), label=line.get_label()) for line in axis.lines[:2]]
-    style.legend(figure, view, grey, order=lambda row: row.peak_bytes)
+    grey = [Line2D([], [], color=GREY, linewidth=0.9, linestyle=line.get_linestyle(), label=line.get_label()) for line in axis.lines[:2]]
+    style.legend(figure, view, grey, of=[k for k in view.kernels if any(row.Kernel == k for row in rows)], order=lambda row: row.peak_bytes)
     return figure
 
 
@@ -161,11 +201,13 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     rows = [row for row in view.rows if row.TFLOPS and row.timing == view.timing]
     if not rows or not roofs(view, rows[0]):
         return None
-    figure, axes = style.sheet(view, title, footer, (7.6, 4.8))
+    figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 3.0))
     axis = axes[0]
-    for kernel in dict.fromkeys(row.Kernel for row in rows):
-        points = [(intensity(row), float(row.TFLOPS or 0)) for row in rows if row.Kernel == kernel]
-        look = dict(look_of(kernel)) | {"linestyle": ""}
+    kernels = list(dict.fromkeys(row.Kernel for row in rows))
+    for place, kernel in enumerate(kernels):
+        beside = 1.06 ** (place - (len(kernels) - 1) / 2)  # those of one problem would hide one another
+        points = [(intensity(row) * beside, float(row.TFLOPS or 0)) for row in rows if row.Kernel == kernel]
+        look = view.looks[kernel] | {"linestyle": ""}
         axis.plot([x for x, _ in points], [y for _, y in points], **look, **MARK, label=kernel)
     at = [intensity(row) for row in rows]
     copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
@@ -174,22 +216,20 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     xs = np.geomspace(min(*at, ridge) / 3, max(*at, ridge) * 2, 200)
     if copy and copy.Bandwidth_GBps:
         slope = copy.Bandwidth_GBps / 1e3
-        axis.plot(xs[xs <= ridge], xs[xs <= ridge] * slope, color="0.2", linestyle="--", linewidth=1, label=f"{CEILING}copy", zorder=1.5)
-        axis.annotate(f"copy {copy.Bandwidth_GBps:,.0f} GB/s, measured in this run", (xs[0], xs[0] * slope), **NOTE, va="top", color="0.2")
+        axis.plot(xs[xs <= ridge], xs[xs <= ridge] * slope, color="0.2", linestyle="--", linewidth=0.8, label=f"{CEILING}copy", zorder=1.5)
+        axis.annotate(f"copy {copy.Bandwidth_GBps:,.0f} GB/s", (xs[0], xs[0] * slope), **NOTE, va="top", color="0.2")
     if product and product.TFLOPS:
-        ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s, measured in this run")
+        ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s")
     if exp and exp.TFLOPS:
         for dim, row in {row.HeadDim: row for row in rows}.items():
             rate = exp.TFLOPS * flops_an_exp(row)
-            ceiling(
-                axis, rate, f"{exp.TFLOPS:,.3g} T exp/s × {flops_an_exp(row):g} FLOPs an exp (D = {dim}): {rate:,.4g} TFLOP/s, measured"
-            )
+            ceiling(axis, rate, f"exp {exp.TFLOPS:,.3g} T/s × {flops_an_exp(row):g} FLOPs (D{dim}): {rate:,.4g} TFLOP/s")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlim(xs[0], xs[-1])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     style.plain_log(axis)
-    axis.set_xlabel("FLOPs a byte (every input read once, every output written once)")
+    axis.set_xlabel("FLOPs a byte (inputs and outputs once)")
     axis.set_ylabel("TFLOP/s")
     style.legend(figure, view, lines=False, order=lambda row: row.TFLOPS)
     return figure
@@ -200,15 +240,19 @@ def error_vs_s(view: View, title: str, footer: str) -> Figure | None:
     tensors = [name for name in TENSORS if any(_error(row, name) for row in view.rows)]
     if not tensors:
         return None
-    columns = min(3, len(tensors))
+    columns = 1 if len(tensors) <= 3 else 2
     rows = -(-len(tensors) // columns)
-    figure, axes = style.sheet(view, f"{title}, {style.family_words(view)}", footer, (3.7 * columns + 0.6, 3.3 * rows + 1.4), rows, columns)
-    for axis, tensor in zip(axes, tensors, strict=False):
+    size = (COLUMN * columns, 1.35 * rows + 1.1)
+    figure, axes = style.sheet(view, title, style.family_words(view), footer, size, rows, columns, sharex=columns == 1)
+    for place, (axis, tensor) in enumerate(zip(axes, tensors, strict=False)):
         _errors(axis, view, tensor)
+        if place < len(tensors) - columns:
+            axis.set_xlabel("")
     for axis in axes[len(tensors) :]:
         axis.set_axis_off()
     classes = {k.name: f" [{k.arithmetic}]" for k in catalogue() if k.pass_ == view.mode or view.mode == "both"}
-    style.legend(figure, view, suffix=classes)
+    wrong = [kernel for kernel in view.kernels if any(_error(row, tensor) for tensor in tensors for row in view.cells(kernel).values())]
+    style.legend(figure, view, of=wrong, suffix=classes)
     return figure
 
 
@@ -216,18 +260,18 @@ def _errors(axis: Axes, view: View, tensor: str) -> None:
     for kernel in view.kernels:
         cells = sorted((row for row in view.cells(kernel).values() if _error(row, tensor)), key=lambda row: row.SeqLen)
         points = [(row.SeqLen, _error(row, tensor)) for row in cells if math.isfinite(_error(row, tensor))]
-        axis.plot([s for s, _ in points], [error for _, error in points], **look_of(kernel), **MARK, label=kernel)
+        axis.plot([s for s, _ in points], [error for _, error in points], **view.looks[kernel], **MARK, label=kernel)
         for row in cells:
             if row.Status == "FAIL":
                 y = _error(row, tensor) if math.isfinite(_error(row, tensor)) else 1.0
                 axis.annotate(
-                    f"{kernel} FAIL", (row.SeqLen, y), xytext=(0, 5), textcoords="offset points", fontsize=6.5, color=RED, ha="center"
+                    f"{kernel} FAIL", (row.SeqLen, y), xytext=(0, 5), textcoords="offset points", fontsize=5.5, color=RED, ha="center"
                 )
     dtype = "float32" if tensor == "logsumexp" and view.dtype != "float64" else view.dtype
     unit = 2.0 ** -{"float16": 11, "tf32": 11, "bfloat16": 8, "float64": 53}.get(dtype, 24)
     axis.set_yscale("log")
     ceiling(axis, unit, f"half an ulp of 1 in {dtype}")
-    axis.set_ylabel(f"max |error| of {tensor}")
+    axis.set_ylabel(f"max |error|, {tensor}")
     axis.margins(y=0.1)
     style.lengths(axis, view)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matplotlib.lines import Line2D
@@ -11,8 +12,9 @@ from matplotlib.patches import Patch
 from .. import peers
 from ..kernel.kernel import catalogue
 from . import style
-from .style import GREY, Keywords
-from .views import HOST_TIME, View, problem_of, steps
+from .palette import DASHES, ORANGE, SKY
+from .style import GREY, Keywords, ceiling
+from .views import View, gemm, problem_of, steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,25 +24,26 @@ if TYPE_CHECKING:
 
 _WHITE = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 #: The units that multiply the matrices, by whether they are tensor cores: colour and name.
-UNITS = {False: (style.COLOURS[3], "CUDA cores"), True: (style.COLOURS[8], "tensor cores")}
+UNITS = {False: (SKY, "CUDA cores"), True: (ORANGE, "tensor cores")}
 
 
 def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
     """A panel for each view (of one shape, as views.ladders gives them), its bars in ladder order with their values."""
     counts = [len(steps(panel)) for panel in panels]
-    size = (max(7.2, 0.62 * sum(counts) + 1.6), 4.5)
-    figure, axes = style.sheet(panels[0], title, footer, size, 1, len(panels), width_ratios=counts)
-    where = f"{HOST_TIME}\n{panels[0].device_name}" if panels[0].cpu else panels[0].device_name
-    figure.suptitle(f"{title}\n{where}, {'causal' if panels[0].causal else 'not causal'}", fontsize=10)
+    size = (max(style.COLUMN, 0.36 * sum(counts) + 0.7), 2.9)
+    figure, axes = style.sheet(replace(panels[0], dtype=""), title, "", footer, size, 1, len(panels), width_ratios=counts)
     units: dict[str, Patch] = {}
     for axis, panel in zip(axes, panels, strict=True):
         units |= _bars(axis, panel)
         _lines(axis, panel)
+        if (product := gemm(panel)) and product.TFLOPS:
+            ceiling(axis, product.TFLOPS, f"GEMM {product.TFLOPS:,.4g}")
+            axis.set_ylim(0, max(axis.get_ylim()[1], 1.08 * product.TFLOPS))
         problem = problem_of(panel.rows[0])
         axis.set_title(f"{panel.dtype}, B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}")
-    axes[0].set_ylabel(f"{_rate(panels[0])[0]} (bars p20 to p80)")
+    axes[0].set_ylabel(f"{_rate(panels[0])[0]} (p20 to p80)")
     handles = [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=style.FOOT * 9 + 0.3)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=style.FOOT_PAD)
     return figure
 
 
@@ -72,8 +75,8 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
             "bbox": _WHITE,
         }
         if before and before.KernelTime_ms and row.KernelTime_ms:
-            axis.annotate(f"×{before.KernelTime_ms / row.KernelTime_ms:.3g}", xytext=(0, 12), fontsize=6.5, color=GREY, **above)
-        axis.annotate(f"{height:.3g}", xytext=(0, 2.5), fontsize=8, fontweight="bold", **above)
+            axis.annotate(f"×{before.KernelTime_ms / row.KernelTime_ms:.3g}", xytext=(0, 8.5), fontsize=5, color=GREY, **above)
+        axis.annotate(f"{height:.3g}", xytext=(0, 2), fontsize=6, fontweight="bold", **above)
         before = row
     labels = [f"{number:02} {row.Kernel}" for number, row in found]
     axis.set_xticks(range(len(found)), labels, rotation=38, ha="right", rotation_mode="anchor")
@@ -98,7 +101,7 @@ def _lines(axis: Axes, view: View) -> None:
     axis.set_ylim(0, top * 1.14)
     found = sorted(rates.items(), key=lambda item: item[1])
     for place, (name, rate) in enumerate(found):
-        axis.axhline(rate, color="0.25", linestyle=style.DASHES[place % 3], linewidth=1.1, zorder=1.5)
+        axis.axhline(rate, color="0.25", linestyle=DASHES[place % 3], linewidth=0.9, zorder=1.5)
         crowded = place + 1 < len(found) and found[place + 1][1] - rate < 0.06 * top  # the next name would be written over this one
         axis.annotate(
             f"{name} {rate:.3g}",
@@ -106,7 +109,7 @@ def _lines(axis: Axes, view: View) -> None:
             xytext=(0, -2 if crowded else 2),
             textcoords="offset points",
             va="top" if crowded else "bottom",
-            fontsize=7.5,
+            fontsize=6,
             color="0.15",
             zorder=4,
             bbox=_WHITE,

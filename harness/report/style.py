@@ -1,7 +1,7 @@
-"""What all figures share: the look of a kernel, axes, legends, the status of rows without a time, ceilings.
+"""What all figures share: size and type, axes, error bars, legends, ceilings.
 
-A kernel has one colour, marker and line wherever it appears; ours are solid, the peers' dashed. Colours are seaborn's
-"colorblind"; markers tell kernels apart without colour. Sizes suit a page of two columns; the font is matplotlib's DejaVu.
+A figure is as wide as a column of a paper (COLUMN), where its smallest letters are 5 points; a README shows it larger. It has one
+quantity, six kernels at most (View.picked), and bars from the 20th to the 80th percentile. The font is matplotlib's DejaVu.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import io
 import math
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +23,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
-from .. import peers
+from ..array import Array
 from ..files import write_files
-from ..kernel.kernel import catalogue
+from .palette import DASHES as DASHES
+from .palette import look_of as look_of
 from .views import HOST_TIME, View, problem_of
 
 if TYPE_CHECKING:
@@ -42,87 +42,64 @@ if TYPE_CHECKING:
 #: Keywords of a matplotlib call, which checks them itself.
 Keywords = dict[str, Any]
 
-FOOT = 0.19  # inches at the bottom, reserved for the footer
 GREY, RED = "0.35", "#a11d1d"
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN, _PINK, _GREY, _, _SKY = sns.color_palette("colorblind")  # its yellow is lost on white
-_BLACK = (0.1, 0.1, 0.1)
-#: By a kernel's number in the ladder: fa2 (7) is blue, split (15) red, hopper (16) green.
-COLOURS = (_GREY, _BROWN, _PINK, _SKY, _PURPLE, _RED, _GREEN, _BLUE, _ORANGE, _BLACK)
-PEER_COLOURS = (_ORANGE, _BLACK, _BROWN, _SKY, _PINK, _GREY, _GREEN, _RED)
-MARKERS = "os^DvPX<>dph"
-DASHES = ((0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-MARK: Keywords = {"markersize": 5.5, "linewidth": 1.3, "markeredgecolor": "white", "markeredgewidth": 0.5}
-HOLLOW: Keywords = {"markersize": 5.5, "markerfacecolor": "none", "markeredgewidth": 0.9}
-NOTE: Keywords = {"xytext": (4, -4), "textcoords": "offset points", "fontsize": 7}
+#: Inches: a column of a paper, which a README shows at two and a half times the size; and at the bottom, for the footer.
+COLUMN, FOOT = 3.35, 0.1
+FOOT_PAD = FOOT * 72 / 6.3 + 0.2  # the same above a legend below the axes, in its letters
+MARK: Keywords = {"markersize": 3.6, "linewidth": 1.1, "markeredgecolor": "white", "markeredgewidth": 0.3}
+HOLLOW: Keywords = {"markersize": 4.2, "markerfacecolor": "none", "markeredgewidth": 0.8}
+BARS: Keywords = {"fmt": "none", "ecolor": "0.1", "elinewidth": 0.7, "capsize": 2.2, "capthick": 0.7, "zorder": 3.5}
+NOTE: Keywords = {"xytext": (3, -3), "textcoords": "offset points", "fontsize": 5.5}
 RC: Keywords = {
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.labelsize": 8.5,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "grid.linewidth": 0.5,
-    "axes.linewidth": 0.7,
+    "font.size": 7,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7,
+    "axes.labelpad": 2.5,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "xtick.major.pad": 2,
+    "ytick.major.pad": 2,
+    "legend.fontsize": 6.3,
+    "grid.linewidth": 0.4,
+    "axes.linewidth": 0.6,
     "font.family": "DejaVu Sans",
 }
 
 
-@cache
-def look_of(kernel: str) -> Keywords:
-    """Colour, marker and line of a kernel: by its number in the ladder, by a peer's place, by checksum for any other name."""
-    number = {k.name: k.number for k in catalogue()}.get(kernel)
-    if number is not None:
-        return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
-    names = peers.names()
-    if kernel in names:
-        place = names.index(kernel)
-        return {
-            "color": PEER_COLOURS[place % len(PEER_COLOURS)],
-            "marker": MARKERS[(place + 5) % len(MARKERS)],
-            "linestyle": DASHES[place % 3],
-        }
-    number = zlib.crc32(kernel.encode())
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
-
-
 def sheet(
-    view: View, title: str, footer: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **how: Any
+    view: View, title: str, what: str, footer: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **how: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a title that says what is timed on what, a footer, and its axes, row by row."""
+    """A figure and its axes, row by row. Above them the title, then what is timed: pass, problem, dtype and mask, where the title
+    does not say it; in grey the footer. CPU times are called so."""
     sns.set_theme(style="whitegrid", rc=RC)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
-    where = f"{HOST_TIME}\n{view.device_name}" if view.cpu else view.device_name
-    figure.suptitle(f"{title}\n{where}, {view.dtype}, {'causal' if view.causal else 'not causal'}", fontsize=10)
-    margin = FOOT / size[1]
-    figure.get_layout_engine().set(rect=(0, margin, 1, 1 - margin))
-    figure.text(0.01, 0.3 * margin, footer, fontsize=6.5, color=GREY)
+    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.02, rect=(0, FOOT / size[1], 1, 1 - FOOT / size[1]))
+    parts = (what, view.dtype, "causal" if view.causal else "not causal")
+    said = ", ".join(part for part in parts if part and part.lower() not in title.lower().split(", "))
+    head = f"{title}, {said}" if len(title) + len(said) < 48 else f"{title}\n{said}"
+    figure.suptitle(head + f"\n{HOST_TIME}" * view.cpu, fontsize=7.5, linespacing=1.25)
+    figure.text(0.01, 0.02 / size[1], footer, fontsize=5, color=GREY)
     return figure, list(axes.flat)
 
 
-def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: int, place: Callable[[Row], float], joined: bool) -> None:
-    """Draw a value of every kernel's rows. power is that of time in the value: it turns p20 and p80 into bars of the value."""
-    for kernel in view.kernels:
+def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: int, place: Callable[[Row], float]) -> None:
+    """A line of a value for each kernel. power is that of time in the value: it turns p20 and p80 into bars of the value."""
+    for kernel, look in view.looks.items():
         rows = sorted((row for row in view.cells(kernel).values() if row.KernelTime_ms and value(row)), key=place)
         if not rows:
             continue
         xs, ys = [place(row) for row in rows], [float(value(row) or 0) for row in rows]
-        look = dict(look_of(kernel)) | ({} if joined else {"linestyle": ""})
-        ends = [
-            sorted(y * (t / float(r.KernelTime_ms or 1)) ** power for t in (r.p20_ms, r.p80_ms) if t) for r, y in zip(rows, ys, strict=True)
-        ]
-        bars = np.array([(y - e[0], e[1] - y) if len(e) == 2 else (0, 0) for y, e in zip(ys, ends, strict=True)]).T
-        axis.errorbar(xs, ys, yerr=np.maximum(bars, 0), fmt="none", ecolor=look["color"], elinewidth=0.8, capsize=0)
+        axis.errorbar(xs, ys, yerr=spread(rows, ys, power), **BARS)
         axis.plot(xs, ys, **look, **MARK, label=kernel)
 
 
-def scale(axis: Axes) -> None:
-    """A logarithmic y axis with plain tick labels where the values span more than a factor of 12, else a linear one from 0."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.lines] or [np.ones(1)])
-    if len(values) and values.max() > 12 * values.min() > 0:
-        axis.set_yscale("log")
-        plain_log(axis)
-    else:
-        axis.set_ylim(0, None)
+def spread(rows: Sequence[Row], ys: Sequence[float], power: int) -> Any:
+    """How far below and above values of rows those of their p20 and p80 are, (2, rows); 0 where a row has none."""
+    ends = [
+        sorted(y * (t / float(r.KernelTime_ms or 1)) ** power for t in (r.p20_ms, r.p80_ms) if t) for r, y in zip(rows, ys, strict=True)
+    ]
+    bars = [(y - e[0], e[1] - y) if len(e) == 2 else (0.0, 0.0) for y, e in zip(ys, ends, strict=True)]
+    return np.maximum(np.array(bars).T, 0)
 
 
 def plain_log(axis: Axes) -> None:
@@ -145,93 +122,58 @@ def lengths(axis: Axes, view: View) -> None:
 
 def ceiling(axis: Axes, value: float, text: str) -> None:
     """A measured ceiling: a dashed line with its value and origin."""
-    axis.axhline(value, color="0.2", linestyle="--", linewidth=1, zorder=1.5)
-    axis.annotate(
-        text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(2, 2), textcoords="offset points", fontsize=6.5, color="0.2"
-    )
-
-
-def untimed(view: View) -> list[Row]:
-    """Rows of the timing drawn that have no time: failed, refused, absent."""
-    return [row for kernel in view.kernels for row in view.cells(kernel).values() if not row.KernelTime_ms]
-
-
-def drawn(view: View) -> list[str]:
-    """The kernels that have a time in some shape."""
-    return [kernel for kernel in view.kernels if any(row.KernelTime_ms for row in view.cells(kernel).values())]
-
-
-def words(axis: Axes, view: View, place: Callable[[Row], float], dodged: bool = False) -> None:
-    """Write each row without a time at its shape, at the bottom of a time axis, unless its kernel has none at all (see the legend)."""
-    rows = [row for row in untimed(view) if row.Kernel in drawn(view)]
-    if not rows:
-        return
-    low, high = axis.get_ylim()
-    if axis.get_yscale() == "log":
-        axis.set_ylim(low / (high / low) ** 0.28, high)
-    else:
-        axis.set_ylim(-0.3 * high, high)
-    seen: dict[float, int] = {}
-    for row in rows:
-        x = place(row)
-        beside = seen.setdefault(x, 0)
-        seen[x] += 1
-        axis.annotate(
-            f"{row.Kernel} {row.Status}",
-            (x, 0.02),
-            xycoords=("data", "axes fraction"),
-            xytext=(0 if dodged else 7 * beside, 0),
-            textcoords="offset points",
-            rotation=90,
-            ha="center",
-            va="bottom",
-            fontsize=6,
-            color=RED,
-        )
+    axis.axhline(value, color="0.2", linestyle="--", linewidth=0.8, zorder=1.5)
+    place: Keywords = {"xycoords": ("axes fraction", "data"), "xytext": (2, 2), "textcoords": "offset points"}
+    white = {"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
+    axis.annotate(text, (0.01, value), **place, fontsize=5.5, color="0.2", bbox=white, zorder=3)
 
 
 def legend(
     figure: Figure,
     view: View,
-    extra: Sequence[Line2D] = (),
-    lines: bool = True,
+    extra: Sequence[Any] = (),
+    of: Sequence[str] | None = None,
     suffix: Mapping[str, str] | None = None,
     order: Callable[[Row], float | None] | None = None,
+    bars: bool = False,
+    lines: bool = True,
 ) -> None:
-    """One legend outside the axes. It names every kernel of the view, those without a time with their status.
+    """One legend below the axes: the kernels with a time, or those of `of`; by `order`, from the one that ends highest to the lowest.
 
-    Below the figure in the order of the rows; with `order`, at the right, from the kernel that ends highest to the lowest.
+    What was refused or is absent is in the summary.
     """
-    found = drawn(view)
+    found = list(view.timed if of is None else of)
     if order:
         found.sort(key=lambda kernel: -_last(view, kernel, order))
-    why: dict[str, dict[str, None]] = {}
-    for row in untimed(view):
-        why.setdefault(row.Kernel, {})[row.Status] = None
-    handles = []
+    handles: list[Any] = []
     for kernel in found:
-        look = dict(look_of(kernel)) | ({} if lines else {"linestyle": ""})
-        text = kernel + (suffix or {}).get(kernel, "") + (f" ({', '.join(why[kernel])} in part)" if kernel in why else "")
-        handles.append(Line2D([], [], **look, **MARK, label=text))
+        text, look = kernel + (suffix or {}).get(kernel, ""), view.looks[kernel] | ({} if lines else {"linestyle": ""})
+        handles.append(Patch(**block(view, kernel), label=text) if bars else Line2D([], [], **look, **MARK, label=text))
     handles += extra
-    absent = [f"{kernel}: {', '.join(why[kernel])}" for kernel in view.kernels if kernel not in found]
-    handles += [Line2D([], [], linestyle="", label=text) for text in absent]
     longest = max((len(str(handle.get_label())) for handle in handles), default=1)
-    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] / (0.056 * longest + 0.62))))
-    place = (
-        {"loc": "outside right center"}
-        if order
-        else {"loc": "outside lower center", "ncols": columns, "borderaxespad": FOOT * 72 / RC["legend.fontsize"] + 0.3}
+    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] / (0.047 * longest + 0.36))))
+    figure.legend(
+        handles=handles,
+        frameon=False,
+        handlelength=2.2,
+        columnspacing=1.0,
+        labelspacing=0.25,
+        handletextpad=0.5,
+        borderaxespad=FOOT_PAD,
+        loc="outside lower center",
+        ncols=columns,
     )
-    made = figure.legend(handles=handles, frameon=False, handlelength=3, **place)
-    for entry in made.get_texts():
-        if entry.get_text() in absent:
-            entry.set_color(RED)
+
+
+def block(view: View, kernel: str) -> Keywords:
+    """How a kernel's bars are filled: peers hatched."""
+    hatch = None if view.looks[kernel]["linestyle"] == "-" else "/////"
+    return {"facecolor": view.looks[kernel]["color"], "hatch": hatch, "edgecolor": "white", "linewidth": 0.2}
 
 
 def _last(view: View, kernel: str, value: Callable[[Row], float | None]) -> float:
-    """A kernel's value at the longest sequence it has one for; 0 where it has none."""
-    found = [(row.SeqLen, v) for row in view.cells(kernel).values() if (v := value(row))]
+    """A kernel's value at the largest problem it has one for; 0 where it has none."""
+    found = [((row.SeqLen, row.HeadDim), v) for row in view.cells(kernel).values() if (v := value(row))]
     return max(found)[1] if found else 0.0
 
 
@@ -240,7 +182,9 @@ def family_words(view: View) -> str:
     problems = [problem_of(row) for row in view.rows]
     first = problems[0]
     batch = f"B{first.batch}" if len({p.batch for p in problems}) == 1 else f"{first.batch * first.seq_q:,} tokens"
-    return f"{batch} H{first.heads_q} D{first.head_dim}" + f" Hkv{first.heads_kv}" * (first.heads_kv != first.heads_q)
+    length = f" S{first.seq_q}" if len({p.seq_q for p in problems}) == 1 else ""
+    dim = f" D{first.head_dim}" if len({p.head_dim for p in problems}) == 1 else ""
+    return f"{batch} H{first.heads_q}{length}{dim}" + f" Hkv{first.heads_kv}" * (first.heads_kv != first.heads_q)
 
 
 def bytes_words(value: float) -> str:
@@ -259,7 +203,7 @@ def plain(text: str, most: int = 160) -> str:
 
 
 def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
-    """Write a figure as a PNG file of 256 colours, a third the size of one of all colours, and close it. The file is whole or
+    """Write a figure as a PNG file of its 256 most frequent colours, a third the size of one of all, and close it. The file is whole or
     not there. Raises DiskFault."""
     whole = io.BytesIO()
     with warnings.catch_warnings():
@@ -267,6 +211,21 @@ def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
         figure.savefig(whole, dpi=dpi)
     plt.close(figure)
     reduced = io.BytesIO()
-    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
+    _frequent(np.asarray(Image.open(whole).convert("RGB"))).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
     write_files(path.parent, {path.name: reduced.getbuffer()})
     return path
+
+
+def _frequent(pixels: Array) -> Image.Image:
+    """An image (rows, columns, 3 bytes) in its 256 most frequent colours, each pixel in the nearest.
+
+    Pillow's own choice mixes rare colours: here a kernel's is exact, also where only the legend shows it.
+    """
+    packed = pixels.astype(np.int32) @ np.array([65536, 256, 1], np.int32)
+    colours, place, counts = np.unique(packed.ravel(), return_inverse=True, return_counts=True)
+    parts = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1)
+    kept = parts[np.argsort(-counts, kind="stable")[:256]]
+    nearest = np.concatenate([((some[:, None] - kept) ** 2).sum(-1).argmin(1) for some in np.array_split(parts, len(parts) // 512 + 1)])
+    found = Image.fromarray(nearest.astype(np.uint8)[place].reshape(packed.shape), "P")
+    found.putpalette(kept.astype(np.uint8).ravel().tolist())
+    return found

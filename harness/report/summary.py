@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 
 from ..files import Json
 from ..row import CEILING, Row
-from .views import HOST_TIME, PASS_WORDS, Key, View, geometric_mean, limiter, shape_of, views
+from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, views
 
 
 def summary(rows: Sequence[Row], env: Json, title: str = "Results") -> str:
     """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command."""
     parts = [f"# {title}"]
     for view in views(rows):
-        timings: list[str | None] = [timing for timing in ("warm", "cold") if any(row.timing == timing for row in view.rows)]
+        timings: list[str | None] = [timing for timing in TIMINGS if any(row.timing == timing for row in view.rows)]
         parts += [_section(view, timing) for timing in timings or [view.timing]]
+        parts += _energy(view)
         sentences = [text for kernel in view.kernels if (text := limiter(view, kernel))]
         if sentences:
             parts.append("What limits them:\n\n" + "\n".join(f"- {text}" for text in sentences))
         parts += _remarks(view)
     if ceilings := [row for row in rows if row.Kernel.startswith(CEILING)]:
-        parts.append("Ceilings measured in the same run: " + "; ".join(_ceiling(row) for row in ceilings) + ".")
+        parts.append("Ceilings measured in the same run: " + "; ".join(ceiling_words(row) for row in ceilings) + ".")
     return "\n\n".join([*parts, _environment(rows, env)]) + "\n"
 
 
@@ -65,6 +66,27 @@ def _section(view: View, timing: str | None) -> str:
     parts.append("Median time in ms; the best of a row is bold; a word stands where there is no time.")
     parts.append(markdown_table(("shape", *view.kernels), lines))
     return "\n\n".join([*parts, *_means(view, cells)])
+
+
+def _energy(view: View) -> list[str]:
+    """The table of energy a FLOP, power and clock, the least energy of a shape in bold; nothing where none was measured."""
+    rows = {(shape_of(row), row.Kernel): row for row in view.rows if row.energy_mj}
+    kernels = [kernel for kernel in view.kernels if any(of == kernel for _, of in rows)]
+    lines = []
+    for shape in dict.fromkeys(shape for shape, _ in rows):
+        found = {kernel: picojoules(rows[shape, kernel]) or 0.0 for kernel in kernels if (shape, kernel) in rows}
+        least = min(found.values())
+        texts = {}
+        for kernel, pj in found.items():
+            of, text = rows[shape, kernel], f"**{pj:.3g}**" if pj == least else f"{pj:.3g}"
+            texts[kernel] = f"{text} ({of.power_w or 0:.0f} W, {of.sm_clock_mhz or 0:.0f} MHz)"
+        lines.append([view.label(shape), *(texts.get(kernel, "") for kernel in kernels)])
+    if not lines:
+        return []
+    gemms = [f"{row.Kernel.removeprefix(CEILING)} {each:.3g}" for row in view.ceilings.values() if (each := picojoules(row))]
+    beside = f" Matrix products beside them: {'; '.join(gemms)} pJ/FLOP." if gemms else ""
+    said = f"Energy in pJ/FLOP, with power and SM clock: each kernel alone and settled; the least of a row is bold.{beside}"
+    return [said, markdown_table(("shape", *kernels), lines)]
 
 
 def _cell(row: Row | None, best: float | None) -> str:
@@ -115,16 +137,18 @@ def _remarks(view: View) -> list[str]:
     return ["Remarks" + " († the device was held back while it was measured)" * dagger + ":\n\n" + "\n".join(lines)]
 
 
-def _ceiling(row: Row) -> str:
+def ceiling_words(row: Row) -> str:
+    """A measured ceiling: its name and rate."""
     name = row.Kernel.removeprefix(CEILING)
     if row.Bandwidth_GBps and not row.TFLOPS:
         return f"{name} {row.Bandwidth_GBps:,.0f} GB/s"
     return f"{name} {row.TFLOPS:,.4g} {'T exp/s' if name == 'exp' else 'TFLOP/s'}" if row.TFLOPS else f"{name} {row.Status}"
 
 
-def _environment(rows: Sequence[Row], env: Json) -> str:
+def facts(rows: Sequence[Row], env: Json) -> dict[str, str]:
+    """What a run was measured on and with, by name; the command last. Empty where there is no record."""
     versions = env.get("packages") or {}
-    facts = {
+    found = {
         "device": env.get("device_name"),
         "driver": env.get("driver") or env.get("cuda_driver"),
         "CUDA": env.get("cuda_runtime"),
@@ -134,7 +158,13 @@ def _environment(rows: Sequence[Row], env: Json) -> str:
         **{name: versions[name] for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy") if versions.get(name)},
         "commit": commit_of(rows, env),
         "date": dates_of(rows),
+        "command": " ".join(map(str, env.get("command") or ())),
     }
-    text = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
-    command = env.get("command")
-    return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{' '.join(map(str, command))}`" if command else "")
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def _environment(rows: Sequence[Row], env: Json) -> str:
+    found = facts(rows, env)
+    command = found.pop("command", None)
+    text = "; ".join(f"{name} {value}" for name, value in found.items())
+    return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{command}`" if command else "")

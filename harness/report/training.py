@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from ..files import disk_fault
-from . import style
+from .palette import BLUE
 from .style import GREY
 
 #: A column of the CSV, its unit and what it is divided by.
@@ -24,7 +24,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], 
     found = [row for row in rows if row["tokens_per_s"]]
     panels = [panel for panel in PANELS if any(row[panel[0]] for row in found)] or list(PANELS[:1])
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 1.4, 0.36 * len(found) + 1.9), squeeze=False, sharey=True)
-    colours = [GREY if str(row["attention"]).startswith("torch-") else style.COLOURS[7] for row in found]
+    colours = [GREY if str(row["attention"]).startswith("torch-") else BLUE for row in found]
     names = [str(row["attention"]) for row in found]
     for axis, (column, unit, one) in zip(axes.flat, panels, strict=True):
         values = [(row[column] or 0) / one for row in found]

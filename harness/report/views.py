@@ -9,18 +9,23 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .. import peers
 from ..kernel.kernel import catalogue
 from ..problem import Problem
 from ..row import CEILING, SHAPE, TYPES, Row
+from .palette import Look, looks
 
 #: The columns that tell two measurements of one device apart.
 KEY = ("Kernel", "Type", *SHAPE, "timing")
 MODES = {short: mode for mode, short in TYPES.items()}
 PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names
+TIMINGS = ("warm", "cold", "burst")
 PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (host backend), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
+#: The most kernels in a figure, and how many of ours and of the peers come first among them.
+SERIES, EACH = 6, 3
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.
 LADDER = 6
 
@@ -70,6 +75,7 @@ class View:
     timing: str | None
     suffix: str
     ceilings: Mapping[str, Row]
+    hidden: int = 0  # kernels with a time that are not among the rows
 
     @property
     def cpu(self) -> bool:
@@ -85,6 +91,32 @@ class View:
     def kernels(self) -> list[str]:
         """The kernels, in the order of the rows."""
         return list(dict.fromkeys(row.Kernel for row in self.rows))
+
+    @property
+    def timed(self) -> list[str]:
+        """The kernels that have a time in some shape."""
+        return [kernel for kernel in self.kernels if any(row.KernelTime_ms for row in self.cells(kernel).values())]
+
+    @property
+    def looks(self) -> dict[str, Look]:
+        """Colour, marker and line of each kernel."""
+        return looks(tuple(self.kernels))
+
+    def picked(self) -> View:
+        """The view of SERIES kernels: the EACH fastest of ours and of the peers, then the next fastest of all, in the view's order.
+
+        Fast is what takes little of the other kernels' least time, summed over the shapes. What has no time but an error, as it failed,
+        comes last; what was refused or is absent not at all.
+        """
+        times = {k: {s: row.KernelTime_ms for s, row in self.cells(k).items() if row.KernelTime_ms} for k in self.kernels}
+        least = {s: min(of[s] for of in times.values() if s in of) for s in self.shapes if any(s in of for of in times.values())}
+        score = {kernel: sum(least[s] / ms for s, ms in of.items()) for kernel, of in times.items()}
+        wrong = {row.Kernel for row in self.rows if row.Status in ("FAIL", "ERROR")}
+        ranked = sorted((k for k in self.kernels if score[k] or k in wrong), key=lambda k: -score[k])
+        ours, theirs = ([k for k in ranked if (peers.find(k) is not None) == peer][:EACH] for peer in (False, True))
+        chosen = list(dict.fromkeys([*ours, *theirs, *ranked]))[: max(SERIES, len(ours) + len(theirs))]
+        kept = [row for row in self.rows if row.Kernel in chosen]
+        return replace(self, rows=tuple(kept), hidden=sum(1 for k in self.timed if k not in chosen))
 
     @property
     def shapes(self) -> list[Key]:
@@ -177,6 +209,26 @@ def families(view: View) -> list[View]:
             if one_each and (len(lengths) >= FAMILY or (len(lengths) > 1 and len(lengths) == len(view.shapes))):
                 found.append(replace(view, rows=tuple(members)))
     return [replace(f, suffix=suffix + view.suffix) for f, suffix in zip(found, _suffixes(found), strict=True)]
+
+
+def over_head_dims(view: View) -> list[View]:
+    """Parts of a view whose shapes differ in the head dimension only (and the scale that follows from it), FAMILY of them or more."""
+    groups: dict[Key, list[Row]] = {}
+    for row in view.rows:
+        groups.setdefault((row.Batch, row.Heads, row.heads_kv, row.SeqLen, row.seq_kv), []).append(row)
+    found = [view.only(members) for members in groups.values() if len({row.HeadDim for row in members}) >= FAMILY]
+    found = [f for f in found if len(f.shapes) == len({row.HeadDim for row in f.rows})]
+    return found if len(found) < 2 else [replace(f, suffix=f"_S{f.rows[0].SeqLen}{f.suffix}") for f in found]
+
+
+def picojoules(row: Row) -> float | None:
+    """Energy a FLOP of a row, in 10^-12 J, of the FLOPs that Problem.flops counts."""
+    if not row.energy_mj:
+        return None
+    if row.Kernel.startswith(CEILING):
+        return row.energy_mj / (row.TFLOPS * row.KernelTime_ms) if row.TFLOPS and row.KernelTime_ms else None
+    flops = problem_of(row).flops(MODES[row.Type])
+    return row.energy_mj * 1e9 / flops if flops else None
 
 
 def by_head_dim(view: View, most: int = 16) -> list[View]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import show as show
     from . import show_report as show_report
     from . import show_ring as show_ring
+    from . import show_verify as show_verify
     from . import watch as watch
 
 __getattr__ = doors(__name__)

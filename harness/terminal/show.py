@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..profile.counters import Counters
     from ..run import Result
     from ..selftest.trial import Trial
-    from ..verify import CaseResult
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
 
@@ -190,41 +189,6 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
             print(f"written  {path}")
     line("FAIL" if wrong else "PASS", f"{len(outcome.speeds) - wrong} of {len(outcome.speeds)} rows passed")
     return 1 if wrong else 0
-
-
-def cases(found: Sequence[CaseResult], as_json: bool, verbosity: int, check: str | None = None) -> int:
-    """verify: a line a kernel and pass, and each case that failed with the command that runs it alone."""
-    wrong = [case for case in found if not case.passed]
-    code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
-    if as_json:
-        document({"passed": not wrong, "rows": found})
-        return code
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
-    for case in found:
-        groups.setdefault((case.kernel, case.pass_), []).append(case)
-    if verbosity > QUIET:
-        progress(verbosity)("")
-        rows = []
-        for (name, pass_), group in groups.items():
-            failed = sum(not case.passed for case in group)
-            rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
-        table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
-        if verbosity >= VERBOSE:
-            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in found])
-    told: set[str] = set()
-    for case in wrong:
-        log = case.message.partition("\nhint: ")[0]  # a compile error is printed once, not once a case
-        first, more, _ = log.partition("\n")
-        again = " (as above)" if more and log in told else ""
-        told.add(log)
-        line(
-            "FAIL", f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}: {first if again else case.message}{again}"
-        )
-        print(f"     {case.repro}")
-    line("FAIL" if wrong else "PASS", f"{len(found) - len(wrong)} of {len(found)} cases passed")
-    if check and verbosity > QUIET:
-        watched(check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in found], "case", "cases")
-    return code
 
 
 def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:

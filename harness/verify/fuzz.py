@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ..backends import Backend
 from ..check.oracle import Oracle
 from ..child import Ended
 from ..fault import UsageFault
@@ -86,38 +85,42 @@ def takes(chosen: Kernel, case: Case) -> bool:
 def fuzz(
     found: Sequence[Kernel], cases: Sequence[Case], backends: Backends, deterministic: bool, progress: Callable[[CaseResult], None]
 ) -> Iterator[CaseResult]:
-    """The result of each case on each of the kernels that takes it; a failure is that of the shrunk case.
+    """The result of each case on each of the kernels that takes it, as they come; a failure is that of the shrunk case.
 
-    It ends early where a kernel destroys the CUDA context: nothing more can run in this process.
+    On the CPU one fork runs them all, until a kernel ends it. It ends early where a kernel destroys the CUDA context: nothing more can
+    run in this process.
     """
     shrunk: Counter[str] = Counter()
-    for case in cases:
-        takers = [chosen for chosen in found if takes(chosen, case)]
-        if not takers:
-            continue
+    pairs = [(case, chosen) for case in cases for chosen in found if takes(chosen, case)]
+    backward = {case.number for case, chosen in pairs if chosen.pass_ == "backward"}
+    kept: dict[Case, Oracle] = {}  # of one case: its pairs follow one another
+
+    def one(case: Case, chosen: Kernel) -> Case:  # the case as its command would have it
+        return case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
+
+    def work(pair: tuple[Case, Kernel]) -> CaseResult:
+        case, chosen = pair
         backend = backends.of(case)
-        oracle = oracle_of(backend, case, "backward" if any(k.pass_ == "backward" for k in takers) else "forward")
+        if case not in kept:
+            kept.clear()
+            kept[case] = oracle_of(backend, case, "backward" if case.number in backward else "forward")
+        return run_case(backend, chosen, one(case, chosen), "", deterministic, kept[case], repeat=None)
 
-        def one(chosen: Kernel, case: Case = case) -> Case:  # the case as its command would have it
-            return case if in_form(chosen, case) is not chosen else replace(case, deterministic=False)
+    def died(pair: tuple[Case, Kernel], why: Ended) -> CaseResult:
+        case, chosen = pair
+        return Died.of(chosen, one(case, chosen), repro_of(backends.first, chosen, one(case, chosen), "", deterministic, None), why)
 
-        def work(chosen: Kernel, backend: Backend = backend, oracle: Oracle = oracle) -> CaseResult:
-            return run_case(backend, chosen, one(chosen), "", deterministic, oracle, repeat=None)
-
-        def died(chosen: Kernel, why: Ended, backend: Backend = backend) -> CaseResult:
-            return Died.of(chosen, one(chosen), repro_of(backend, chosen, one(chosen), "", deterministic, None), why)
-
-        judged = each_survived(backend, takers, work, died, f"the process of case {case.number}")
-        for chosen, result in zip(takers, judged, strict=False):
-            if result.exit_code == UsageFault.exit_code:
-                continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
-            if not result.passed and not isinstance(result, Lost | Died) and shrunk[chosen.label] < SHRUNK:
-                shrunk[chosen.label] += 1
-                result = shrink(result, _runner(chosen, backends, deterministic))
-            progress(result)
-            yield result
-            if isinstance(result, Lost):
-                return
+    judged = each_survived(backends.first, pairs, work, died, "the process of the case")
+    for (_, chosen), result in zip(pairs, judged, strict=False):
+        if result.exit_code == UsageFault.exit_code:
+            continue  # the data is beyond the logits that its header promises, or the GPU not of its architecture
+        if not result.passed and not isinstance(result, Lost | Died) and shrunk[chosen.label] < SHRUNK:
+            shrunk[chosen.label] += 1
+            result = shrink(result, _runner(chosen, backends, deterministic))
+        progress(result)
+        yield result
+        if isinstance(result, Lost):
+            return
 
 
 def _runner(chosen: Kernel, backends: Backends, deterministic: bool) -> Callable[[Case], CaseResult]:

@@ -48,8 +48,8 @@ def _equal_keys(problem: Problem, random: np.random.RandomState, tensors: dict[s
 def _constant_rows(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """All elements of a row are the same, of six bits, in every tensor: dot products are exact in float32, in any order.
 
-    With more bits equal terms would all round the same way. The error of a plain sum then grows as n, and no longer as sqrt(n), on which
-    the budget rests.
+    With more bits the equal products of each score would all round the same way. The error of a plain sum over head_dim then grows as
+    head_dim, and no longer as its root, on which the budget rests. check/alike.py has the cure for row sums, not for scores.
     """
     for array in tensors.values():
         mantissa, exponent = np.frexp(array[..., :1].astype(np.float64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,10 +27,14 @@ from ..dataset import generate
 from ..dataset.folder import check_size
 from ..fault import Fault
 from ..kernel import Kernel
+from ..problem import DTYPE_BYTES, Problem
 from ..run import open_backend
 from . import large
 from .cases import Case
 from .inputs import inputs
+
+#: Types whose operations CuPy has compiled in this process.
+_warmed: set[str] = set()
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,19 +109,43 @@ class Backends:
         return self._by_seed.setdefault(seed, open_backend(self._device, self._check, seed))
 
 
-def compile_ahead(backend: Backend, chosen: Kernel, cases: Iterable[Case]) -> None:
-    """Compile what the cases need, several at once, into the backend's cache. What fails here fails again in its case, which reports it."""
-    wanted: dict[tuple[tuple[str, str], ...], Case] = {}
-    for each in cases:
-        with suppress(Fault):
-            wanted.setdefault(in_form(chosen, each).plan(each.problem, backend.device()).macros, each)
+def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
+    """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    def load(case: Case) -> None:
+    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random:
+    processes that start together and share the cache find what others have compiled, instead of compiling all of it each.
+    """
+    wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
+    seen: set[tuple[str, Problem, bool]] = set()
+    device = backend.device()
+    for case, chosen in pairs:
+        form = in_form(chosen, case)
+        key = str(chosen.path), case.problem, form is chosen
+        if key in seen:
+            continue
+        seen.add(key)
         with suppress(Fault):
-            backend.load(in_form(chosen, case), case.problem)
+            wanted.setdefault((str(chosen.path), form.deterministic, form.plan(case.problem, device).macros), (form, case))
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(load, wanted.values()))
+    def work(job: Callable[[], object]) -> None:
+        with suppress(Fault):
+            job()
+
+    jobs: list[Callable[[], object]] = [partial(backend.load, form, case.problem) for form, case in wanted.values()]
+    if backend.xp is not np:
+        jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES if dtype not in _warmed]
+        _warmed.update(DTYPE_BYTES)
+    random.SystemRandom().shuffle(jobs)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(work, jobs))
+    return len(wanted)
+
+
+def _warm(backend: Backend, dtype: str) -> None:
+    """Judge a small case of a dtype by every class: CuPy compiles each operation of each type when it is first used."""
+    oracle = oracle_of(backend, Case(0, Problem.of(1, 4, 33, 16, 2, dtype=dtype, causal=True), 1.0, 0), "backward")
+    for arithmetic in ("f32", "p16", "tf32"):
+        oracle.judge(oracle.forward_outputs, arithmetic, 64)
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:

@@ -16,6 +16,9 @@ from .fuzz import draw, fuzz, takes
 from .judge import Backends, CaseResult, Died, compile_ahead, each_survived, repro_of, run_case
 from .large import NoRoom
 
+#: Cases of a fuzz between two notes of how far it is.
+BLOCK = 50
+
 
 def verify(
     computes: Iterable[str],
@@ -55,7 +58,7 @@ def verify(
             cases = [given] if takes(chosen, given) or len(found) == 1 else []
         else:
             cases = [each for each in matrix(chosen, which, backends.first.name) if case is None or each.number == int(case)]
-        compile_ahead(backends.first, chosen, [each for each in cases if each.copies == 1])
+        compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1])
         named = "" if given else which
 
         def work(each: Case, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
@@ -92,21 +95,33 @@ def _fuzz(
     progress: Callable[[CaseResult], None],
     note: Callable[[str], None],
 ) -> list[CaseResult]:
-    """The results of `count` cases drawn from a seed, or of one of them."""
+    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
     cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
     start = time.perf_counter()
-    for chosen in found:
-        compile_ahead(backends.first, chosen, [each for each in cases if takes(chosen, each)])
-    compiled = time.perf_counter()
-    results = list(fuzz(found, cases, backends, deterministic, progress))
-    seconds = time.perf_counter() - compiled
-    judged = len({result.case.number for result in results})
-    note(
-        f"fuzz with seed {seed}: {len(results)} runs of kernels on {judged} of {len(cases)} cases in {seconds:.1f} s, "
-        f"{judged / seconds:.1f} cases/s, after {compiled - start:.1f} s of compiling"
-    )
+    compiled = compile_ahead(backends.first, ((each, chosen) for each in cases for chosen in found if takes(chosen, each)))
+    began = time.perf_counter()
+    if count > BLOCK:
+        note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")
+    results: list[CaseResult] = []
+    judged: set[int] = set()
+
+    def so_far(last: bool) -> str:
+        seconds, failed = time.perf_counter() - began, sum(not result.passed for result in results)
+        done = (
+            f"{len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
+        )
+        return f"fuzz with seed {seed}: {done}, " + (f"after {began - start:.1f} s of compiling" if last else f"{failed} failed")
+
+    try:
+        for result in fuzz(found, cases, backends, deterministic, progress):
+            if result.case.number not in judged and judged and len(judged) % BLOCK == 0:
+                note(so_far(False))
+            judged.add(result.case.number)
+            results.append(result)
+    finally:  # also at Ctrl-C
+        note(so_far(True))
     if not results:
         raise UsageFault("no case was judged", "none of the kernels takes any of them", "use a larger --fuzz, or another --seed")
     return results

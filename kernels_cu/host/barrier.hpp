@@ -1,8 +1,8 @@
 // Barriers: __syncthreads and bar.sync, whose number and threads the kernel names, and mbarriers, 8 bytes of shared memory each.
 //
-// All are one object (block.hpp): threads arrive, bytes arrive, and when none is missing a phase completes. It releases the fibers that wait
-// for it and hands them what its arrivals knew (clocks.hpp). The 8 bytes of an mbarrier hold its number, so that an mbarrier which was never
-// initialised, or over which the kernel has written, is told from one.
+// All are one object (block.hpp): threads arrive, bytes arrive, and when none is missing a phase completes. It releases the fibers that
+// wait for it and hands them what its arrivals knew (clocks.hpp). The 8 bytes of an mbarrier hold its number: what was never initialised,
+// or was overwritten, is told from an mbarrier.
 #pragma once
 
 #include <string.h>

@@ -96,6 +96,8 @@ struct Worker {
     unsigned ready_warps;  // warps with a ready lane
     int mbarriers;         // in use, behind the named barriers
     unsigned used_named;   // named barriers that threads have met in this block
+    unsigned parked[max_warps];  // lanes whose wait ends at the latest moment: when no thread is ready
+    bool any_parked;
     unsigned idle_peeks;   // failed peeks at mbarriers since a thread last ran on
     uint64_t random;   // the state of the random schedule, 0 in index order
     bool fast_switch;  // index order, and no sanitizer that must be told of stack switches

@@ -139,6 +139,8 @@ static void init_block(Worker& w, uint64_t index) {
     new_block_barriers(w);
     w.live = w.threads;
     w.idle_peeks = 0;
+    w.any_parked = false;
+    memset(w.parked, 0, sizeof w.parked);
     w.failed = false;
     w.ready_warps = 0;
     w.fast_switch = !launch.seed && !__sanitizer_start_switch_fiber;
@@ -190,6 +192,18 @@ void Wgmma::unwritten(Worker& w, const Issued& p, const char* address, int matri
                            : "a wgmma reads shared memory that nothing has written, or only a copy still in flight");
     print(": operand %c of %s at %s:%d, byte %td", matrix ? 'B' : 'A', word, p.file, p.line, address - w.arena);
     if (load) print("; the load of thread %d at %s:%d", load->thread, load->file, load->line);
+    print("\n");
+    end_report(w);
+}
+
+void Wgmma::overwritten(Worker& w, const Issued& p, void* code) {
+    const Copy* load = nullptr;
+    each_chunk(p, [&](int, int, int, uint32_t address) {
+        if (!load && w.async) load = w.async->load_to(w.arena + (address - shared_base));
+    });
+    begin_report(w, "shared memory was written while a wgmma that reads it was in flight");
+    print(": issued at %s:%d, retired at pc:%p", p.file, p.line, code);
+    if (load) print("; the TMA load of thread %d at %s:%d has begun before that", load->thread, load->file, load->line);
     print("\n");
     end_report(w);
 }
@@ -394,7 +408,7 @@ Next fa_host_yield_arrive() {
     w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
     ++w.idle_peeks;
     if (!w.ready_warps) {
-        if (!deliver_one(w) && w.idle_peeks > 100000) report_deadlock(w);
+        if (!unpark(w) && !deliver_one(w) && w.idle_peeks > 100000) report_deadlock(w);
         return {nullptr, nullptr};
     }
     // Any of the ready ones: a fixed order could let some threads peek for ever while the one they wait for never runs.
@@ -501,6 +515,19 @@ Next fa_host_wgmma_arrive(const Product* mine, const char* word, const char* fil
 
 void fa_host_wgmma_fence() { Wgmma::of(*this_worker)->fence(int(this_worker->current)); }
 void fa_host_wgmma_commit() { Wgmma::of(*this_worker)->commit(int(this_worker->current)); }
+// In index order every wait for a product ends at the latest moment, with a seed every second one.
+Next fa_host_wgmma_late_arrive(int but) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    const unsigned self = w.current;
+    const Wgmma::Issued* product = Wgmma::of(w)->awaited(int(self), unsigned(but));
+    if (!product || (w.random && next_random(w) % 2)) return {nullptr, nullptr};
+    w.parked[self / 32] |= 1u << self % 32;
+    w.any_parked = true;
+    w.fiber[self].wait = Wait{"wgmma_wait for the product", product->file, product->line, 0};
+    return switch_to_next(w);
+}
+
 void fa_host_wgmma_wait(int but) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);

@@ -106,6 +106,7 @@ void fa_host_bulk_wait(int but);
 void fa_host_wgmma(const fa_host::Product* product, const char* word, const char* file, int line);
 void fa_host_wgmma_fence();
 void fa_host_wgmma_commit();
+void fa_host_wgmma_late(int but);  // before a wait: the products run for as long as they may
 void fa_host_wgmma_wait(int but);
 
 // For the race check: the caller's code address, and an access to shared memory that a word makes on behalf of a lane of this warp.

@@ -36,7 +36,9 @@ struct Race {
         bool atomic : 1, in_flight : 1, async_proxy : 1;
     };
     struct Shadow {  // of two bytes of shared memory
-        Access write, read[8];
+        Access write;
+        uint64_t readers;  // a bit for each read since the last write: what was before that write is before all that is behind it
+        Access read[8];
     };
     static constexpr int dynamic_cells = arena_bytes / 2, static_cells = 64 << 10;
     static constexpr int max_reports = 8;
@@ -57,7 +59,7 @@ struct Race {
         return w.race_memory;
     }
 
-    bool ordered(const Access& before, int thread) const {
+    inline __attribute__((always_inline)) bool ordered(const Access& before, int thread) const {
         if (before.in_flight) return before.clock <= clocks.start[before.thread];
         return clocks.behind(thread, before.thread, before.clock);
     }
@@ -69,7 +71,7 @@ struct Race {
         long long at;
     };
     // The cells of some bytes of shared memory; none of any other memory.
-    Cells cells(const void* address, size_t bytes) {
+    inline __attribute__((always_inline)) Cells cells(const void* address, size_t bytes) {
         uint8_t mask = bytes == 1 ? (reinterpret_cast<uintptr_t>(address) & 1 ? 2 : 1) : 3;
         long long at = static_cast<const char*>(address) - worker->arena;
         int count = bytes == 1 ? 1 : int((bytes + (at & 1) + 1) / 2);
@@ -88,6 +90,11 @@ struct Race {
         int slot = (thread / 32 & 3) * 2 + (thread & 1);
         for (int i = 0; i < found.count; ++i) {
             Shadow& c = found.first[i];
+            if (!writes && kind == plain && (!c.write.bytes || ordered(c.write, thread))) {  // nearly always
+                c.read[slot] = now;
+                c.readers |= 1u << slot;
+                continue;
+            }
             bool own_copy = kind == copy_waited_for && c.write.in_flight && c.write.thread == thread;
             if (c.write.bytes & mask && !own_copy && !(c.write.atomic && atomic)) {
                 if (!ordered(c.write, thread)) report_race(c.write, true, now, writes, found.at, "no barrier orders them");
@@ -95,12 +102,16 @@ struct Race {
                     report_race(c.write, true, now, writes, found.at, "no fence_proxy_async_shared lies between them");
             }
             if (writes) {
-                for (auto& read : c.read)
+                for (uint64_t rest = c.readers; rest; rest &= rest - 1) {
+                    const Access& read = c.read[__builtin_ctzll(rest)];
                     if (read.bytes & mask && !ordered(read, thread) && !(read.atomic && atomic))
                         report_race(read, false, now, true, found.at, "no barrier orders them");
+                }
+                if (mask == 3) c.readers = 0;
                 c.write = now;
             } else if (kind != read_begun) {
                 c.read[slot] = now;
+                c.readers |= 1u << slot;
             }
         }
     }

@@ -47,7 +47,18 @@ static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
     return warp * 32 + lane;
 }
 
-// Lets one asynchronous copy arrive that an mbarrier counts, the latest moment being when nothing else can go on. False where there is none.
+// The latest moment for waits that end when they must: no thread is ready. False where there are none.
+static inline bool unpark(Worker& w) {
+    if (!w.any_parked) return false;
+    w.any_parked = false;
+    for (int i = 0; i < w.warps; ++i) {
+        if (w.parked[i]) make_ready(w, i, w.parked[i]);
+        w.parked[i] = 0;
+    }
+    return true;
+}
+
+// Lets one asynchronous copy arrive that an mbarrier counts: the latest moment is when no thread can go on. False where there is none.
 bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
 
 static inline void report_deadlock(Worker& w) {
@@ -81,7 +92,7 @@ static inline Next switch_to_next(Worker& w) {
     unsigned self = w.current;
     int next = pop_ready(w);
     while (__builtin_expect(next < 0, 0)) {
-        if (!deliver_one(w)) report_deadlock(w);
+        if (!unpark(w) && !deliver_one(w)) report_deadlock(w);
         next = pop_ready(w);
     }
     if (unsigned(next) == self) return {nullptr, nullptr};

@@ -18,10 +18,14 @@ import pytest
 from click.testing import Result
 
 from harness import experiment, run
-from harness.backends import ContextLost
+from harness.backends import ContextLost, pick
 from harness.backends.host import library
 from harness.check.contender import Contender
+from harness.choose import contender
+from harness.measure import alone
+from harness.problem import Problem
 from harness.selftest.mutant import edited
+from harness.sweep import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., Result]
@@ -164,6 +168,38 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
     assert len(rows) == 6 and all(r.KernelTime_ms for r in rows if r.Status == "PASS")
 
 
+def test_a_sweep_says_what_is_measured_beside_warm_times(tmp_path: Path) -> None:
+    """Cold by default; burst and energy for the tests that its patterns name."""
+
+    def taken(text: str) -> dict[str, tuple[str, ...]]:
+        path = tmp_path / "t.toml"
+        path.write_text(f"{text}\nshapes = [{{ batch = 1, heads = 1, seq = [512, 4096], dim = 64 }}]")
+        found = load(str(path))
+        return {test: found.measures(test) for test, _ in found.shapes}
+
+    assert taken("") == {"S512": ("cold",), "S4096": ("cold",)}
+    assert taken("cold = false\nenergy = true") == {"S512": ("energy",), "S4096": ("energy",)}
+    assert taken('cold = "S512"\nburst = ["S4*"]\nenergy = ["4096", "nothing"]') == {"S512": ("cold",), "S4096": ("burst", "energy")}
+
+
+@needs_compiler
+def test_burst_and_energy_are_rows_of_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU engine, with a meter of 1 W: warm rows with energy, burst rows; a kernel that fails is not measured."""
+    backend = pick("cpu")
+    monkeypatch.setattr(backend, "meter", lambda: (int(time.perf_counter() * 1e3), 1234), raising=False)
+    for name, seconds in {"REST": 0.0, "SETTLE": 0.0, "ENERGY": 0.1}.items():
+        monkeypatch.setattr(alone, name, seconds)
+    problem = Problem.of(1, 1, 32, 16)
+    contenders = [contender("fa2", ["forward"])]
+    ((rows, samples),) = experiment._shape(
+        backend, contenders, "forward", "t", problem, "run", ("warm", "burst", "energy"), lambda text: None
+    )
+    assert [(r.Kernel, r.timing, r.Status) for r in rows] == [("fa2", "warm", "PASS"), ("fa2", "burst", "PASS")]
+    assert rows[0].power_w == pytest.approx(1.0, rel=0.05) and rows[0].sm_clock_mhz == 1234
+    assert rows[0].energy_mj and 0 < rows[0].energy_mj < 100 and rows[1].energy_mj is None
+    assert [line["timing"] for line in samples] == ["warm", "burst"] and len(samples[1]["samples_ms"]) == rows[1].n_samples
+
+
 @needs_compiler
 def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> None:
     """Its rows have dtype tf32, beside the float32 of others, and a resumed run has them already."""
@@ -209,6 +245,8 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
         ("shapes = [{ seq = 0 }]", 3, "at least 1"),
         ('mode = "up"\nshapes = [{ seq = 1 }]', 3, "mode"),
         ("speed = 1\nshapes = [{ seq = 1 }]", 3, "speed"),
+        ("energy = 1\nshapes = [{ seq = 1 }]", 3, "energy is 1; it is true, false, or patterns of tests"),
+        ("burst = [1]\nshapes = [{ seq = 1 }]", 3, "burst"),
         ('kernels = ["nosuch"]\nshapes = [{ seq = 1 }]', 2, "nosuch"),
         ('mode = "backward"\nkernels = ["fa1"]\nshapes = [{ seq = 1 }]', 2, "backward"),
     ],

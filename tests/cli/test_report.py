@@ -59,13 +59,15 @@ def test_report(fa_cli: Run, tmp_path: Path) -> None:
     run(tmp_path / "seqlen")
     result = fa_cli("report", "seqlen")
     assert result.exit_code == 0, result.output
-    assert {"summary.md", "kernel_comparison.png", "seqlen_analysis.png", "latency_scaling.png"} <= {
-        p.name for p in (tmp_path / "seqlen").iterdir()
-    }
+    assert {"summary.md", "index.html", "seqlen_analysis.png"} <= {p.name for p in (tmp_path / "seqlen").iterdir()}
     assert "written  seqlen/summary.md" in result.stdout
     result = fa_cli("report", "seqlen", "--output-dir", "plots", "--json")
     files = [Path(each["file"]) for each in json.loads(result.stdout)["rows"]]
-    assert tmp_path / "plots" / "seqlen_seqlen_analysis.png" in files and all(path.is_file() for path in files)
+    assert (
+        tmp_path / "plots" / "seqlen_analysis.png" in files
+        and tmp_path / "plots" / "seqlen_index.html" in files
+        and all(path.is_file() for path in files)
+    )
 
 
 def test_report_without_rows_is_exit_3(fa_cli: Run) -> None:

@@ -52,7 +52,7 @@ RING = """\
             if (before && !fa::mbarrier_test_parity(full + i % 2, i / 2 & 1)) sum = -1000000;
             sum += stage_smem[i % 2 * 32 + t % 32];
             __syncwarp();
-            if (fa::elect_one()) fa::mbarrier_arrive(empty + i % 2);
+            if (fa::lane_id() == 0) fa::mbarrier_arrive(empty + i % 2);
         }
         sum_smem[t - 32] = sum;
         fa::bar_sync(1, 96);
@@ -60,8 +60,7 @@ RING = """\
         fa::bar_sync(2, 128);
         out[t] = other + stage_smem[t % 32];
     }
-    const unsigned elected = __ballot_sync(fa::full_warp, fa::elect_one());
-    out[128 + t] = __popc(elected) + 10 * fa::warpgroup_index();"""
+    out[128 + t] = fa::warpgroup_index();"""
 
 
 @pytest.mark.parametrize("seed", [None, 1, "race"])
@@ -75,7 +74,42 @@ def test_barriers(seed: int | str | None, backend: Backend, tmp_path: Path) -> N
     got = run(chosen, tmp_path, RING, before="#include <fa/barrier.cuh>\nusing fa::uint64_t;", block=128, shared=1024).astype(int)
     t = np.arange(32, 128)
     assert np.array_equal(got[32:128], 2800 + 8 * ((t + 40) % 96 % 32) + 600 + t % 32)
-    assert (got[128:256] == 1).all()
+    assert (got[128:256] == 0).all()
+
+
+SPECIAL = """\
+extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_constant__ fa::Args args,
+                                                                     const __grid_constant__ fa::TensorMap q_map) {
+    unsigned char* tile_smem = fa::dynamic_shared_1024();
+    uint64_t* out = static_cast<uint64_t*>(args.O.data);
+    float kept[4] = {1, 2, 3, 4};
+    fa::tma_prefetch_map(&q_map);
+    if (fa::warpgroup_index() == 0) {
+        fa::setmaxnreg_dec<24>();
+        fa::schedule_fence();
+        if (threadIdx.x == 0) {
+            out[0] = fa::smem_descriptor(tile_smem, 16, 1024) ^ fa::smem_descriptor_k_major(tile_smem);
+            out[1] = fa::smem_descriptor(tile_smem, 8192, 1024) ^ fa::smem_descriptor_mn_major(tile_smem, 8192);
+            out[2] = fa::smem_descriptor(tile_smem + 2048, 4096, 512) - fa::smem_descriptor(tile_smem, 0, 0);
+            out[3] = fa::smem_descriptor(tile_smem, 0, 0) >> 61;
+            out[4] = fa::descriptor_advance(out[2], 32);
+        }
+    } else {
+        fa::setmaxnreg_inc<240>();
+        fa::ready(kept);
+        out[threadIdx.x] = uint64_t(kept[threadIdx.x % 4]) + 10 * fa::warpgroup_index();
+    }
+}
+"""
+
+
+def test_specialised_warpgroups(backend: Backend, tmp_path: Path) -> None:
+    """Registers are handed over, and each thread knows its warpgroup; a descriptor's fields are where PTX has them."""
+    kernel = bound(backend, tmp_path, SPECIAL, {"q": ("Q", [64, 64, 1, 1], 128)}, {}, block=256, shared=8192)
+    got = with_fields(kernel).view(np.uint64)
+    step = (2048 >> 4) + (4096 >> 4 << 16) + (512 >> 4 << 32)
+    assert got[:5].tolist() == [0, 0, step, 2, step + 2]
+    assert np.array_equal(got[128:256], 11 + np.arange(128) % 4)
 
 
 # -- TMA --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from harness import results
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.kernel.kernel import Kernel, find
-from harness.measure.sampling import Timing
+from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 
 
@@ -81,6 +81,23 @@ def test_samples_of_a_row() -> None:
     assert results.samples_of(result(), rows[0])["samples_ms"] == pytest.approx([4, 1, 2])
     assert results.samples_of(result(), rows[-2])["samples_ms"] == pytest.approx([14, 11, 12])
     assert results.samples_of(result(), rows[-2])["timing"] == "warm" and results.samples_of(result(), rows[-2])["Type"] == "BOT"
+
+
+def test_energy_is_in_the_warm_rows_and_of_both_passes_together() -> None:
+    """1 J at 500 W forward and 2 J at 250 W backward: 3 J at 300 W together. Burst has rows of its own. A pass without has no sum."""
+    both = result()
+    burst = Timing("burst", (0.5,), (1e-5,))
+    for pass_, energy in (("forward", Energy(1000.0, 500.0, 1500.0)), ("backward", Energy(2000.0, 250.0, 1000.0))):
+        both.passes[pass_].timings.update(energy=Timing("energy", (), (1e-5,), energy=energy), burst=burst)
+    rows = {(r.Type, r.timing): r for r in results.rows_of(both, "case", "run")}
+    assert set(rows) == {(t, timing) for t in ("FOR", "BAC", "BOT") for timing in ("warm", "cold", "burst")}
+    found = {type_: rows[type_, "warm"] for type_ in ("FOR", "BAC", "BOT")}
+    assert [(r.energy_mj, r.power_w) for r in found.values()] == [(1000, 500), (2000, 250), (3000, pytest.approx(300))]
+    assert found["FOR"].sm_clock_mhz == 1500 and found["BOT"].sm_clock_mhz == pytest.approx((1500 * 2 + 1000 * 8) / 10)
+    assert all(r.energy_mj is r.power_w is r.sm_clock_mhz is None for r in rows.values() if r.timing != "warm")
+    assert rows["BOT", "burst"].KernelTime_ms == 1000 and {r.recipe for r in rows.values()} == {"RandomState"}
+    del both.passes["backward"].timings["energy"]
+    assert [r.energy_mj for r in results.rows_of(both, "case", "run") if r.timing == "warm"] == [1000, None, None]
 
 
 def test_speedup_is_over_the_fastest_torch_of_the_same_device_pass_and_timing() -> None:

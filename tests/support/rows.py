@@ -68,6 +68,20 @@ def plain(**changes: Any) -> Row:
     return Row(**(base | changes))
 
 
+def lengths(*kernels: str, upto: int = 4, **other: Any) -> list[Row]:
+    """Rows of kernels over the lengths 128, 256 ..., the later kernel half as fast."""
+    return [row(k, f"S{128 << i}", 4.0**i * 2.0**j, **other) for i in range(upto) for j, k in enumerate(kernels)]
+
+
+def ceilings(**rates: float) -> list[Row]:
+    """Rows of ceilings: gemm_float32 in TFLOP/s, copy in GB/s, exp in 10^12 a second."""
+    found = []
+    for name, rate in rates.items():
+        kind = {"Bandwidth_GBps": rate, "TFLOPS": None} if name == "copy" else {"Bandwidth_GBps": None, "TFLOPS": rate}
+        found.append(row("ceiling-" + name.replace("_", "-"), "S8192", 1.0, **kind))
+    return found
+
+
 def append_row(path: Path, row: Row) -> None:
     """Append a row to a CSV file as experiment does, with the header where the file is new."""
     make_folder(path.parent)

@@ -63,11 +63,15 @@ __forceinline__ uint64_t smem_descriptor_mn_major(const void* slab_smem, uint32_
 }
 __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
+// The host compiler knows that a wait may write what a product was given.
+template <class T, int N> __forceinline__ void ready(T (&)[N]) {}
 template <int N> __forceinline__ void discard(float (&)[N]) {}
-template <class... Arrays> __forceinline__ void wgmma_fence(Arrays&...) { fa_host_wgmma_fence(); }
+
+__forceinline__ void wgmma_fence() { fa_host_wgmma_fence(); }
 __forceinline__ void wgmma_commit() { fa_host_wgmma_commit(); }
 template <int PENDING, class... Arrays> __forceinline__ void wgmma_wait(Arrays&...) {
     static_assert(PENDING >= 0);
+    fa_host_wgmma_late(PENDING);
     fa_host_wgmma_wait(PENDING);
 }
 

@@ -1,0 +1,111 @@
+"""What turns cannot show, a contender at a time: the burst after a rest, and energy.
+
+A GPU that has rested is cool and may draw more power than its limit for a while. `burst` is its speed in that while: the launches of the
+first BURST seconds after REST seconds without work. Settled, a GPU at its power limit is as fast as its energy a FLOP allows.
+
+Energy comes from the driver's counter (Metered.meter), which moves in steps of 20 to 100 ms. So a contender runs alone and without a
+pause, and energy, time and launches are counted from one step of the counter to the first step ENERGY seconds later. Steps are seen
+between batches of launches of about BATCH seconds: that is the error of either end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from .judged import Judged, State, Watch
+from .sampling import Energy, Policy, Ready, Stage, Timed, Timing, throttling
+
+REST, BURST = 1.0, 0.03
+#: Seconds: unrecorded work before energy is counted; for how long it is counted at least; after which a counter that stands is given up.
+SETTLE, ENERGY, LIMIT = 0.3, 1.0, 3.0
+#: Seconds of a batch of launches, and of the batches that wait on the device while the host looks at the counter.
+BATCH, AHEAD = 0.005, 0.03
+
+
+class Metered(Stage, Protocol):
+    """What energy needs of a backend (harness.backends.Backend has it)."""
+
+    def meter(self) -> tuple[int, int] | None:
+        """Millijoules that the device has taken so far, and its SM clock in MHz now; None where it does not say."""
+        ...
+
+
+def burst(contenders: Mapping[str, Timed], stage: Stage, policy: Policy) -> dict[str, Timing]:
+    """The launches of each contender in the first BURST seconds after a rest of REST seconds. Raises what its runs raise.
+
+    What is Judged finds new inputs and poisoned outputs before the rest, and is judged after its last launch.
+    """
+
+    def one(run: Ready) -> Timing:
+        time.sleep(REST)
+        before = stage.state()
+        seconds = run.turn(stage, False, BURST, 1)
+        after = stage.state()
+        facts = throttling(before, after), before, after, (len(seconds),)
+        return Timing("burst", tuple(seconds), run.calls, run.launch, *facts)
+
+    return {name: _judged(each, stage, policy, "burst", one) for name, each in contenders.items()}
+
+
+def energy(contenders: Mapping[str, Timed], stage: Metered, policy: Policy) -> dict[str, Timing]:
+    """The energy of each contender, as Timing.energy; none where the device does not say. Judged as for :func:`burst`."""
+    if stage.meter() is None:
+        return {}
+
+    def one(run: Ready) -> Timing:
+        return Timing("energy", (), run.calls, run.launch, energy=_metered(run, stage))
+
+    return {name: _judged(each, stage, policy, "energy", one) for name, each in contenders.items()}
+
+
+def _judged(contender: Timed, stage: Stage, policy: Policy, timing: str, one: Callable[[Ready], Timing]) -> Timing:
+    watch = Watch(contender if isinstance(contender, Judged) else None, policy.apart)
+    found = Timing(timing, (), ())
+    with watch.guarded():
+        if watch.contender:
+            watch.prepare(State(fresh=True, poison=True))
+        run = Ready.of(contender, stage, policy)
+        found = one(run)
+        if watch.contender:  # its times on new inputs, and a fresh load of its module, were looked at after its turns
+            watch.broken = watch.contender.judge() or watch.contender.ended()
+    return replace(found, broken=watch.broken)
+
+
+def _metered(run: Ready, stage: Metered) -> Energy | None:
+    """Energy a run, power and clock while the device has nothing else to do. None where the counter stands still."""
+    batch = max(1, min(200, round(BATCH / run.device)))
+    waiting = deque[list[Callable[[], float]]]()
+
+    def finished() -> tuple[float, int, int]:
+        """The time, the millijoules so far and the clock after one more batch; others wait on the device meanwhile."""
+        while len(waiting) < 2 or len(waiting) * batch * run.device < AHEAD:
+            waiting.append([run.enqueue() for _ in range(batch)])
+        for finish in waiting.popleft():
+            finish()
+        read = stage.meter()
+        assert read, "it did say before"
+        return time.perf_counter(), *read
+
+    began = time.perf_counter()
+    first: tuple[float, int] | None = None
+    batches, clocks, found = 0, list[int](), None
+    now, before, _ = finished()
+    while not found and now - began < SETTLE + ENERGY + LIMIT:
+        now, joules, clock = finished()
+        batches += 1
+        clocks.append(clock)
+        if joules != before and first is None and now - began >= SETTLE:
+            first, batches, clocks = (now, joules), 0, []
+        elif joules != before and first and now - first[0] >= ENERGY:
+            taken, passed = joules - first[1], now - first[0]
+            found = Energy(taken / (batches * batch), taken / passed * 1e-3, statistics.median(clocks))
+        before = joules
+    for each in waiting:
+        for finish in each:
+            finish()
+    return found

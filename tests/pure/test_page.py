@@ -1,0 +1,118 @@
+"""The page of report: it parses, its numbers are those of results.csv, nothing of a run is markup, and it opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rows import CPU, append_row, ceilings, lengths, row
+
+from harness.report import compose
+from harness.report.page import COLUMNS, page
+from harness.row import read_rows
+
+VOID = {"meta", "img", "input"}
+EVIL = "<script>alert(1)</script>\"'&"
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, which must be closed in order, the table's cells, texts outside style and script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[tuple[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append(("", dict(attrs).get("data-v")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            text, value = self.rows[-1][-1]
+            self.rows[-1][-1] = (text + data, value)
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words += data
+
+
+def cells(found: Page) -> list[dict[str, tuple[str, str | None]]]:
+    """The rows of the table by heading."""
+    head, *rows = found.rows
+    assert [text for text, _ in head] == list(COLUMNS)
+    return [dict(zip(COLUMNS, each, strict=True)) for each in rows]
+
+
+def test_its_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
+    """Each row once, each number in full where it sorts by, through the files; energy a FLOP by hand."""
+    rows = [replace(r, TFLOPS=1 / 3, MaxError=1e-7 / 3, Speedup=1.1, p20_ms=0.1 + 0.2) for r in lengths("fa2", "torch-math")]
+    rows[0] = replace(rows[0], energy_mj=2 * 4 * 4 * 8 * 64 * 128**2 / 1e9, power_w=690.5, sm_clock_mhz=1665.0)
+    rows += [row("fa3", "S128", None, Status="REFUSED", ErrorMessage="it takes bfloat16"), *ceilings(gemm_float32=50.0)]
+    for each in rows:
+        append_row(tmp_path / "results.csv", each)
+    summary, index, *pictures = compose.redraw(tmp_path, title="A run", with_page=True)
+    assert (summary.name, index.name) == ("summary.md", "index.html")
+    table = cells(Page(index.read_text()))
+    stored = [r for r in read_rows(tmp_path / "results.csv") if r.Kernel != "ceiling-gemm-float32"]
+    assert len(table) == len(stored) == 9
+    for line, each in zip(table, stored, strict=True):
+        for head, column in COLUMNS.items():
+            value = getattr(each, column) if column else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert float(str(line[head][1])) == value, head
+                assert float(line[head][0]) == pytest.approx(value, rel=1e-3)
+            elif value is None and column:
+                assert line[head] == ("", None), head
+    assert table[0]["pJ/FLOP"][0] == "2" and table[1]["pJ/FLOP"] == ("", None)
+    assert (table[-1]["status"][0], table[-1]["why"][0], table[-1]["pass"][0]) == ("REFUSED", "it takes bfloat16", "forward")
+    words = Page(index.read_text()).words
+    assert "9 rows: 8 PASS, 1 REFUSED" in words and "gemm-float32 50 TFLOP/s" in words
+    assert len(pictures) == index.read_text().count("data:image/png;base64,")
+
+
+def test_it_holds_its_figures_and_needs_no_network(tmp_path: Path) -> None:
+    """Every picture byte for byte; no address of another place, which its policy would refuse as well."""
+    for each in lengths("fa2"):
+        append_row(tmp_path / "results.csv", each)
+    _, index, *pictures = compose.redraw(tmp_path, tmp_path / "out", "mine", "A run", with_page=True)
+    assert index == tmp_path / "out" / "mine_index.html"
+    text = index.read_text()
+    held = [str(a["src"]).removeprefix("data:image/png;base64,") for tag, a in Page(text).found if tag == "img"]
+    assert [base64.b64decode(each) for each in held] == [path.read_bytes() for path in pictures] and held
+    assert not re.search(r"https?:|//|url\(|@import|\bsrc=\"(?!data:)|href", re.sub(r"base64,[^\"]+", "", text))
+    assert "default-src 'none'" in text and [tag for tag, _ in Page(text).found].count("script") == 1
+
+
+@pytest.mark.parametrize("where", ["title", "Kernel", "Test", "ErrorMessage", "command", "device_name", "git_commit"])
+def test_nothing_of_a_run_is_markup(where: str) -> None:
+    """A name with <script> is text, wherever it comes from."""
+    rows = [replace(row("fa2", "S128", 1.0), **({where: EVIL} if where in COLUMNS.values() else {}))]
+    env = {"command": ["fa-cli", EVIL if where == "command" else ""], "device_name": "a GPU", "git_commit": "0"}
+    env |= {where: EVIL} if where in ("device_name", "git_commit") else {}
+    text = page(rows, env, EVIL if where == "title" else "t", [])
+    found = Page(text)
+    assert [tag for tag, _ in found.found].count("script") == 1 and text.count("<script") == 1
+    assert (EVIL if where != "git_commit" else EVIL[:10]) in found.words
+
+
+def test_a_cpu_says_so() -> None:
+    """Times of the host backend are no GPU's; without a record the page is whole too."""
+    assert "CPU time (host backend), not GPU performance" in Page(page(lengths("fa2", **CPU), {}, "t", [])).words
+    assert "not GPU performance" not in Page(page(lengths("fa2"), {}, "t", [])).words
+    assert cells(Page(page([], {}, "t", []))) == []
