@@ -7,7 +7,7 @@
 // gqa = true
 // cross = true
 // logits = 4096
-// deterministic = false
+// deterministic = "optional"
 // arithmetic = "p16"
 // [tile]
 // BLOCK_Q = "8192 // HEAD_DIM"  # 128 or 64 queries: two consumers x 64 x 64 of dQ
@@ -27,6 +27,10 @@
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
 // init = "none"
+// [workspace.turns]
+// dtype = "float32"  # integers: of each warp's part of a tile of dQ
+// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// init = "zero"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, "BLOCK_Q", 1, 1]
@@ -160,14 +164,16 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     work.end = tiles_of_queries(args);
     work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
     const int each = work.end - work.first;
-    work.start = work.first + (STAGGER && !CAUSAL ? int(int64_t(k_tile) * each / k_tiles) : 0);
+    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? int(int64_t(k_tile) * each / k_tiles) : 0);
     work.count = each * group;
     return work;
 }
 
-// A walk over the tiles of queries of a work: of each head from `start` to the end, then from the first to `start`.
+// A walk over the tiles of queries of a work: of each head from `start` to the end, then from the first to `start`. Blocks that take turns
+// walk from the end to the first.
 struct Walk {
     int head, tile;
+    __device__ __forceinline__ int queries(const Work& work) const { return DETERMINISTIC ? work.end - 1 - tile + work.first : tile; }
     __device__ __forceinline__ void begin(const fa::Args& args, const Work& work) {
         head = work.kv_head * (args.heads_q / args.heads_kv), tile = work.start;
     }
@@ -252,10 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 Walk at;
                 at.begin(args, work);
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
-                    const int q_first = at.tile * BLOCK_Q;
+                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
                     fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
                     load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, q_first, at.head, work.batch, STATS);
-                    fa::tma_load_4d(stats_smem + q.stage * STATS, &stats_map, q_full + q.stage, 0, at.tile, at.head, work.batch);
+                    fa::tma_load_4d(stats_smem + q.stage * STATS, &stats_map, q_full + q.stage, 0, tile, at.head, work.batch);
                     fa::mbarrier_wait_parity(do_empty + q.stage, q.parity ^ 1);
                     load_tile<Q_SLAB>(do_smem + q.stage * Q_TILE, d_o_map, do_full + q.stage, q_first, at.head, work.batch);
                     q.next();
@@ -339,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     auto mask = [&]() {
-        const int q_first = at.tile * BLOCK_Q, key = work.k_first + 64 * consumer;
+        const int q_first = at.queries(work) * BLOCK_Q, key = work.k_first + 64 * consumer;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
 #pragma unroll
@@ -348,6 +354,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
         }
         fa::clear_columns(p_reg, first);
+    };
+    int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
+    auto turn_of = [&](int number) { return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + threadIdx.x / 32 - 4; };
+    auto pass_turn = [&]() {
+        if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turn_of(last_number), work.k_first / BLOCK_K + 1);
     };
     // A tile of queries whose scores are in flight, until all its products are.
     auto begin_tile = [&](bool accumulate) {
@@ -375,7 +386,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // dQ is there, and dK's product has read Q.
     auto end_tile = [&]() {
         release(q_empty + (q.stage ^ 1));
-        float* dq = dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART + threadIdx.x % 128 * 4;
+        const int number = tile_number(args, work.batch, at.head, at.queries(work));
+        float* dq = dq_of(args, number) + consumer * PART + threadIdx.x % 128 * 4;
+        if (DETERMINISTIC) {
+            pass_turn();  // of the tile before: what it added has arrived by now
+            last_number = number;
+            fa::wait_for_turn(turn_of(number), work.k_first / BLOCK_K);
+        }
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
@@ -400,6 +417,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
             end_tile();
+            pass_turn();
+            last_number = -1;
         } else fa::mbarrier_wait_parity(v_full + kv.stage, kv.parity);
 
         // Epilogue: dV and dK to the shared memory of V and K

@@ -27,6 +27,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "async.hpp"
 #include "barrier.hpp"
@@ -612,6 +613,15 @@ int fa_host_atomic_max_i32(int* address, int value) {
     int old = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
+}
+
+// The block waited for runs on another worker, or has run on this one.
+void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line) {
+    for (int tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++tries) {
+        abort_if_interrupted(*this_worker);
+        if (tries == 600000) fa_host_fail("wait_for_turn: after a minute no block has passed it the turn", file, line);
+        usleep(100);
+    }
 }
 
 int fa_host_run(const Launch* launch) {

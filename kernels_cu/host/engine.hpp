@@ -76,6 +76,8 @@ int fa_host_atomic_add_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
+// Waits until another block has written `mine`.
+void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line);
 
 // Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
