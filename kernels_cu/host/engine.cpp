@@ -624,6 +624,8 @@ void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line
     }
 }
 
+void fa_host_pass_turn(int* turn, int next) { __atomic_store_n(turn, next, __ATOMIC_RELEASE); }
+
 int fa_host_run(const Launch* launch) {
     Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
     static bool fork_is_handled;

@@ -76,8 +76,9 @@ int fa_host_atomic_add_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
-// Waits until another block has written `mine`.
+// Blocks that take turns: one waits until another has passed the turn to it.
 void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line);
+void fa_host_pass_turn(int* turn, int next);
 
 // Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);

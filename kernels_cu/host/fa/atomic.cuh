@@ -15,7 +15,7 @@ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float
 __forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) { fa_host_wait_for_turn(turn, mine, file, line); }
 __forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) {
     __syncwarp(full_warp, file, line);
-    if (lane_id() == 0) __atomic_store_n(turn, next, __ATOMIC_RELEASE);
+    if (lane_id() == 0) fa_host_pass_turn(turn, next);
 }
 
 }  // namespace fa
