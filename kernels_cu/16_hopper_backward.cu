@@ -1,7 +1,7 @@
 // /// kernel
 // title = "Hopper: five products a tile by wgmma, none of them waited for at once"
 // dtypes = ["float16", "bfloat16"]
-// head_dims = [64, 128]
+// head_dims = [64, 128, 256]
 // arch = "sm_90a"
 // causal = true
 // gqa = true
@@ -10,9 +10,10 @@
 // deterministic = "optional"
 // arithmetic = "p16"
 // [tile]
-// BLOCK_Q = "8192 // HEAD_DIM"  # 128 or 64 queries: two consumers x 64 x 64 of dQ
-// REGISTERS = "240 if HEAD_DIM == 128 else 232"  # of a consumer's thread; the producer has the rest of 504
-// KV_STAGES = 2  # 2: the next K and V arrive while the last products run
+// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
+// REGISTERS = "232 if HEAD_DIM == 64 else 240"  # of a consumer's thread; the producer has the rest of 504
+// KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
 // STAGGER = 1  # blocks of one head begin at different queries
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -37,11 +38,11 @@
 // swizzle = 128
 // [tensor_map.k]
 // tensor = "K"
-// box = [64, 128, 1, 1]
+// box = [64, "BLOCK_K", 1, 1]
 // swizzle = 128
 // [tensor_map.v]
 // tensor = "V"
-// box = [64, 128, 1, 1]
+// box = [64, "BLOCK_K", 1, 1]
 // swizzle = 128
 // [tensor_map.d_o]
 // tensor = "dO"
@@ -67,12 +68,12 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, ceil_div(seq_kv, 128) * heads_kv * batch)"
+// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "512 * KV_STAGES * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 16 * BLOCK_Q + 512 * BLOCK_Q + 8 * (6 * KV_STAGES + 8)"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 8)"
 // [[launch]]
 // entry = "convert"
-// grid = ["2 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -87,12 +88,15 @@ using fa::int64_t;
 using fa::uint32_t;
 using fa::uint64_t;
 
-constexpr int BLOCK_K = 128, THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
-constexpr uint32_t OWN_ROWS = 64 * 128;  // bytes of a slab from one consumer's keys to the other's
-constexpr int ROW_PARTS = BLOCK_Q / 64, PART = 64 * 64;  // dQ of a tile is two parts of 64 x 64, one a consumer
-static_assert(ROW_PARTS * SLABS == 2);
+constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+
+// Either a consumer has 64 of the block's keys, all queries of a tile and all columns; or the consumers share 64 keys, and each has half of
+// the queries (of S and dP) and half of the columns (of dK, dV and dQ).
+constexpr bool SHARED_KEYS = BLOCK_K == 64;
+constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -103,9 +107,9 @@ __device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int 
 __device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
     return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
 }
-// For a tile of queries, dQ in the layout of the accumulators: [2 parts][8 groups of 8 columns][128 threads][4].
+// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (2 * PART);
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
 }
 
 // Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
@@ -192,6 +196,9 @@ template <int N> struct Ring {
     }
 };
 
+// A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
+__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * (SHARED_KEYS ? OWN_SLABS * K_SLAB : 64 * 128); }
+
 // Loads the slabs of a tile; the barrier expects `more` bytes beside.
 template <uint32_t Slab>
 __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
@@ -211,8 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
     unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
     unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [2][BLOCK_Q / 64][BLOCK_K][64]: dS^T
-    unsigned char* stats_smem = ds_smem + 2 * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
+    unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
     uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
@@ -279,12 +287,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (number < 0) break;
                 const Work work = work_of(args, number);
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage + consumer, kv.parity);
-                const uint32_t own = kv.stage * K_TILE + consumer * OWN_ROWS;
-                const int row = work.k_first + 64 * consumer;
+                const uint32_t own = kv.stage * K_TILE + own_part(consumer);
+                const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab) {
-                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+                for (int slab = 0; slab < OWN_SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
                 }
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
@@ -295,22 +303,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    // A consumer: 64 keys, 16 a warp
+    // A consumer: 64 keys, 16 a warp.
     fa::setmaxnreg_inc<REGISTERS>();
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
-    float dk_reg[HEAD_DIM / 2], dv_reg[HEAD_DIM / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[32];
-    uint32_t p16_reg[BLOCK_Q / 16][4], ds16_reg[BLOCK_Q / 16][4];
+    const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32];
+    uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
     Walk at{};
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
     };
-    auto own = [&](unsigned char* tile_smem) { return tile_smem + kv.stage * K_TILE + consumer * OWN_ROWS; };
-    // d = A B^T: 64 keys of K or V, all queries of a tile of Q or dO
-    auto issue_transposed = [&](float (&d)[BLOCK_Q / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        const uint64_t a = fa::smem_descriptor_k_major(a_smem), b = fa::smem_descriptor_k_major(b_smem);
+    // d = A B^T: keys of K or V, queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
+        const uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage * K_TILE + own_keys * 128);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage * Q_TILE + own_queries * 128);
         fa::discard(d);
         fa::wgmma_fence();
 #pragma unroll
@@ -321,21 +330,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     auto issue_scores = [&]() {
         fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-        issue_transposed(p_reg, own(k_smem), q_smem + q.stage * Q_TILE);
+        issue_transposed(p_reg, k_smem, q_smem);
     };
     // d += P^T dO or dS^T Q
-    auto issue_gradient = [&](float (&d)[HEAD_DIM / 2], const uint32_t (&a)[BLOCK_Q / 16][4], unsigned char* b_smem, bool accumulate) {
-        const uint64_t b = fa::smem_descriptor_mn_major(b_smem, Q_SLAB);
+    auto issue_gradient = [&](float (&d)[OWN_SLABS * 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* a_smem,
+                              unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage * Q_TILE + (SHARED_KEYS ? consumer * OWN_SLABS * Q_SLAB : 0), Q_SLAB);
         fa::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step)
-            fa::wgmma_rs<scalar, true>(d, a[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
+        for (int step = 0; step < BLOCK_Q / 16; ++step) {
+            const uint64_t b_step = fa::descriptor_advance(b, step * 2048);
+            if constexpr (SHARED_KEYS) {
+                const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage * DS_TILE);
+                fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), b_step, accumulate || step > 0);
+            } else fa::wgmma_rs<scalar, true>(d, a_reg[step], b_step, accumulate || step > 0);
+        }
         fa::wgmma_commit();
     };
     // This consumer's part of dQ = dS K
     auto issue_dq = [&]() {
         const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage * K_TILE + consumer / ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -345,13 +360,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     auto mask = [&]() {
-        const int q_first = at.queries(work) * BLOCK_Q, key = work.k_first + 64 * consumer;
+        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
         }
         fa::clear_columns(p_reg, first);
     };
@@ -360,24 +375,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto pass_turn = [&]() {
         if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turn_of(last_number), work.k_first / BLOCK_K + 1);
     };
+    auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
+        fa::store_operand(tiles_smem + q.stage * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
+    };
+    // Behind it what both consumers have shared is there, and both have read the other stage.
+    auto wait_for_other = [&]() {
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);
+    };
     // A tile of queries whose scores are in flight, until all its products are.
     auto begin_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage * STATS);
-        unsigned char* do_tile = do_smem + q.stage * Q_TILE;
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage * STATS) + own_queries;
         fa::mbarrier_wait_parity(do_full + q.stage, q.parity);
-        issue_transposed(ds_reg, own(v_smem), do_tile);
+        issue_transposed(ds_reg, v_smem, do_smem);
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask();
         fa::pack_operand<scalar>(p16_reg, p_reg);
-        issue_gradient(dv_reg, p16_reg, do_tile, accumulate);
+        if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
+        issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
         fa::wgmma_wait<1>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
-        fa::store_operand(ds_smem + q.stage * DS_TILE + consumer * OWN_ROWS + warp * 16 * 128, K_SLAB, ds16_reg);
-        issue_gradient(dk_reg, ds16_reg, q_smem + q.stage * Q_TILE, accumulate);
-        fa::fence_proxy_async_shared();
-        fa::bar_sync(1, 256);  // dS of both consumers is there, and both have read the other stage
+        share(ds_smem, ds16_reg);
+        if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        wait_for_other();
+        if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
         fa::wgmma_wait<2>(p16_reg);
         release(do_empty + q.stage);
@@ -387,14 +410,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto end_tile = [&]() {
         release(q_empty + (q.stage ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
-        float* dq = dq_of(args, number) + consumer * PART + threadIdx.x % 128 * 4;
+        float* dq = dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turn_of(number), work.k_first / BLOCK_K);
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
+        for (int j = 0; j < OWN_PARTS * 8; ++j)
             fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
         at.next(work);
     };
@@ -423,9 +446,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float seen = work.count > 0 ? 1.0f : 0.0f, one[2] = {seen, seen}, scales[2] = {scale * seen, scale * seen};
-        fa::store_rows<scalar>(own(v_smem) + warp * 16 * 128, K_SLAB, dv_reg, one);
+        const uint32_t own = kv.stage * K_TILE + own_part(consumer) + warp * 16 * 128;
+        if (SHARED_KEYS) fa::bar_sync(1, 256);  // the other consumer's dP has read V
+        fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
         fa::bar_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(own(k_smem) + warp * 16 * 128, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(k_smem + own, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(dkv_full + 2 * kv.stage + consumer);
@@ -436,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
     const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / 2, part = blockIdx.x % 2, head = blockIdx.y, batch = blockIdx.z;
+    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
     const float scale = float(args.scale);
     const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
     fa::Vec128<scalar> rows[2];

@@ -142,11 +142,12 @@ template <int R> __device__ __forceinline__ void score_gradient(float (&x)[R], c
     }
 }
 
-// An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows. A quad writes 16
-// bytes of a row, 8 rows lie in 8 places of the line: no bank conflicts.
+// An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows; column: the first,
+// where the operand lies within a slab. A quad writes 16 bytes of a row, 8 rows lie in 8 places of the line: no bank conflicts.
 template <int Steps>
-__device__ __forceinline__ void store_operand(unsigned char* tile_smem, uint32_t slab_bytes, const uint32_t (&operand)[Steps][4]) {
-    const uint32_t lane = opaque_thread_id() % 32, own = chunk_at<64>(lane / 4, 0) + lane % 4 * 4;
+__device__ __forceinline__ void store_operand(unsigned char* tile_smem, uint32_t slab_bytes, const uint32_t (&operand)[Steps][4],
+                                              int column = 0) {
+    const uint32_t lane = opaque_thread_id() % 32, own = (chunk_at<64>(lane / 4, 0) + lane % 4 * 4) ^ uint32_t(column * 2);
 #pragma unroll
     for (int step = 0; step < Steps; ++step)
 #pragma unroll
