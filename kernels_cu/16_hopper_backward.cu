@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Hopper: five products a tile by wgmma, none of them waited for at once"
+// title = "Hopper: five products a tile by wgmma, always another in flight; dQ by reductions from the accumulators"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [64, 128, 256]
 // arch = "sm_90a"
@@ -9,6 +9,7 @@
 // logits = 4096
 // deterministic = "optional"
 // arithmetic = "p16"
+// spill_bytes_allowed = 64  # of the producer, which has 24 registers, between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
@@ -78,7 +79,46 @@
 // maps = []
 // ///
 //
-// Step 16, backward.
+// Step 16, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
+// streams Q and dO:
+//
+//     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q   dQ += dS K
+//
+// One swizzled copy of each tile serves all products: wgmma reads it by rows or, transposed, by columns. Scores are made transposed, so
+// the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
+// goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
+//
+// A tile of queries n, as a consumer runs it. S(n) is in flight when it begins:
+//
+//     issue               wait for    compute, while the rest runs
+//     dP(n)               S(n)        P(n), an exponential a score
+//     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory too
+//     dK += dS(n) Q                   a barrier: the other consumer's dS(n) is there
+//     dQ(n) = dS(n) K     dV          dO's stage is empty
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory; Q's stage is empty
+//
+// Products run in the order of issue, so the tensor cores have at least one more to do whenever a consumer computes. It takes registers: at
+// head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same,
+// and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead.
+//
+// The limit is shared memory, 128 bytes a cycle. For 64 queries x 128 keys at head dim 128, in KB: S and dP 128, dV and dK 64, dQ 64, dS
+// 16, the copies of Q and dO 32: 304 KB, 2430 cycles, for 2560 cycles of products. Hence dQ: staged in shared memory for a bulk reduction
+// it would be 64 KB more, and shared memory would be what the block waits for. Straight from the accumulators, in their own layout, it is
+// a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. Blocks of one head
+// begin at different queries (STAGGER), or they would all add to the same tile at the same time.
+//
+// At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
+// scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
+// 2560 of products, and twice as many reductions. That is the price of one block a tile; a cluster of two would halve it.
+//
+// The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
+// turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
+// keys is one tile behind, and after the first tiles nobody waits. Those who come before have taken their number before, so they run.
+//
+// The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
+// logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
 #include <fa/atomic.cuh>
 #include <fa/tma.cuh>
@@ -146,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 struct Work {
     int k_first, kv_head, batch;
     int first, end, start;  // tiles of queries of each head, and the one to begin with
-    int count;              // of all heads of the group
+    int count;  // of all heads of the group
 };
 
 // The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
@@ -154,7 +194,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
 #if CAUSAL
     // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
-    const int heads = max(1, int((int64_t(SECTION) << 20) / (8ll * HEAD_DIM * args.seq_q * group)));
+    const int heads = max(1, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group);
     const int section = number / (k_tiles * heads), inside = number - section * k_tiles * heads;
     const int width = min(heads, args.heads_kv * args.batch - section * heads);  // the last section may have fewer
     const int k_tile = inside / width, row = section * heads + inside % width;
@@ -168,7 +208,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     work.end = tiles_of_queries(args);
     work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
     const int each = work.end - work.first;
-    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? int(int64_t(k_tile) * each / k_tiles) : 0);
+    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? k_tile * each / k_tiles : 0);
     work.count = each * group;
     return work;
 }
@@ -187,13 +227,12 @@ struct Walk {
     }
 };
 
-// A position in a ring of N stages, and the parity of its round.
+// A position in a ring of N stages, and the parity of its round. One number, because the producer has few registers.
 template <int N> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == N) stage = 0, parity ^= 1;
-    }
+    uint32_t position = 0;
+    __device__ __forceinline__ uint32_t stage() const { return position % N; }
+    __device__ __forceinline__ uint32_t parity() const { return position / N % 2; }
+    __device__ __forceinline__ void next() { ++position; }
 };
 
 // A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
@@ -208,7 +247,7 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::Te
     for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
 }
 
-// Launch 2.
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
@@ -255,39 +294,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
             int number = blockIdx.x;
             while (true) {
-                fa::mbarrier_wait_parity(kv_empty + kv.stage, kv.parity ^ 1);
-                numbers[kv.stage] = number < works ? number : -1;
+                fa::mbarrier_wait_parity(kv_empty + kv.stage(), kv.parity() ^ 1);
+                numbers[kv.stage()] = number < works ? number : -1;
                 if (number >= works) break;
                 const Work work = work_of(args, number);
-                load_tile<K_SLAB>(k_smem + kv.stage * K_TILE, k_map, k_full + kv.stage, work.k_first, work.kv_head, work.batch);
+                load_tile<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 number = gridDim.x + atomicAdd(counters, 1);
-                load_tile<K_SLAB>(v_smem + kv.stage * K_TILE, v_map, v_full + kv.stage, work.k_first, work.kv_head, work.batch);
+                load_tile<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 kv.next();
                 Walk at;
                 at.begin(args, work);
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
                     const int tile = at.queries(work), q_first = tile * BLOCK_Q;
-                    fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
-                    load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, q_first, at.head, work.batch, STATS);
-                    fa::tma_load_4d(stats_smem + q.stage * STATS, &stats_map, q_full + q.stage, 0, tile, at.head, work.batch);
-                    fa::mbarrier_wait_parity(do_empty + q.stage, q.parity ^ 1);
-                    load_tile<Q_SLAB>(do_smem + q.stage * Q_TILE, d_o_map, do_full + q.stage, q_first, at.head, work.batch);
+                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                    load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
+                    load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
             }
-            fa::mbarrier_arrive(k_full + kv.stage);
+            fa::mbarrier_arrive(k_full + kv.stage());
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
             // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
-                fa::mbarrier_wait_parity(k_full + kv.stage, kv.parity);
-                const int number = numbers[kv.stage];
+                fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+                const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage + consumer, kv.parity);
-                const uint32_t own = kv.stage * K_TILE + own_part(consumer);
+                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
+                const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
 #pragma unroll
                 for (int slab = 0; slab < OWN_SLABS; ++slab) {
@@ -296,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(kv_empty + kv.stage);
+                fa::mbarrier_arrive(kv_empty + kv.stage());
                 kv.next();
             }
         }
@@ -318,8 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        const uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage * K_TILE + own_keys * 128);
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage * Q_TILE + own_queries * 128);
+        const uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
         fa::discard(d);
         fa::wgmma_fence();
 #pragma unroll
@@ -329,19 +368,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     auto issue_scores = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
         issue_transposed(p_reg, k_smem, q_smem);
     };
     // d += P^T dO or dS^T Q
-    auto issue_gradient = [&](float (&d)[OWN_SLABS * 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* a_smem,
+    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* a_smem,
                               unsigned char* b_smem, bool accumulate) {
-        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage * Q_TILE + (SHARED_KEYS ? consumer * OWN_SLABS * Q_SLAB : 0), Q_SLAB);
+        const uint64_t b =
+            fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + (SHARED_KEYS ? consumer * OWN_SLABS * Q_SLAB : 0), Q_SLAB);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_Q / 16; ++step) {
             const uint64_t b_step = fa::descriptor_advance(b, step * 2048);
             if constexpr (SHARED_KEYS) {
-                const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage * DS_TILE);
+                const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
                 fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), b_step, accumulate || step > 0);
             } else fa::wgmma_rs<scalar, true>(d, a_reg[step], b_step, accumulate || step > 0);
         }
@@ -349,8 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // This consumer's part of dQ = dS K
     auto issue_dq = [&]() {
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -376,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turn_of(last_number), work.k_first / BLOCK_K + 1);
     };
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
-        fa::store_operand(tiles_smem + q.stage * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
+        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
     };
     // Behind it what both consumers have shared is there, and both have read the other stage.
     auto wait_for_other = [&]() {
@@ -385,8 +425,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // A tile of queries whose scores are in flight, until all its products are.
     auto begin_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage * STATS) + own_queries;
-        fa::mbarrier_wait_parity(do_full + q.stage, q.parity);
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
@@ -403,12 +443,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
         fa::wgmma_wait<2>(p16_reg);
-        release(do_empty + q.stage);
+        release(do_empty + q.stage());
         q.next();
     };
     // dQ is there, and dK's product has read Q.
     auto end_tile = [&]() {
-        release(q_empty + (q.stage ^ 1));
+        release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
         float* dq = dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
         if (DETERMINISTIC) {
@@ -423,14 +463,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
 
     while (true) {
-        fa::mbarrier_wait_parity(k_full + kv.stage, kv.parity);
-        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage], 0);  // known to the compiler as the same in the whole warp
+        fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
         at.begin(args, work);
         if (work.count > 0) {
             issue_scores();
-            fa::mbarrier_wait_parity(v_full + kv.stage, kv.parity);
+            fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
             for (int n = 0;;) {
                 begin_tile(n > 0);
                 if (++n == work.count) break;
@@ -442,18 +482,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             end_tile();
             pass_turn();
             last_number = -1;
-        } else fa::mbarrier_wait_parity(v_full + kv.stage, kv.parity);
+        } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float seen = work.count > 0 ? 1.0f : 0.0f, one[2] = {seen, seen}, scales[2] = {scale * seen, scale * seen};
-        const uint32_t own = kv.stage * K_TILE + own_part(consumer) + warp * 16 * 128;
-        if (SHARED_KEYS) fa::bar_sync(1, 256);  // the other consumer's dP has read V
+        const uint32_t own = kv.stage() * K_TILE + own_part(consumer) + warp * 16 * 128;
         fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
         fa::bar_sync(1, 256);  // the other consumer's dQ has read K
         fa::store_rows<scalar>(k_smem + own, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(dkv_full + 2 * kv.stage + consumer);
+        release(dkv_full + 2 * kv.stage() + consumer);
         kv.next();
     }
 }
