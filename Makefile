@@ -11,7 +11,8 @@ SIZE := --batch 2 --heads 8 --seq 512 --dim 64
 # CUDA is downloaded.
 EXTRA := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda12)
 comma := ,
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Without compiling: most modules of the packages are never imported, and Python compiles the others when they are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 BASE_STAMP := .venv/.installed-base$(addprefix -,$(EXTRA))
 DEV_STAMP := .venv/.installed-dev$(addprefix -,$(EXTRA))
 

@@ -50,8 +50,10 @@ def main() -> None:
 @click.pass_context
 def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
     """Write Q, K, V and dO of a problem: seeded normal values, raw little-endian, in data/B2_H8_S512_D64 and the like."""
-    written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force)
-    return harness.terminal.show.dataset(written, json, context.obj["verbosity"])
+    progress = harness.terminal.progress.teller(context.obj["verbosity"])
+    written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force, progress)
+    progress("")
+    return harness.terminal.show.results.dataset(written, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -75,7 +77,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks
-@click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends.")
+@click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends it: exit code 0.")
 @click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)
 @options.printing
@@ -104,9 +106,10 @@ def run(
         options.refuse_shape_beside_data(context)
     problem = options.problem_of(given)
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
+    given["progress"] = harness.terminal.progress.teller(context.obj["verbosity"])
     results = harness.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
-    return harness.terminal.show.results(results, json, context.obj["verbosity"], given["check"])
+    return harness.terminal.show.results.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
@@ -124,12 +127,20 @@ def run(
 @click.option("--peers", metavar="NAMES", help="Peers to measure beside, or none.  [default: all of the device's kind]")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
-@click.option("--output-dir", type=options.folder, default=Path("experiment_results"), show_default=True)
+@click.option(
+    "--output-dir",
+    type=options.folder,
+    default=Path("experiment_results"),
+    show_default=True,
+    help="The run goes into SWEEP/ there, a second one into SWEEP-2/.",
+)
+@options.sampled
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
 @click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
 @options.deterministic
 @click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
+@click.option("--no-figures", is_flag=True, help="Draw no figures, which takes up to half a minute; fa-cli report draws them later.")
 @click.option("--experiment", "--save-results", "--no-stop-on-failure", is_flag=True, hidden=True, expose_value=False)
 @click.option("--no-gpu-reference", is_flag=True, hidden=True)
 @options.device
@@ -147,11 +158,15 @@ def experiment(
     **given: options.Value,
 ) -> int:
     """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
+    options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
-    outcome = harness.experiment.run_sweep(wanted, harness.terminal.printing.progress(context.obj["verbosity"]))
-    return harness.terminal.show.experiment(outcome, json, context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
+    outcome = harness.experiment.run_sweep(
+        wanted, step, lambda rows: None if json else harness.terminal.show.results.rows(rows, context.obj["verbosity"])
+    )
+    return harness.terminal.show.results.experiment(outcome, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -197,9 +212,9 @@ def verify(
         return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
-    told = harness.terminal.show_verify.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
+    told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
     try:
-        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, **given)
+        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, tell=told.tell, **given)
     except KeyboardInterrupt:
         return told.end(interrupted=True)
     return told.end()
@@ -216,22 +231,26 @@ def verify(
 @click.pass_context
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
     rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
-    return harness.terminal.show.compiled(rows, json, context.obj["verbosity"])
+    return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 
 @main.command(
-    epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli run --compute ./mine_forward.cu")
+    epilog=options.examples(
+        "fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain", "fa-cli run --compute ./mine_forward.cu"
+    )
 )
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
+@click.option("--plain", is_flag=True, help="Instead of a copy, a short kernel with plain pointers and sizes as parameters.")
 @click.option("--output-dir", type=options.folder, default=Path("."), show_default=True, help="Where the file is written.")
 @click.pass_context
-def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) -> int:
+def new(context: Context, name: str, source: str, pass_: str, plain: bool, output_dir: Path) -> int:
     """Write NAME_forward.cu (or _backward.cu), a working kernel to start from."""
-    return harness.terminal.show.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir))
+    options.refuse_from_beside_plain(context, plain)
+    return harness.terminal.show.results.new_kernel(harness.kernel.new.new(name, source, pass_, output_dir, plain))
 
 
 @main.command(
@@ -250,9 +269,9 @@ def new(context: Context, name: str, source: str, pass_: str, output_dir: Path) 
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
-    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
-    return harness.terminal.show_report.tuned(found, json, context.obj["verbosity"])
+    return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
 
 
 @main.command(
@@ -272,10 +291,10 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
-    problem, progress = options.problem_of(given), harness.terminal.printing.progress(context.obj["verbosity"])
+    problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
     rows = harness.profile.profile(kernels, problem, tiles=tile, progress=progress, **options.without_mask(given))
-    return harness.terminal.show.counters(rows, given["output_dir"], json, context.obj["verbosity"])
+    return harness.terminal.show.results.counters(rows, given["output_dir"], json, context.obj["verbosity"])
 
 
 @main.command(
@@ -312,14 +331,16 @@ def ring(
     problem = options.problem_of(given)
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
     spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
-    outcome = harness.ring.start.ring(spec, gpus, simulate)
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
+    outcome = harness.ring.start.ring(spec, gpus, simulate, step)
+    step("")
     files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []
-    return harness.terminal.show_ring.ring(outcome, files, json, context.obj["verbosity"])
+    return harness.terminal.show.ring.ring(outcome, files, json, context.obj["verbosity"])
 
 
 @main.command(
     epilog=f"{options.VERDICTS}\n\n"
-    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results --fail-if slower:5%")
+    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results/seqlen --fail-if slower:5%")
 )
 @click.argument("a", type=options.folder)
 @click.argument("b", type=options.folder)
@@ -330,22 +351,22 @@ def ring(
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
     """Compare two runs row by row: is B the SAME as A, FASTER or SLOWER? A and B are folders or results.csv files."""
     found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
-    return harness.terminal.show_report.comparison(found, json, context.obj["verbosity"])
+    return harness.terminal.show.report.comparison(found, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli report experiment_results", "fa-cli report experiments/seqlen --output-dir figures"))
+@main.command(epilog=options.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
-@click.option("--output-dir", type=options.folder, help="Where the figures go.  [default: DIR]")
+@click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
 @click.option("--title", default="", help="Above the figures.  [default: DIR's name]")
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
     """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
     that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
-    name = folder.resolve().name
-    return harness.terminal.show_report.redrawn(
-        harness.report.redraw(folder, output_dir, name, title or name, with_page=True), json, context.obj["verbosity"]
-    )
+    name, step = folder.resolve().name, harness.terminal.progress.teller(context.obj["verbosity"])
+    drawn = harness.report.redraw(folder, output_dir, name, title or name, with_page=True, progress=step)
+    step("")
+    return harness.terminal.show.report.redrawn(drawn, json, context.obj["verbosity"])
 
 
 @main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
@@ -353,7 +374,7 @@ def report(context: Context, /, folder: Path, output_dir: Path | None, title: st
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
     """The kernels and the sweeps there are."""
-    return harness.terminal.show.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
+    return harness.terminal.show.results.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
@@ -365,7 +386,7 @@ def list_(context: Context, json: bool) -> int:
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
     checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor()
-    return 0 if checks is None else harness.terminal.show.doctor(checks, json, context.obj["verbosity"])
+    return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
@@ -376,9 +397,9 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
 @click.pass_context
 def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
     """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
-    step = harness.terminal.printing.progress(context.obj["verbosity"])
-    trials = harness.selftest.selftest(device, quick, only, lambda done: step(f"{done.check}: {done.fault}"))
-    return harness.terminal.show.selftest(trials, json, context.obj["verbosity"])
+    step = harness.terminal.progress.teller(context.obj["verbosity"])
+    trials = harness.selftest.selftest(device, quick, only, step)
+    return harness.terminal.show.results.selftest(trials, json, context.obj["verbosity"])
 
 
 if __name__ == "__main__":

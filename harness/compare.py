@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +29,13 @@ from . import environment
 from .fault import DataFault, UsageFault
 from .files import TEXT, Kind, or_null, parse_json
 from .report.views import KEY, Key, geometric_mean, key_of, latest
-from .row import Row, read_records, read_rows
+from .row import Row, read_records, read_rows, table_at
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
+MOST_WANTED = 5000  # samples a row; beyond, the scatter is the machine's load, which no number of samples averages out
 FEWEST = 3  # samples for any interval; order statistics at sqrt(95%) need 7
 #: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
 _SAMPLE: dict[str, Kind] = {
@@ -87,6 +89,7 @@ class Comparison:
     geomeans: Mapping[str, float]
     notes: tuple[str, ...]
     failures: tuple[str, ...]  # what --fail-if found; empty where it was not given
+    advice: str = ""  # where rows are UNSURE: what to do, with a command
 
     @property
     def passed(self) -> bool:
@@ -108,7 +111,7 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
     DataFault where a file is not what fa-cli writes.
     """
     limit = None if fail_if is None else parse_fail_if(fail_if)
-    tables = [_table(path) for path in (a, b)]
+    tables = [table_at(path) for path in (a, b)]
     rows_a, rows_b = (read_rows(table) for table in tables)
     if not ignore_device:
         _same_device(rows_a, rows_b)
@@ -144,6 +147,7 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
         {k: m for k in kernels if (m := geometric_mean(p.ratio for p in pairs if p.kernel == k)) is not None},
         _differences(tables[0].parent / "env.json", tables[1].parent / "env.json"),
         tuple(failures),
+        _advice(pairs, tables[1]),
     )
 
 
@@ -233,6 +237,28 @@ def _pair(row_a: Row, row_b: Row, a: Sample, b: Sample) -> Pair:
     )
 
 
+def _advice(pairs: Sequence[Pair], table: Path) -> str:
+    """What to do about rows that are UNSURE: the command of the second run, with the samples that would have told. Empty where none is."""
+    unsure = [pair for pair in pairs if pair.verdict == "UNSURE"]
+    if not unsure:
+        return ""
+    wanted = 50  # order statistics need 7, and a CPU's times scatter
+    for pair in unsure:
+        counts = [int(number) for number in re.findall(r"\d+", pair.basis)] if "samples" in pair.basis else []
+        if counts and min(counts) >= 7 and pair.low and pair.high:  # a median's interval narrows as 1 / sqrt(n)
+            wanted = max(wanted, math.ceil(min(counts) * (math.log(pair.high / pair.low) / (2 * SAME_ZONE)) ** 2))
+    if wanted > MOST_WANTED:
+        return f"{len(unsure)} of {len(pairs)} rows are UNSURE, and samples alone do not help: the machine's load differed between the runs"
+    words = environment.env_beside(table).get("command") or []
+    again = ["experiment", "NAME"] if isinstance(words, str) or "experiment" not in words else words[words.index("experiment") :]
+    kept = [word for word in again if word not in ("--resume", "--record") and not word.startswith(("--samples=", "--min-time="))]
+    for option in ("--samples", "--min-time"):
+        if option in kept:
+            del kept[kept.index(option) : kept.index(option) + 2]
+    command = shlex.join(["fa-cli", *kept, "--samples", str(math.ceil(wanted / 50) * 50)])
+    return f"{len(unsure)} of {len(pairs)} rows are UNSURE; with more samples of both runs they may tell: {command}"
+
+
 def _from_row(row: Row) -> tuple[float, float] | None:
     """Bounds of the median from what results.csv has of the samples; None where that is too little."""
     middle, low, high, n = row.KernelTime_ms, row.p20_ms, row.p80_ms, row.n_samples
@@ -240,10 +266,6 @@ def _from_row(row: Row) -> tuple[float, float] | None:
         return None
     below = middle - 6 * (middle - low) / math.sqrt(n)
     return (below, middle + 6 * (high - middle) / math.sqrt(n)) if below > 0 else None
-
-
-def _table(path: Path) -> Path:
-    return path / "results.csv" if path.is_dir() else path
 
 
 def _match(rows_a: Iterable[Row], rows_b: Iterable[Row], ignore_device: bool) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .backends import CompileError, nvrtc
+from .backends.instead import instead
 from .choose import kernels
 from .fault import UsageFault
 from .kernel import Device, Kernel, catalogue, is_path
@@ -99,6 +100,7 @@ def compile_kernels(
     archs = nvrtc.architectures() if arch is None else (arch,)
     cases = [case for kernel in wanted for case in _cases(kernel, archs, everything)]
     rows = []
+    progress(f"0/{len(cases)} compiles")
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
             rows.append(row)
@@ -135,7 +137,7 @@ def _row(case: _Case) -> CompileRow:
             return replace(row, status=TOO_BIG, shared_bytes=shared, message=_too_big(shared, case.arch))
         found = nvrtc.resources(kernel, kernel.plan(problem, device), case.arch)
     except CompileError as error:
-        return replace(row, status=ERROR, message=error.log)
+        return replace(row, status=ERROR, message="\n".join(filter(None, (error.log.strip(), instead(error.log)))))
     except (UsageFault, ExpressionError) as error:  # a header that cannot be planned
         return replace(row, status=ERROR, message=str(error))
     missing = [entry for entry in kernel.entries if entry not in found.usage]

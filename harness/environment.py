@@ -24,6 +24,7 @@ _KINDS: dict[str, Kind] = {
     "packages": TEXTS,
     "earlier": OBJECTS,
     "run_id": or_null(TEXT),
+    "sweep": TEXT,
     "git_commit": or_null(TEXT),
     "device_name": or_null(TEXT),
     "python": or_null(TEXT),

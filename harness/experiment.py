@@ -9,7 +9,6 @@ fresh process measures the rest. One experiment at a time holds the folder.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import backends, child, environment, files, peers, results, run
+from . import backends, child, environment, files, peers, results, run, runs
 from .backends import Backend, ContextLost
 from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
@@ -26,11 +25,12 @@ from .choose import AUTO, choose
 from .fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from .kernel import catalogue
 from .measure import ceilings
+from .measure.sampling import POLICY, Policy
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
-from .row import CEILING, TYPES, Row, Rows, encoded, mend, read_rows
-from .sweep import ROOT, SWEEPS, Sweep, load, matches, with_options
+from .row import CEILING, TYPES, Row, Rows, read_rows
 from .sweep import Options as Options
+from .sweep import Sweep, load, matches, with_options
 
 if TYPE_CHECKING:
     from .torch_op.training import Speed
@@ -60,8 +60,12 @@ def experiment(options: Options) -> Rows:
     return Rows(run_sweep(options).rows)
 
 
-def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+def run_sweep(
+    options: Options, progress: Callable[[str], None] = lambda text: None, measured: Callable[[list[Row]], None] = lambda rows: None
+) -> Outcome:
     """Run a sweep and write results.csv and samples.jsonl (a shape at a time), env.json, summary.md and figures.
+
+    progress is told what is being done, with N/M before it; measured is given the rows before the figures are drawn, which takes a while.
 
     What fails its check, does not launch, refuses a shape or is absent is a row that says so, and the sweep goes on. On Ctrl-C
     the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
@@ -75,23 +79,32 @@ def run_sweep(options: Options, progress: Callable[[str], None] = lambda text: N
     backend = backends.pick(options.device)
     small = backend.name == "cpu" and not options.full
     shapes = _selected(sweep.cpu_shapes if small else sweep.shapes, options)
-    notes = ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"] if small else []
+    notes = (
+        ["on the CPU the sweep's small [cpu] shapes were run; --full runs the stated ones"]
+        if small and sweep.cpu_shapes is not sweep.shapes
+        else []
+    )
     contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
     if options.dry_run:
         return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
-    folder, pictures = _place(sweep, options)
+    folder, pictures = runs.place(sweep.name, options, backend)
+    notes += _another(folder, sweep)
     shaped = list(zip(shapes, contenders, strict=True))
     try:
         with files.locked(folder, "use another --output-dir"):
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
-            progress("")
-            drawn = _draw(folder, pictures, sweep)
+            measured(rows)
+            drawn = _draw(folder, pictures, sweep, options, progress)
+    except KeyboardInterrupt as stop:
+        stop.add_note("resume")  # the command line knows its words
+        raise
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
-        progress("")
+        measured(rows)
         with files.locked(folder, "use another --output-dir"):
-            drawn = _draw(folder, pictures, sweep)
+            drawn = _draw(folder, pictures, sweep, options, progress)
+    progress("")
     return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes)
 
 
@@ -105,27 +118,32 @@ def _measured(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """The rows of the run, those of a resumed one included, each kept in the folder as soon as its shape is done. Raises _Lost."""
-    run_id, rows = _begin(folder, backend, options)
+    run_id, rows = runs.begin(folder, sweep.name, backend, options)
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
-        rows = _keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
+        rows = runs.keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
+    policy = replace(POLICY[backend.name], asked_samples=options.samples, asked_seconds=options.min_time)
     fork = _may_fork(backend, [computes for _, computes in shaped])
-    for number, ((test, problem), computes) in enumerate(shaped):
-        timings = ("warm", *(sweep.measures(test) if backend.name == "cuda" else ()))
-        left = [c for c in computes if not _done(rows, test, c, mode, problem, timings)]
+    timings = [("warm", *(sweep.measures(test) if backend.name == "cuda" else ())) for (test, _), _ in shaped]
+    lefts = [[c for c in some if not _done(rows, *at, c, mode, times)] for (at, some), times in zip(shaped, timings, strict=True)]
+    done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
+    for ((test, problem), _), left, times in zip(shaped, lefts, timings, strict=True):
 
-        def tell(text: str, step: str = f"{number + 1}/{len(shaped)} {test}") -> None:
-            progress(f"{step} {text}")
+        def tell(text: str, more: int, step: str = test, done: int = done) -> None:
+            progress(f"{done + more}/{total} {step} {text}")
 
-        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, timings, tell):
-            rows = _keep(folder, rows, results.with_peak(found, rows), samples)
+        done += 2 * len(left)
+        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, times, tell, policy):
+            rows = runs.keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
 
 def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> Outcome:
     """The speeds of a sweep of trainings, into speed.csv, env.json and a figure. Raises UsageFault for options that ask for shapes."""
-    if asked := [name for name in ("mode", "only", "skip", "resume") if getattr(options, name)]:
+    if asked := [name for name in ("mode", "only", "skip", "resume", "samples", "min_time") if getattr(options, name)]:
         why = "it trains one model, forward and backward, and has no shapes"
-        raise UsageFault(f"{sweep.name} takes no --{asked[0]}", why, f"fa-cli experiment {sweep.name} --compute … --peers …")
+        raise UsageFault(
+            f"{sweep.name} takes no --{asked[0].replace('_', '-')}", why, f"fa-cli experiment {sweep.name} --compute … --peers …"
+        )
     if not installed("torch"):
         raise EnvironmentFault("PyTorch is not installed", "the model is one of torch's", install_extra("torch"))
     from .torch_op import training  # torch takes a second to load
@@ -145,10 +163,11 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     ways = training.contenders(device, named, others, deterministic)
     if options.dry_run:
         return Outcome([], [], [*notes, *left_out, f"{size.describe()}, by {', '.join(ways)}; nothing is run or written"])
-    folder, pictures = _place(sweep, options)
+    folder, pictures = runs.place(sweep.name, options, backend)
+    notes += _another(folder, sweep)
     speeds = training.speeds(size, device, ways, progress=progress)
     progress("")
-    record = environment.environment(**backend.environment(), run_id=results.new_run_id(), model=size.describe())
+    record = environment.environment(**backend.environment(), run_id=results.new_run_id(), sweep=sweep.name, model=size.describe())
     with files.locked(folder, "use another --output-dir"):
         files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
     from .report import training as figure
@@ -165,13 +184,14 @@ def _shape(
     problem: Problem,
     run_id: str,
     timings: Sequence[str],
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
+    policy: Policy | None = None,
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
     oracle: Oracle | None = None
     good: list[run.Result] = []
-    for contender in contenders:
-        progress(f"checks {contender.name}")
+    for number, contender in enumerate(contenders):
+        tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
             good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
@@ -184,8 +204,7 @@ def _shape(
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(run_id) from error
     for timing in timings:
-        progress(f"measures {len(good)} {timing}")
-        good = run.time_together(good, backend, timing)
+        good = run.time_together(good, backend, timing, policy, progress=lambda text: tell(text, len(contenders)))
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
@@ -210,13 +229,14 @@ def _survived(
     problem: Problem,
     run_id: str,
     timings: Sequence[str],
-    progress: Callable[[str], None],
+    tell: Callable[[str, int], None],
+    policy: Policy | None = None,
 ) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
-    rest = mode, test, problem, run_id, timings, progress
+    rest = mode, test, problem, run_id, timings, tell, policy
     if not fork:
         yield from _shape(backend, contenders, *rest)
         return
@@ -233,56 +253,7 @@ def _survived(
             yield from _survived(fork, backend, [each], *rest)
 
 
-def _begin(folder: Path, backend: Backend, options: Options) -> tuple[str, list[Row]]:
-    """The run_id, and the rows it has already where it is resumed. Torn tables are cut to their whole lines, env.json names the run.
-
-    env.json is written before the first row: the run to resume is the one that it names, whether that has rows or not.
-    """
-    table, samples = folder / "results.csv", folder / "samples.jsonl"
-    if options.record and not options.resume:
-        run_id = results.new_run_id()
-        anew = {table.name: encoded(table, [], anew=True), samples.name: b"", "env.json": _environment({}, backend, run_id)}
-        files.write_files(folder, anew)
-        return run_id, []
-    mend(table, quoted=True)
-    mend(samples)
-    before = read_rows(table) if table.exists() else []
-    encoded(table, [])  # before any work is done: a file of another version is not appended to
-    last = environment.env_beside(table)
-    named = last.get("run_id") or (before[-1].run_id if before else None)
-    if options.resume and isinstance(named, str):
-        rows = [row for row in before if row.run_id == named]
-        cells = {results.cell(row) for row in rows}
-        if samples.exists() and len(kept := results.samples_kept(samples, named, cells.__contains__)) != samples.stat().st_size:
-            files.write_files(folder, {samples.name: kept})  # of rows that are lost: they are measured again
-        if not last:
-            files.write_files(folder, {"env.json": _environment({}, backend, named)})
-        return named, rows
-    run_id = results.new_run_id()
-    files.write_files(folder, {"env.json": _environment(last, backend, run_id)})
-    return run_id, []
-
-
-def _keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Json]) -> list[Row]:
-    """All rows of the run, after the new ones and their samples went into the folder, both or neither.
-
-    Rows of the run that the new ones measure again are replaced: of a cell whose row for the mode is missing, or of another mode.
-    """
-    if not new:
-        return rows
-    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in samples).encode()
-    table, again = folder / "results.csv", {results.cell(row) for row in new}
-    kept = [row for row in rows if results.cell(row) not in again]
-    if len(kept) == len(rows):
-        files.append_files(folder, {"samples.jsonl": lines, table.name: encoded(table, new)})
-    else:
-        others = [row for row in read_rows(table) if row.run_id != new[0].run_id or results.cell(row) not in again]
-        lines = results.samples_kept(folder / "samples.jsonl", new[0].run_id, lambda cell: cell not in again) + lines
-        files.write_files(folder, {"samples.jsonl": lines, table.name: encoded(table, [*others, *new], anew=True)})
-    return kept + new
-
-
-def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, problem: Problem, timings: Sequence[str]) -> bool:
+def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
     """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
     found = [
@@ -296,7 +267,7 @@ def _done(rows: Sequence[Row], test: str, contender: Contender, mode: str, probl
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:
     try:
-        child.run(partial(run_sweep, replace(options, resume=True)))
+        child.run(partial(run_sweep, replace(options, resume=True, no_figures=True)))
     except child.Ended as fault:
         why = f"the fresh process ended with {fault.code}"
         raise EnvironmentFault("the sweep could not go on", why, "fa-cli experiment … --resume") from fault
@@ -333,7 +304,11 @@ def _contenders(
     notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]
     for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
-            raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", "use --peers none, or names from fa-cli list")
+            raise UsageFault(
+                f"unknown peer {name!r}",
+                f"known: {', '.join(peers.names())}",
+                f"use --peers none, or --peers {','.join(peers.usual(backend.name))}",
+            )
     found = []
     for some, others, problem in zip(asked, several, problems, strict=True):
         able: list[Contender] = []
@@ -362,33 +337,18 @@ def _plan(shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[C
     return lines
 
 
-# -- where it goes ----------------------------------------------------------------------------------------------------
+def _another(folder: Path, sweep: Sweep) -> list[str]:
+    """A note where the run is not the sweep's first."""
+    return [] if folder.name == sweep.name else [f"this is another run of {sweep.name}: into {folder}"]
 
 
-def _place(sweep: Sweep, options: Options) -> tuple[Path, Path]:
-    """The folder of the rows and the folder of the figures; both are made."""
-    if options.record and not (ROOT / "pyproject.toml").is_file():
-        raise UsageFault("--record needs a checkout", "runs of record are committed beside the sources", "use --output-dir DIR")
-    folder = SWEEPS / sweep.name if options.record else options.output_dir
-    pictures = ROOT / "plots" if options.record else options.output_dir
-    for made in (folder, pictures):
-        files.make_folder(made)
-    return folder, pictures
-
-
-def _environment(last: files.Json, backend: Backend, run_id: str) -> bytes:
-    """env.json of this run; the records of earlier runs into the same table stay, under their run_id."""
-    last = dict(last)
-    found = last.pop("earlier", None)
-    earlier = (found if isinstance(found, dict) else {}) | ({str(last.get("run_id")): last} if last else {})
-    facts = {"run_id": run_id, **backend.environment(), **({"earlier": earlier} if earlier else {})}
-    return files.json_bytes(environment.environment(**facts))
-
-
-def _draw(folder: Path, pictures: Path, sweep: Sweep) -> list[Path]:
+def _draw(folder: Path, pictures: Path, sweep: Sweep, options: Options, progress: Callable[[str], None]) -> list[Path]:
     from . import report  # pandas and seaborn take a second to load
 
     if pictures != folder:
         with suppress(DiskFault):  # another sweep of record draws there
             files.settle(pictures)
-    return report.redraw(folder, pictures, sweep.name if pictures != folder else "", sweep.title)
+    title, figures = sweep.title, not options.no_figures
+    return report.redraw(
+        folder, pictures, sweep.name if pictures != folder else "", title, texts=folder, figures=figures, progress=progress
+    )

@@ -15,6 +15,14 @@ from .fault import UsageFault
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
+#: What else people call them.
+SPELLINGS = {
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16",), "bfloat16"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
+
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -87,8 +95,10 @@ class Problem:
                 "grouped-query attention needs heads to be a multiple of kv-heads",
                 "choose --kv-heads from the divisors of --heads",
             )
+        dtype = SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else dtype
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            raise UsageFault(f"unknown dtype {dtype!r}", f"known: {', '.join(DTYPE_BYTES)}", "use --dtype float32")
+            known = f"known: {', '.join(DTYPE_BYTES)}, also as {', '.join(SPELLINGS)}"
+            raise UsageFault(f"unknown dtype {dtype!r}", known, "use --dtype float32")
         if not isinstance(causal, bool):
             raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
         scale = dim**-0.5 if scale is None else _scale(scale)

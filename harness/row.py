@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .fault import DataFault, Dropped, Fault
+from .fault import DataFault, Dropped, Fault, clipped
 from .files import TABLE_LIMIT, read_exact, write_files
 from .problem import DTYPE_BYTES, Problem
 
@@ -164,6 +164,16 @@ def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:
             )
         header = ""
     return (header + "".join(_line([_text(getattr(row, name)) for name in columns()]) for row in rows)).encode()
+
+
+def table_at(path: Path) -> Path:
+    """The results.csv that a folder of a run, or the path of such a file, means. Raises DataFault where there is none, with those near."""
+    table = path / "results.csv" if path.is_dir() else path
+    if not os.path.lexists(table):
+        runs = sorted(f"{near.parent}" for near in path.glob("*/results.csv"))
+        why = f"it holds the runs {clipped(', '.join(runs))}" if runs else "there is no run in it"
+        raise DataFault(f"{table} is missing", why, f"give one of them: {runs[0]}" if runs else "fa-cli experiment writes one")
+    return table
 
 
 def read_rows(path: Path) -> list[Row]:

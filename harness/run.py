@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from . import choose, dataset
 from .array import Array
 from .backends import Backend, pick
 from .check import budget, memory
+from .check.ahead import ahead
 from .check.contender import Contender, PassResult
 from .check.oracle import Oracle, oracle_for
 from .dataset.generate import INPUTS
@@ -115,7 +117,13 @@ def contend(
     return passes
 
 
-def time_together(results: Sequence[Result], backend: Backend, timing: str, policy: measure.Policy | None = None) -> list[Result]:
+def time_together(
+    results: Sequence[Result],
+    backend: Backend,
+    timing: str,
+    policy: measure.Policy | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
 
     timing: warm or cold, in round-robin turns; burst or energy, one after the other.
@@ -126,7 +134,12 @@ def time_together(results: Sequence[Result], backend: Backend, timing: str, poli
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
         if not runs:
             continue
-        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name]).items():
+        names = ", ".join(done[int(i)].compute for i in runs)
+
+        def tell(text: str, what: str = f"{names} {pass_}") -> None:
+            progress(f"{text}: {what}")
+
+        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done
@@ -167,13 +180,15 @@ def run(
     scale: float | None = None,
     deterministic: bool = False,
     debug: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem (by default Problem.of()) that is
     generated under data_root or reused there, and write the first one's outputs. causal and scale are the problem's unless given.
 
     The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm; with check they are launched once more
-    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data,
-    environment, kernel or disk; a failed check is no exception, it is Result.passed.
+    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. progress is told what is
+    being done, with N/M before it where it is known how much is done. Raises Fault: usage, data, environment, kernel or disk; a failed
+    check is no exception, it is Result.passed.
     """
     backend = open_backend(device, check, schedule_seed, debug)
     found = dataset.open_(data_folder) if data_folder else None
@@ -186,13 +201,20 @@ def run(
         each.refuse(problem, MODES[mode], backend)
     if backend.name == "cpu":  # all of them have their tensors at once
         memory.check(problem, MODES[mode], [each.workspace_bytes(problem, backend) for each in contenders])
-    found = found or dataset.write(problem, seed, data_root)
-    if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
-        raise disk_fault(found.folder, PermissionError(13, "permission denied"))
-    with locked(found.folder):
+    with ExitStack() as held:
+        compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))
+        found = found or dataset.write(problem, seed, data_root, progress=progress)
+        if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
+            raise disk_fault(found.folder, PermissionError(13, "permission denied"))
+        held.enter_context(locked(found.folder))
+        progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
         forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
-        oracle = Oracle(problem, inputs, tolerance, backend.xp)
+        progress("compiles the checks")
+        compiling.checks()
+        oracle = Oracle(problem, inputs, tolerance, backend.xp, progress)
+        progress("compiles the kernels")
+        compiling.kernels()
         results: list[Result] = []
         for each in contenders:
             passes = contend(backend, each, mode, oracle, forward, chained=mode == "both")
@@ -200,16 +222,18 @@ def run(
             results.append(replace(result, outputs=found.folder, notes=(*found.warnings, *notes)))
             if len(results) == 1:
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
+                progress(f"writes {found.folder}")
                 dataset.write_outputs(found, outputs, _record(result))
     if debug:
         return Results(results)
     if check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
-        done = time_together(results, backend, "warm")
+        done = time_together(results, backend, "warm", progress=progress)
     if done[0].passed != results[0].passed:  # a later launch broke a rule
         with locked(found.folder):
             dataset.write_outputs(found, outputs, _record(done[0]))
+    progress("")
     return Results(done)
 
 

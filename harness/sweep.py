@@ -38,7 +38,7 @@ from .fault import DataFault, Fault, UsageFault
 from .files import JSON_LIMIT, TEXT, Kind, read_text
 from .kernel.header import Table
 from .kernel.kernel import KERNELS
-from .problem import PASSES, Problem
+from .problem import PASSES, SPELLINGS, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +74,9 @@ SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in 
 class Options:
     """What to run and where to write it; the fields are the flags of `fa-cli experiment`.
 
-    peers None: all of the kind of device. only, skip: patterns of test names. A text stands for a list of one.
+    peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
+    least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
+    summary.md only.
     """
 
     name: str = "forward"
@@ -90,6 +92,9 @@ class Options:
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     deterministic: bool = False
+    samples: int = 0
+    min_time: float = 0.0
+    no_figures: bool = False
 
     def __post_init__(self) -> None:
         for name in ("computes", "peers", "only", "skip"):
@@ -199,7 +204,7 @@ def _parse(path: Path, data: Table) -> Sweep:
     models = _models(data, wrong)
     stated = shapes(data.get("shapes")) if not models[0] else ()
     cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data and not models[0] else stated
-    name = path.parent.name if path.name == "sweep.toml" else path.stem
+    name = path.resolve().parent.name if path.name == "sweep.toml" else path.stem.strip(".") or "sweep"
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()
     return Sweep(
@@ -226,6 +231,8 @@ def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str
         raise wrong("it has both shapes and a [training]")
     found = []
     for model in (data["training"], data.get("cpu", {}).get("training", data["training"])):
+        if isinstance(model, dict) and isinstance(model.get("dtype"), str):
+            model = model | {"dtype": SPELLINGS.get(model["dtype"], model["dtype"])}
         fits = isinstance(model, dict) and set(model) == set(TRAINING_KEYS)
         if not fits or any(not isinstance(model[key], int) or model[key] < 1 for key in TRAINING_KEYS[:-1]):
             raise wrong(f"a training has {', '.join(TRAINING_KEYS)}, whole numbers and a name; is {model!r}")

@@ -111,18 +111,18 @@ def tune(
     kernel = _chosen(spec, pass_, problem, backend, deterministic)
     default, swept = _swept(kernel, problem, backend, tiles or {})
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
-    oracle = oracle_for(problem, backend, pass_, seed)
+    oracle = oracle_for(problem, backend, pass_, seed, progress)
     inputs = oracle.inputs_of(pass_)
     found = _pruned(found, lambda row: _prune(kernel, problem, backend, row), progress)
     right: dict[int, PassResult] = {}
     for i, row in enumerate(found):
         if row.status == PASS:
-            progress(f"checks {i + 1}/{len(found)}")
+            progress(f"{i}/{len(found)} checks {' '.join(f'{name}={value}' for name, value in row.tiles.items())}")
             found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, oracle, inputs, tiles))
             if checked:
                 right[i] = checked
-    progress(f"measures {len(right)}")
-    timings = measure({str(i): checked.timed for i, checked in right.items()}, backend, "warm", POLICY[backend.name]) if right else {}
+    contenders = {str(i): checked.timed for i, checked in right.items()}
+    timings = measure(contenders, backend, "warm", POLICY[backend.name], progress) if right else {}
     base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
     for i in right:
         found[i] = _timed(found[i], timings[str(i)], base, problem)
@@ -139,7 +139,7 @@ def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progre
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for done, row in enumerate(pool.map(prune, rows), 1):
             found.append(row)
-            progress(f"compiled {done}/{len(rows)}")
+            progress(f"{done}/{len(rows)} compiles")
     return found
 
 

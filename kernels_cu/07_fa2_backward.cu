@@ -132,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     }
 
     // Main loop over the query tiles: for each head of the group, from the first query that sees a key of the block.
-    const int q_start = fa::first_query(args, k_first) / STREAMED * STREAMED, head_end = (kv_head + 1) * group;
-    int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
+    const int head_end = (kv_head + 1) * group;
+    int q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, head = q_first < args.seq_q ? kv_head * group : head_end;
 
     float dk_reg[ROWS][COLUMNS] = {}, dv_reg[ROWS][COLUMNS] = {};
     while (head < head_end) {
@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         __syncthreads();  // every warp has finished with Q, dO and dS
 
         q_first += STREAMED;
-        if (q_first >= args.seq_q) q_first = q_start, ++head;
+        // The start is computed again: one kept over the loop would be a register too many (NVRTC 12.9, sm_120, head dim 128, causal).
+        if (q_first >= args.seq_q) q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, ++head;
     }
 
     // Epilogue

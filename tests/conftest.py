@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests already run side by side: one thread each, set before numpy loads its BLAS
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "FA_CLI_THREADS"):
         os.environ.setdefault(name, "1")
 
+import hints
 import pytest
 import sample
 from click.testing import CliRunner, Result
@@ -42,12 +44,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def fa_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
-    """The command line, called in this process from an empty folder: fa_cli("run", "--seq", 64) -> exit_code, stdout, stderr."""
+    """The command line, called in this process from an empty folder: fa_cli("run", "--seq", 64) -> exit_code, stdout, stderr.
+
+    Every hint that it prints is read: what it names must exist.
+    """
     import cli
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FA_CLI_DEVICE", "cpu")  # a GPU is not what these tests are about
-    yield lambda *words, **more: CliRunner().invoke(cli.main, [str(word) for word in words], **more)
+
+    def run(*words: object, **more: Any) -> Result:
+        result = CliRunner().invoke(cli.main, [str(word) for word in words], **more)
+        verb = str(words[0]) if words and str(words[0]) in cli.main.commands else None
+        told = [line.removeprefix("hint: ") for line in result.stderr.splitlines() if line.startswith("hint: ")]
+        missing = [each for text in told for each in hints.wrong(text, cli.main, verb)]
+        assert not missing, f"a hint names what there is not: {missing}\n{result.stderr}"
+        return result
+
+    yield run
 
 
 @pytest.fixture

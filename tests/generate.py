@@ -34,7 +34,7 @@ _MARK = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.S)
 
 def ladder() -> str:
     """The kernel table, from the headers."""
-    columns, rows = show.ladder(catalogue())
+    columns, rows = show.results.ladder(catalogue())
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 

@@ -41,10 +41,10 @@ part 150 "$work/4.log" $python cli.py experiment training --device cuda --output
 
 cat "$work"/[1-4].log | sed -e "s#$PWD/##g" -e "s#$work#FOLDER#g" >"$own/suite.log"
 sed -e '1d;$d' "$work/overhead.txt" >"$launch/overhead.txt"  # as the command prints it
-for file in "$work"/loss.csv "$work"/loss_env.json "$work"/speed/speed.csv "$work"/speed/env.json; do
+for file in "$work"/loss.csv "$work"/loss_env.json "$work"/speed/training/speed.csv "$work"/speed/training/env.json; do
     if [ -e "$file" ]; then cp "$file" "$training"; fi
 done
-for file in "$work"/training_loss.png "$work"/speed/training_speed.png; do
+for file in "$work"/training_loss.png "$work"/speed/training/training_speed.png; do
     if [ -e "$file" ]; then cp "$file" "$plots"; fi
 done
 grep -hE "passed|failed|^FAILED|^ERROR|exit code|after .* steps" "$own/suite.log"

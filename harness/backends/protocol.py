@@ -20,14 +20,15 @@ from ..files import Json
 from ..kernel.kernel import Device, Kernel, Plan
 from ..kernel.plan import TensorMap
 from ..problem import Problem
+from .instead import instead
 
 
 class CompileError(KernelFault):
     """A kernel did not compile. Its attributes are the compiler's command, its log and the kernel's file."""
 
     def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
-        hint = f"the command was: {shlex.join(command)}" if command else ""
-        super().__init__(f"{kernel.path.name} does not compile", clipped(log.strip(), 8000), hint)
+        hints = [instead(log), f"the command was: {shlex.join(command)}" if command else ""]
+        super().__init__(f"{kernel.path.name} does not compile", clipped(log.strip(), 8000), "; ".join(filter(None, hints)))
         self.command, self.log, self.file = list(command), log, kernel.path
 
 
@@ -165,6 +166,10 @@ class Backend(Protocol):
     def before(self, seconds: float, cold: bool) -> None:
         """Before a sample: flush the L2 cache where cold, and keep the device busy for `seconds` without waiting for it."""
         ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the device the current one of this thread, where there are several."""
+        return nullcontext()
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """A named range on a profiler's time line; nothing where there is no profiler."""

@@ -135,12 +135,15 @@ def run_kernel(
     Raises UsageFault where its header refuses the problem or the data, KernelFault where it does not compile, launch or terminate.
     """
     check_logits(chosen, oracle.problem, inputs)
+    oracle.progress(f"compiles {chosen.label}")
     loaded = backend.load(chosen, oracle.problem, tiles)
+    oracle.progress(f"runs {chosen.label}")
     bound = Bound(backend, loaded, oracle.problem, inputs)
     outputs = bound.run()
     bound.free_copies()
     arithmetic = chosen.arithmetic_for(oracle.problem.dtype)
     tile = int(dict(loaded.plan.macros).get("BLOCK_Q", 64))
+    oracle.progress(f"judges {chosen.label}")
     verdicts = oracle.judge(outputs, arithmetic, tile)
     maps = oracle.error_maps(outputs, verdicts)
     trial = Trial(bound, oracle, inputs, outputs, arithmetic, tile)
@@ -165,6 +168,7 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     """
     problem = oracle.problem
     peer.refuse(problem, pass_)
+    oracle.progress(f"runs {peer.name} {pass_}")
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
     arithmetic = arithmetic_of(problem)

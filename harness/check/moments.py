@@ -22,7 +22,8 @@ it is taken out first. With g_i, its share of the sum (sum g_i = 1, G = sum g_i^
     t / (1 - t sqrt(G)) * sqrt(sum (x_i - X g_i)^2)
 
 exceeds the limit above. The bound holds for any number of rows. Where there are too few, t sqrt(G) >= 1, nothing is judged: with equal
-shares fewer than 38 rows, or 38 columns of all heads. There the largest error alone decides.
+shares fewer than 38 rows, or 38 columns of all heads. Nor where all elements of a head are equal, which share one error. There the
+largest error alone decides.
 
 **The weights.** A rounding error is relative to its row, so row i counts with 1 / (its mean square + 1 % of the tensor's). Errors below
 are relative in this sense; those of logsumexp are absolute.
@@ -176,7 +177,7 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     squares = (expected * expected).mean(axis=-1, keepdims=True)
     weight = squares + _FLOOR * float(squares.mean())
     weight = xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0)
-    if not number or not baselines or not (absolute or float(squares.max()) > 0):
+    if not number or not baselines or not (absolute or float(squares.max()) > 0 and not _one_value(xp, expected)):
         return Moments()
 
     # The RMS error, beside the worst baseline's of each row and column
@@ -202,6 +203,12 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     common = 2 * max(abs(float((each * expected * weight).sum())) for each in others) / whole
     chance = _chance(xp, error * expected * weight, expected * expected * weight) / whole
     return Moments(rms, rms_budget, bias, bias_budget, 1 + slope, may.bias + common + chance)
+
+
+def _one_value(xp: ArrayModule, expected: Array) -> bool:
+    """Whether every element of a head is the same: a scale of 0 and equal columns of V. Rows and columns then share one error."""
+    first = expected[:, :, :1, :1]
+    return bool((xp.abs(expected - first) <= 2.0**-18 * xp.abs(first)).all())
 
 
 def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -> float:

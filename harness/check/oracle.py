@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,19 +25,20 @@ class Oracle:
     """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once.
 
     inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit beside the budget (budget.compare).
-    xp: where to compute; on cupy the inputs are copied to the GPU.
+    xp: where to compute; on cupy the inputs are copied to the GPU. progress: told what is computed, and what is done by those who judge.
     """
 
     problem: Problem
     inputs: Mapping[str, Array]
     tolerance: float | None = None
     xp: ArrayModule = np
+    progress: Callable[[str], None] = lambda text: None
     _baselines: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
     _on_host: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = {name: self._put(array) for name, array in self.inputs.items()}
-        self.reference = reference.reference(self.xp, self.problem, self._device)
+        self.reference = reference.reference(self.xp, self.problem, self._device, self.progress)
 
     def _put(self, array: Array) -> Array:
         if self.xp is np:
@@ -47,7 +48,9 @@ class Oracle:
     def judge(self, outputs: Mapping[str, Array], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
         """A verdict for each output, host storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
         if arithmetic not in self._baselines:
-            found = reference.baselines(self.xp, self.problem, self._device, arithmetic) if self.problem.dtype != "float64" else []
+            found: list[dict[str, Array]] = []
+            if self.problem.dtype != "float64":
+                found = reference.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
             self._baselines[arithmetic] = found
         if max(array.size for array in outputs.values()) <= ON_HOST:
             if arithmetic not in self._on_host:
@@ -92,11 +95,14 @@ class Oracle:
         return found
 
 
-def oracle_for(problem: Problem, backend: Backend, mode: str, seed: int = 42) -> Oracle:
+def oracle_for(
+    problem: Problem, backend: Backend, mode: str, seed: int = 42, progress: Callable[[str], None] = lambda text: None
+) -> Oracle:
     """The oracle of inputs generated in memory, for a mode. Raises UsageFault where the problem is too large for this machine."""
     if backend.xp is np:
         memory.check(problem, MODES[mode])
     else:
         check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
-    return Oracle(problem, generate.inputs(problem, seed, names), None, backend.xp)
+    progress("draws the inputs")
+    return Oracle(problem, generate.inputs(problem, seed, names), None, backend.xp, progress)

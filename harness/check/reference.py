@@ -19,7 +19,7 @@ key head that they read: arrays are (batch * heads_kv, group, rows, head_dim), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,8 +47,8 @@ class Reference:
     error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
     amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
-    the heads. alike, typical, drift: how far float32 row sums may be off, relatively, because their terms round alike (alike.py): the worst
-    row, the mean of the rows, and what all rows have in common.
+    the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
+    off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
     """
 
     values: Mapping[str, Array]
@@ -57,6 +57,7 @@ class Reference:
     noise: Mapping[str, float]
     score: float = 0.0
     spread: float = np.inf
+    products: float = 0.0
     alike: float = 0.0
     typical: float = 0.0
     drift: float = 0.0
@@ -82,6 +83,19 @@ def _square(array: Array) -> Array:
     return lengths
 
 
+@dataclass
+class _Loops:
+    """The loops over all tiles that a computation has, for progress: those of one computation have about as many tiles each."""
+
+    what: str
+    total: int
+    progress: Callable[[str], None]
+    done: int = 0
+
+    def tell(self, tile: int, tiles: int) -> None:
+        self.progress(f"{self.done * tiles + tile}/{self.total * tiles} {self.what}")
+
+
 @dataclass(frozen=True)
 class _Math:
     """One computation of attention and how it rounds: its working type, the operands of its products, P and dS."""
@@ -93,6 +107,7 @@ class _Math:
     narrow: Callable[[Array], Array] = _same
     reverse: bool = False  # sum over the keys from the last to the first: another valid order
     noise: dict[str, float] | None = None  # receives Reference.noise; None: it is not computed
+    loops: _Loops = field(default_factory=lambda: _Loops("", 1, lambda text: None))
 
     def load(self, tensors: Mapping[str, Array], name: str) -> Array:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
@@ -110,8 +125,12 @@ class _Math:
     def note(self, name: str, squares: Array, factor: Array) -> None:
         """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
         assert self.noise is not None
-        size = self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale))
-        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(size), size, 0.0).max()))
+        self.largest(name, self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale)))
+
+    def largest(self, name: str, values: Array) -> None:
+        """Keep the largest finite value."""
+        assert self.noise is not None
+        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(values), values, 0.0).max()))
 
     def note_alike(self, p: Array, row_sum: Array) -> None:
         """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
@@ -128,9 +147,11 @@ class _Math:
         group = p.heads_q // p.heads_kv
         step = max(1, min(len(rows), limit // (group * keys)))
         some = max(1, limit // (group * keys * step))
-        for first in range(0, p.batch * p.heads_kv, some):
-            for row in range(0, len(rows), step):
-                yield slice(first, first + some), rows[row : row + step]
+        places = [(first, row) for first in range(0, p.batch * p.heads_kv, some) for row in range(0, len(rows), step)]
+        for number, (first, row) in enumerate(places):
+            self.loops.tell(number, len(places))
+            yield slice(first, first + some), rows[row : row + step]
+        self.loops.done += 1
 
     def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
@@ -175,6 +196,7 @@ class _Math:
                 shape = (p.shape[0], group, len(some), -1)
                 self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
                 self.note("logsumexp", whole.reshape(shape), norm / divisor)
+                self.largest("products", xp.sqrt(xp.matmul(p, vs * vs)).reshape(shape) / divisor)
         return out, row_max, row_sum
 
     def logsumexp(self, row_max: Array, row_sum: Array) -> Array:
@@ -281,14 +303,18 @@ def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dic
     return every if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 
-def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -> Reference:
+def reference(
+    xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], progress: Callable[[str], None] = lambda text: None
+) -> Reference:
     """Float64 O and logsumexp, and dQ, dK, dV where tensors holds dO, by the equations at the head of this file.
 
     tensors: Q, K, V[, dO] as arrays of xp, in the shapes and storage types of the problem. A fully masked row gives O = 0,
-    logsumexp = -inf and gradients 0. Raises KeyError where one of Q, K, V is missing.
+    logsumexp = -inf and gradients 0. progress is told "N/M" of the tiles. Raises KeyError where one of Q, K, V is missing.
     """
     noise: dict[str, float] = {}
-    math, backward = _Math(xp, problem, noise=noise), "dO" in tensors
+    backward = "dO" in tensors
+    loops = _Loops("float64 reference", 1 + backward * (1 if sample(problem) is None else 2), progress)
+    math = _Math(xp, problem, noise=noise, loops=loops)
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = _rows(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -302,7 +328,7 @@ def reference(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array]) -
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
-    return Reference(values, picked, share, noise, score, spread, largest, typical, drift)
+    return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift)
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:
@@ -315,7 +341,9 @@ def _spread(xp: ArrayModule, rows: Array) -> float:
     return float(xp.sqrt((away * away / number).sum(axis=-1)).min())
 
 
-def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str) -> list[dict[str, Array]]:
+def baselines(
+    xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str, progress: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Array]]:
     """The outputs of a correct kernel of an arithmetic class, computed in several valid ways: their worst error sets the budget.
 
     arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type before
@@ -336,9 +364,11 @@ def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], a
     narrow: Callable[[Array], Array] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
     operand: Callable[[Array], Array] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
     rows, picked = _rows(xp, problem, backward)
+    rounded = arithmetic == "p16" and backward  # one way more, with a forward pass of its own
+    loops = _Loops(f"{arithmetic} baselines", 2 + rounded + backward * (3 + rounded) * (1 if picked is None else 2), progress)
     with np.errstate(over="ignore", invalid="ignore"):
         for reverse in (False, True):
-            math = _Math(xp, problem, "float32", operand, narrow, reverse)
+            math = _Math(xp, problem, "float32", operand, narrow, reverse, loops=loops)
             x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
             out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
             lse = math.logsumexp(row_max, row_sum)
@@ -353,7 +383,7 @@ def baselines(xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], a
             low, same, high = (through(xp, out * factor, dtype) for factor in (1 - nudge, 1.0, 1 + nudge))
             ways = [(*from_lse, high)] if reverse else [(row_max, row_sum, same), (*from_lse, low)]
             if arithmetic == "p16" and not reverse:
-                exact = _Math(xp, problem, "float32").forward(x["Q"], x["K"], x["V"], rows)[0]
+                exact = _Math(xp, problem, "float32", loops=loops).forward(x["Q"], x["K"], x["V"], rows)[0]
                 ways.append((row_max, row_sum, through(xp, exact, dtype)))
             for shift, divisor, stored in ways:
                 grads = math.backward(x, stored, shift, divisor)

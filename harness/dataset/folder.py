@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from ..files import (
     Json,
     Kind,
     disk_fault,
+    each,
     json_bytes,
     locked,
     make_folder,
@@ -38,7 +40,7 @@ from ..files import (
     write_files,
 )
 from ..problem import READS, WRITES, Problem
-from .generate import INPUTS, RECIPE, generate
+from .generate import INPUTS, RECIPE, one_by_one
 from .memory import available_memory
 from .storage import STORAGE
 
@@ -103,11 +105,13 @@ class Dataset:
 
     def read_inputs(self, names: Iterable[str], allow_nonfinite: bool = False) -> dict[str, Array]:
         """Several tensors by name. Raises DataFault, which names the first NaN or infinity unless these are allowed."""
-        found = {name: self.read(name) for name in names}
-        for name, array in found.items():
-            finite = np.isfinite(array)
-            if not allow_nonfinite and not finite.all():
-                at = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), array.shape))
+        names = list(names)
+        size = sum(map(self.problem.tensor_bytes, names))
+        found = dict(zip(names, each(self.read, names, size), strict=True))
+        finite = each(lambda name: allow_nonfinite or bool(np.isfinite(found[name]).all()), names, size)
+        for (name, array), good in zip(found.items(), finite, strict=True):
+            if not good:
+                at = tuple(int(i) for i in np.unravel_index(int(np.isfinite(array).argmin()), array.shape))
                 what = f"{self.folder / name}.bin holds {float(array[at])} at index {at}"
                 hint = f"add --allow-nonfinite to run all the same, or {_remake(self.problem, self.folder)}"
                 raise DataFault(what, "attention of data that is not finite is not finite", hint)
@@ -123,25 +127,25 @@ class Dataset:
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Dataset:
+def write(problem: Problem, seed: int, root: Path, force: bool = False, progress: Callable[[str], None] = lambda text: None) -> Dataset:
     """Generate a problem's inputs into root/<problem.folder>; where exactly these are there already, write nothing.
 
-    Takes the folder's lock. Raises DataFault where the folder holds other data and force is not given, DiskFault where it
+    progress is told what is being done, "N/M" of the numbers while they are drawn. Takes the folder's lock. Raises DataFault where the
+    folder holds other data and force is not given, DiskFault where it
     cannot be written, UsageFault where the problem is too large for this machine.
     """
     folder = root / problem.folder
     if folder.is_dir():
         settle(folder)
     if not force and _holds_data(folder):
-        return _unchanged(folder, problem, seed)
+        return _unchanged(folder, problem, seed, progress)
     check_size(problem, root)
     created = _make(folder)
     with locked(folder):
         if not force and _holds_data(folder):  # another run's, since it was looked at
-            return _unchanged(folder, problem, seed)
+            return _unchanged(folder, problem, seed, progress)
         try:
-            data = generate(problem, seed)
-            hashes = {f"{name}.bin": sha256(array.view(np.uint8).data) for name, array in data.items()}
+            data, hashes = _drawn(problem, seed, progress)
             meta = {
                 "format": FORMAT,
                 "shape": _shape(problem),
@@ -153,6 +157,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
                 "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
             }
             files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
+            progress(f"writes {folder}")
             write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
         except BaseException:
             if created:  # by this run, which holds it: an empty folder of another run's is not removed
@@ -160,6 +165,16 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False) -> Datas
                     folder.rmdir()
             raise
     return open_(folder)
+
+
+def _drawn(problem: Problem, seed: int, progress: Callable[[str], None]) -> tuple[dict[str, Array], dict[str, str]]:
+    """The inputs, and the SHA-256 of each file: a thread hashes a tensor while the next is drawn."""
+    data, hashing = dict[str, Array](), dict[str, Future[str]]()
+    with ThreadPoolExecutor(1) as pool:
+        for name, array in one_by_one(problem, seed, progress=progress):
+            data[name] = array
+            hashing[f"{name}.bin"] = pool.submit(sha256, array.view(np.uint8).data)
+        return data, {name: made.result() for name, made in hashing.items()}
 
 
 def _holds_data(folder: Path) -> bool:
@@ -179,17 +194,17 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _unchanged(folder: Path, problem: Problem, seed: int) -> Dataset:
+def _unchanged(folder: Path, problem: Problem, seed: int, progress: Callable[[str], None]) -> Dataset:
     """The dataset in a folder that holds exactly this problem and seed, every file checked. Raises DataFault."""
-    hint = "add --force to replace what is there"
+    hint = f"{_remake(problem, folder, seed)}, or use another --output-dir"
     found = open_(folder)
     if found.meta is None:
         raise DataFault(f"{folder} already holds data of unknown origin", f"it has no {META}", hint)
     if found.seed != seed or found.meta.get("recipe") != RECIPE or found.problem.folder != problem.folder:
         there = f"{found.problem.folder} of seed {found.seed}"
         raise DataFault(f"{folder} already holds other data", f"{there}; asked for {problem.folder} of seed {seed}", hint)
-    for name in INPUTS:
-        found.read(name)
+    progress(f"reads {folder}")
+    each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
     return found
 
 
@@ -229,7 +244,7 @@ def _shape(problem: Problem) -> dict[str, int]:
     return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
 
 
-def _remake(problem: Problem | None, folder: Path) -> str:
+def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
     """The hint that generates a folder again: the command for exactly this folder, where gen-data would give it this name."""
     if problem is None or problem.folder != folder.name:
         return "generate another: fa-cli gen-data makes a data folder"
@@ -238,6 +253,7 @@ def _remake(problem: Problem | None, folder: Path) -> str:
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
     text += f" --dtype {p.dtype}" if p.dtype != "float32" else ""
+    text += f" --seed {seed}" if seed != 42 else ""
     root = Path(os.path.relpath(folder.parent)) if folder.is_relative_to(Path.cwd()) else folder.parent
     return text + (f" --output-dir {shlex.quote(str(root))}" if root != Path("data") else "") + " --force"
 
@@ -254,7 +270,7 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     files: dict[str, bytes | memoryview] = {
         f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for name, array in outputs.items()
     }
-    listed = {name: sha256(data) for name, data in files.items()}
+    listed = dict(zip(files, each(sha256, files.values(), sum(map(len, files.values()))), strict=True))
     whole = dict(record)
     if record["mode"] == "backward":
         earlier = read_json(dataset.folder / OUTPUTS, required=_OUTPUTS)

@@ -6,7 +6,7 @@ RandomState is sequential: 2.5 billion elements take it a minute, where the kern
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from ..array import Array
 from ..fault import UsageFault
 from ..problem import Problem
+from .normals import normals
 from .storage import STORAGE
 
 INPUTS = ("Q", "K", "V", "dO")
@@ -30,16 +31,16 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
     input_scale multiplies Q and K before the cast, and so the scores by its square. In float32, Q, K and V are byte for byte those of
     numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order. Raises UsageFault for a seed outside 0 to 2^32 - 1.
     """
-    if not 0 <= seed < 2**32:
-        raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
-    wanted, random = set(tensors), np.random.RandomState(seed)
+    if input_scale == 1.0:
+        return dict(one_by_one(problem, seed, tensors))
+    wanted, random = set(tensors), np.random.RandomState(checked(seed))
     found: dict[str, Array] = {}
     for name in INPUTS:
         if not wanted - set(found):
             break
         drawn = random.randn(*problem.shape(name))  # also where it is not asked for: the next tensor depends on it
         if name in wanted:
-            if name in ("Q", "K") and input_scale != 1.0:
+            if name in ("Q", "K"):
                 drawn *= input_scale
             with np.errstate(over="ignore"):
                 found[name] = drawn.astype(STORAGE[problem.dtype])
@@ -49,6 +50,41 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
 def recipe(problem: Problem) -> str:
     """What draws :func:`inputs`, as results.csv names it: RandomState or philox."""
     return "RandomState" if sum(int(np.prod(problem.shape(name))) for name in INPUTS) <= ABOVE else "philox"
+
+
+def one_by_one(
+    problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, progress: Callable[[str], None] = lambda text: None
+) -> Iterator[tuple[str, Array]]:
+    """The name and the values of each tensor asked for as soon as it is drawn, as :func:`generate` gives them.
+
+    progress is told "N/M draws Q", in hundredths of all numbers. Raises UsageFault as generate does.
+    """
+    wanted = [name for name in INPUTS if name in set(tensors)]
+    names = INPUTS[: INPUTS.index(wanted[-1]) + 1] if wanted else ()
+    sizes = {name: int(np.prod(problem.shape(name))) for name in names}
+    total, before, told = sum(sizes.values()), 0, -1
+    blocks, left = normals(checked(seed), total, STORAGE[problem.dtype]), np.empty(0, STORAGE[problem.dtype])
+    for name, size in sizes.items():
+        values, done = np.empty(size if name in wanted else 0, STORAGE[problem.dtype]), 0
+        while done < size:
+            left = left if left.size else next(blocks)
+            some, left = np.split(left, [min(left.size, size - done)])
+            if name in wanted:
+                values[done : done + some.size] = some
+            done += some.size
+            if (now := 100 * (before + done) // total) > told:
+                progress(f"{now}/100 draws {name}")
+                told = now
+        before += size
+        if name in wanted:
+            yield name, values.reshape(problem.shape(name))
+
+
+def checked(seed: int) -> int:
+    """The seed. Raises UsageFault where RandomState does not take it."""
+    if not 0 <= seed < 2**32:
+        raise UsageFault(f"seed is {seed}", "numpy's RandomState takes 0 to 2^32 - 1", "use --seed 42")
+    return seed
 
 
 def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: float = 1.0) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from .reading import TEXTS as TEXTS
 from .reading import WHOLE as WHOLE
 from .reading import Json as Json
 from .reading import Kind as Kind
+from .reading import each as each
 from .reading import exposed as exposed
 from .reading import json_bytes as json_bytes
 from .reading import open_regular as open_regular

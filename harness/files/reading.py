@@ -7,19 +7,24 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from ..array import Bytes
 from ..fault import DataFault
+
+if TYPE_CHECKING:
+    from ..array import Bytes
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: Bytes of the largest JSON record; a larger file is refused unread. Its objects and lists are nested no deeper than JSON_DEPTH.
 JSON_LIMIT, JSON_DEPTH = 1 << 20, 16
 #: Bytes of the largest table (results.csv, samples.jsonl) that is read.
 TABLE_LIMIT = 1 << 31
+#: Bytes from which on threads share the work on several files (:func:`each`).
+MANY = 1 << 24
 #: A JSON object as json reads it. :func:`read_json` checks the keys that it is told of.
 Json = dict[str, Any]
 #: What the value of a key must be: the test, and the words for a message.
@@ -56,6 +61,36 @@ def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int =
 
     Raises DataFault where it is missing, cannot be read, is not a regular file (a FIFO does not block) or has another size.
     """
+    import numpy as np  # here, since `fa-cli list` reads texts only and starts without it
+
+    data = np.empty(0, np.uint8)
+
+    def room(count: int) -> memoryview:
+        nonlocal data
+        data = np.empty(count, np.uint8)
+        return memoryview(data.data)
+
+    _read(path, size, hint, limit, room)
+    return data
+
+
+def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
+    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
+    data = bytearray()
+
+    def room(count: int) -> memoryview:
+        data.extend(bytes(count))
+        return memoryview(data)
+
+    _read(path, None, hint, limit, room)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataFault(f"{path} cannot be read", str(error), hint) from None
+
+
+def _read(path: Path, size: int | None, hint: str, limit: int, room: Callable[[int], memoryview]) -> None:
+    """Read a file into the memory that room gives for its size. Raises as :func:`read_exact` does."""
     descriptor = open_regular(path, hint)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         found = os.fstat(descriptor)
@@ -64,22 +99,12 @@ def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int =
         if size is not None and found.st_size != size:
             how = "empty" if not found.st_size else "too short" if found.st_size < size else "too long"
             raise DataFault(f"{path} is {how}", f"it has {found.st_size} bytes, its shape and dtype need {size}", hint)
-        data = np.empty(found.st_size, np.uint8)
-        view, done = memoryview(data.data), 0
+        view, done = room(found.st_size), 0
         while done < len(view):
             count = file.readinto(view[done:])
             if not count:
                 raise DataFault(f"{path} became shorter while it was read", f"{done} of {len(view)} bytes came", hint)
             done += count
-    return data
-
-
-def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
-    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
-    try:
-        return read_exact(path, hint=hint, limit=limit).tobytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataFault(f"{path} cannot be read", str(error), hint) from None
 
 
 def read_json(path: Path, hint: str = "", required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None) -> Json:
@@ -144,6 +169,16 @@ def json_bytes(record: Mapping[str, object]) -> bytes:
 def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def each(work: Callable[[S], T], items: Iterable[S], size: int) -> list[T]:
+    """work(item) of each item; where all have MANY bytes together, at once: reading, hashing and writing release the interpreter lock."""
+    if size < MANY:
+        return [work(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))
 
 
 # -- who may write ----------------------------------------------------------------------------------------------------

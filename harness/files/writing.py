@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..fault import DataFault, DiskFault
-from .reading import TABLE_LIMIT, Json, json_bytes, open_regular, read_exact, read_json, sha256
+from .reading import TABLE_LIMIT, Json, each, json_bytes, open_regular, read_exact, read_json, sha256
 
 #: Lists what is staged whole in a folder, while it is renamed and appended.
 JOURNAL = ".journal"
@@ -52,18 +52,18 @@ def _commit(folder: Path, contents: Mapping[str, bytes | memoryview], append: bo
     staged: list[Path] = []
 
     def stage(name: str, data: memoryview) -> str:
-        staged.append(folder / f".{name}.{secrets.token_hex(4)}.tmp")
-        _stage(staged[-1], data)
-        return staged[-1].name
+        path = folder / f".{name}.{secrets.token_hex(4)}.tmp"
+        staged.append(path)
+        _stage(path, data)
+        return path.name
+
+    def entry(name: str) -> Json:
+        view = memoryview(contents[name]).cast("B")
+        offset = _size(folder / name) if append else None
+        return {"name": name, "staged": stage(name, view), "sha256": sha256(view) if append or len(contents) > 1 else "", "offset": offset}
 
     try:
-        entries: list[Json] = []
-        for name, data in contents.items():
-            view = memoryview(data).cast("B")
-            offset = _size(folder / name) if append else None
-            entries.append({"name": name, "staged": stage(name, view), "sha256": "", "offset": offset})
-            if append or len(contents) > 1:
-                entries[-1]["sha256"] = sha256(view)
+        entries = each(entry, contents, sum(memoryview(data).nbytes for data in contents.values()))
         if append or len(contents) > 1:
             os.replace(folder / stage(JOURNAL, memoryview(json_bytes({"files": entries}))), folder / JOURNAL)
         staged.clear()  # from here on the new files are what the next lock of the folder makes of it

@@ -279,10 +279,8 @@ class Kernel:
         return Plan(tuple(macros), tuple(launches), spaces, maps)
 
     def _launch(self, launch: Launch, names: Mapping[str, int], problem: Problem, device: Device) -> LaunchPlan:
-        grid, cluster = (
-            [self._number(size, names, what) for size in sizes] + [1] * (3 - len(sizes))
-            for what, sizes in (("grid", launch.grid), ("cluster", launch.cluster))
-        )
+        grid = [self._number(size, names, "grid") for size in launch.grid] + [1] * (3 - len(launch.grid))
+        cluster = [self._number(size, names, "cluster") for size in launch.cluster] + [1] * (3 - len(launch.cluster))
         block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
         for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
             if not 1 <= size <= most:

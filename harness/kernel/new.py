@@ -8,7 +8,8 @@ from pathlib import Path
 from ..fault import UsageFault
 from ..files import make_folder, write_files
 from ..problem import PASSES
-from .kernel import Kernel, catalogue, find
+from .kernel import Kernel, NoSuchPass, catalogue, find
+from .plain import text as plain_text
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _HEADER_END = "// ///\n"
@@ -16,22 +17,42 @@ _HEADER_END = "// ///\n"
 _KEY = r"^//[ ]*{key}[ ]*=[ ]*(?:\[[^\]]*\]|[^\n]*?)[^\n\]]*\n"
 
 
-def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = Path(".")) -> Path:
+def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = Path("."), plain: bool = False) -> Path:
     """Write folder/NAME_pass.cu, a copy of the kernel `source` (a name, number, alias or path), and return its path.
 
     The copy has no number and no aliases, its own title, and an opening paragraph: what to change first, which commands to try. The
-    folder is made where it is missing.
+    folder is made where it is missing. With plain it is no copy, but a short kernel with plain parameters (plain.py).
     Raises UsageFault for a bad or taken name, an unknown source or pass, and a file that exists; DiskFault where it cannot be written.
     """
     _check_name(name)
-    kernel = find(source, pass_)
+    try:
+        kernel = find(source, pass_)
+    except NoSuchPass as fault:
+        raise UsageFault(fault.what, fault.why, "fa-cli new NAME --from KERNEL --pass PASS with one that has it: fa-cli list") from None
     path = folder / f"{name}_{pass_}.cu"
     if path.exists() or path.is_symlink():
         raise UsageFault(f"{path} exists", "new never writes over a file", f"choose another name, or move it away: mv {path} {path}.old")
-    text = _rename(kernel.path.read_text(encoding="utf-8"), kernel, name, path)
+    if plain:
+        text = plain_text(pass_, _plain_opening(name, pass_, path))
+    else:
+        text = _rename(kernel.path.read_text(encoding="utf-8"), kernel, name, path)
     make_folder(folder)
     write_files(folder, {path.name: text.encode()})
     return path
+
+
+def _plain_opening(name: str, pass_: str, path: Path) -> str:
+    """What the parameters are, where they are listed, and the command that tells whether it is right."""
+    where, mode = (str(path) if path.is_absolute() else f"./{path}"), " --mode both" if pass_ == "backward" else ""
+    lines = [
+        f"{name}: plain pointers and sizes, as a kernel of your own may have them. args above lists them in the order of the",
+        "parameters. Tensors are contiguous, (batch, heads, seq, head_dim), logsumexp (batch, heads_q, seq_q). Under the causal mask",
+        "key k is visible to query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU backend",
+        "takes no inline PTX and no CUDA header.",
+    ]
+    lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --plain writes."] * bool(mode)
+    lines += ["", f"    fa-cli run --compute {where}{mode}"]
+    return "".join(f"// {line}".rstrip() + "\n" for line in ["", *lines])
 
 
 def _check_name(name: str) -> None:

@@ -35,7 +35,9 @@ class Metered(Stage, Protocol):
         ...
 
 
-def burst(contenders: Mapping[str, Timed], stage: Stage, policy: Policy) -> dict[str, Timing]:
+def burst(
+    contenders: Mapping[str, Timed], stage: Stage, policy: Policy, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Timing]:
     """The launches of each contender in the first BURST seconds after a rest of REST seconds. Raises what its runs raise.
 
     What is Judged finds new inputs and poisoned outputs before the rest, and is judged after its last launch.
@@ -49,10 +51,12 @@ def burst(contenders: Mapping[str, Timed], stage: Stage, policy: Policy) -> dict
         facts = throttling(before, after), before, after, (len(seconds),)
         return Timing("burst", tuple(seconds), run.calls, run.launch, *facts)
 
-    return {name: _judged(each, stage, policy, "burst", one) for name, each in contenders.items()}
+    return _each(contenders, stage, policy, "burst", one, progress)
 
 
-def energy(contenders: Mapping[str, Timed], stage: Metered, policy: Policy) -> dict[str, Timing]:
+def energy(
+    contenders: Mapping[str, Timed], stage: Metered, policy: Policy, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Timing]:
     """The energy of each contender, as Timing.energy; none where the device does not say. Judged as for :func:`burst`."""
     if stage.meter() is None:
         return {}
@@ -60,7 +64,22 @@ def energy(contenders: Mapping[str, Timed], stage: Metered, policy: Policy) -> d
     def one(run: Ready) -> Timing:
         return Timing("energy", (), run.calls, run.launch, energy=_metered(run, stage))
 
-    return {name: _judged(each, stage, policy, "energy", one) for name, each in contenders.items()}
+    return _each(contenders, stage, policy, "energy", one, progress)
+
+
+def _each(
+    contenders: Mapping[str, Timed],
+    stage: Stage,
+    policy: Policy,
+    timing: str,
+    one: Callable[[Ready], Timing],
+    progress: Callable[[str], None],
+) -> dict[str, Timing]:
+    found = {}
+    for number, (name, each) in enumerate(contenders.items()):
+        progress(f"{number}/{len(contenders)} times {timing}")
+        found[name] = _judged(each, stage, policy, timing, one)
+    return found
 
 
 def _judged(contender: Timed, stage: Stage, policy: Policy, timing: str, one: Callable[[Ready], Timing]) -> Timing:

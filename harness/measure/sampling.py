@@ -28,6 +28,10 @@ FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "ha
 TIMINGS = ("warm", "cold", "burst")
 
 
+#: Seconds that are asked for end at so many samples: of a run of 10 us there would be millions.
+MOST_ASKED = 20_000
+
+
 @dataclass(frozen=True)
 class Policy:
     """When a contender has enough samples. Times are in seconds.
@@ -44,6 +48,9 @@ class Policy:
 
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
+
+    `asked_samples` and `asked_seconds` of device time are taken whatever the noise and the limits above are, the seconds in at most
+    MOST_ASKED samples.
     """
 
     warm_up: float = 0.05
@@ -59,6 +66,8 @@ class Policy:
     patience: float = 5.0
     slow: float = 0.1
     apart: float = 1.25
+    asked_samples: int = 0
+    asked_seconds: float = 0.0
 
 
 #: A GPU's times are steady and short. A CPU's cores are shared, and its times show only that a kernel works.
@@ -158,18 +167,22 @@ class Stage(Protocol):
         ...
 
 
-def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy) -> dict[str, Timing]:
+def measure(
+    contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. Raises what the contenders' runs raise.
+    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. Raises what the
+    contenders' runs raise.
     """
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
     cold = timing == "cold"
     runs: dict[str, Ready] = {}
     for name, each in contenders.items():
+        progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
             runs[name] = Ready.of(each, stage, policy)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
@@ -184,6 +197,8 @@ def measure(contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: 
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
+            share = sum(_share(turns[each], spent[each], policy) if each in waiting else 1.0 for each in runs)
+            progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
     for name, run in runs.items():
         with watches[name].guarded():
             watches[name].close(partial(run.sample, stage, cold))
@@ -270,12 +285,19 @@ def _lead(calls: Sequence[float]) -> float:
 
 def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> bool:
     seconds = [sample for turn in turns for sample in turn]
+    if len(seconds) < policy.asked_samples or (sum(seconds) < policy.asked_seconds and len(seconds) < MOST_ASKED):
+        return False
     uneven = len(turns) >= 3 and _noise([statistics.median(turn) for turn in turns]) > policy.uneven
     if len(seconds) >= policy.max_samples or (spent > (policy.patience if uneven else policy.max_seconds) and len(seconds) >= 3):
         return True
     if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     return _noise(seconds) <= policy.noise
+
+
+def _share(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> float:
+    """How much of the samples or of the time that a contender may take at most it has had."""
+    return min(1.0, max(sum(map(len, turns)) / policy.max_samples, spent / policy.max_seconds))
 
 
 def _noise(values: Sequence[float]) -> float:

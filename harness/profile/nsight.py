@@ -110,8 +110,8 @@ def profile(
         raise EnvironmentFault(f"{tool} is not on PATH", f"it is a program of NVIDIA's, {TOOLS[tool]}, not a Python package", hint)
     make_folder(output_dir)
     found: list[Counters] = []
-    for kernel in kernels:
-        progress(f"{tool} {kernel.name} {kernel.pass_} {problem.describe()}")
+    for number, kernel in enumerate(kernels):
+        progress(f"{number}/{len(kernels)} {tool} {kernel.name} {kernel.pass_} {problem.describe()}")
         job = Job(kernel, problem, seed, device, tiles or {}, RUNS[tool])
         report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * deterministic}"
         rows = _profiled(tool, program, job, report)

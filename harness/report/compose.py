@@ -15,7 +15,7 @@ import pandas as pd
 from .. import environment
 from ..fault import DataFault, DiskFault
 from ..files import Json, make_folder, settle, write_files
-from ..row import TYPES, read_rows
+from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
 from .figures import error_picture as error_picture
 from .page import page
@@ -41,18 +41,22 @@ def read(folder: Path) -> tuple[list[Row], Json]:
 
     Raises DataFault where the rows are missing or are not ours.
     """
-    table = folder / "results.csv" if folder.is_dir() else folder
-    hint = "fa-cli experiment writes them; give its --output-dir"
-    if not table.exists():
-        raise DataFault(f"{table} is missing", "there are no rows to draw", hint)
+    table = table_at(folder)
     with suppress(DiskFault):  # an experiment holds it: what it has written whole is drawn
         settle(table.parent)
     if not (rows := read_rows(table)):
-        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", hint)
+        raise DataFault(f"{table} has no rows", "the run was interrupted before its first one", "fa-cli experiment writes them")
     return rows, environment.env_beside(table)
 
 
-def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str = "", env: Json | None = None) -> list[Path]:
+def draw(
+    source: Path | Sequence[Row],
+    out_dir: Path,
+    name: str = "",
+    title: str = "",
+    env: Json | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
     """Draw every figure that rows (or those of a folder) have values for, as 300 dpi PNG files; returns their paths.
 
     The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. What `name` says
@@ -66,10 +70,16 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         rows = list(source)
     rows, title = [_drawable(row) for row in rows], plain(title)
     made: list[Path] = []
-    for view in views(rows):
-        label = _title(title or name, PASS_WORDS[view.type])
+    several, tables = views(rows), ladders(rows)
+    total = len(several) + len(tables)
+    for number, view in enumerate(several):
+        pass_ = PASS_WORDS[view.type]
+        label = _title(title or name, pass_)
 
-        def add(kind: str, part: View, function: Figure, label: str = label) -> bool:
+        def add(
+            kind: str, part: View, function: Figure, label: str = label, told: str = f"{number}/{total} draws", pass_: str = pass_
+        ) -> bool:
+            progress(f"{told} {kind}, {pass_} {part.dtype}")
             some = part.picked()
             if figure := function(some, label, _footer(some, env or {})):
                 made.append(_save(figure, out_dir, _name(name, part.type, kind) + part.suffix))
@@ -88,7 +98,8 @@ def draw(source: Path | Sequence[Row], out_dir: Path, name: str = "", title: str
         rest = view.only(row for row in view.rows if shape_of(row) not in apart.shapes)
         for part in by_head_dim(rest) if rest.rows and not rates else ():
             add("kernel_comparison", part, figures.kernel_comparison)
-    for panels in ladders(rows):
+    for number, panels in enumerate(tables, len(several)):
+        progress(f"{number}/{total} draws the ladder")
         first, words = panels[0], " and ".join(panel.dtype for panel in panels)
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
         made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
@@ -127,24 +138,36 @@ def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
     return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
 
 
-def redraw(folder: Path, pictures: Path | None = None, name: str = "", title: str = "", with_page: bool = False) -> list[Path]:
+def redraw(
+    folder: Path,
+    pictures: Path | None = None,
+    name: str = "",
+    title: str = "",
+    texts: Path | None = None,
+    with_page: bool = False,
+    figures: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder), and with_page index.html, which holds them. Elsewhere than in the folder their names
-    start with `name`, since the figures of several experiments lie side by side there.
+    Figures go into pictures (default: the folder), with_page index.html beside them, which holds them; summary.md into texts (default:
+    pictures). Elsewhere than in the folder their names start with `name`, since those of several experiments lie side by side there.
+    Nothing else is written. Without `figures` none is drawn.
     """
     rows, env = read(folder)
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
-    write_files(folder, {"summary.md": summary(rows, env, title or name or "Results").encode()})
-    made = draw(rows, pictures, name if apart else "", title, env)
+    texts = texts or pictures
+    file = f"{name}_summary.md" if apart and name and texts.resolve() != folder.resolve() else "summary.md"
+    write_files(texts, {file: summary(rows, env, title or name or "Results").encode()})
+    made = draw(rows, pictures, name if apart else "", title, env, progress) if figures else []
     if with_page:
         index = pictures / (f"{name}_index.html" if apart and name else "index.html")
         write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
         made.insert(0, index)
-    return [folder / "summary.md", *made]
+    return [texts / file, *made]
 
 
 def _title(title: str, pass_: str) -> str:

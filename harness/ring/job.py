@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,12 +123,15 @@ def work(spec: Spec, place: Place) -> Outcome | None:
     return outcome
 
 
-def simulate(spec: Spec, count: int) -> Outcome:
+def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda text: None) -> Outcome:
     """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
-    spec.bandwidth."""
+    spec.bandwidth. progress is told what is being done."""
+    progress(f"compiles {spec.compute}")
     backend, talk = open_backend(spec.device, 0), Alone()
     notes, contender, partition = _ready(spec, backend, talk, count)
+    progress("draws the inputs")
     inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
+    progress(f"{count} ranks take turns")
     ranks = [Rank(backend, partition, contender, inputs, each, spec.overlap) for each in local(backend, count)]
     samples, repeated = _run(ranks, spec, talk)
     outputs = _gathered(ranks, spec, partition, talk)
@@ -136,7 +139,7 @@ def simulate(spec: Spec, count: int) -> Outcome:
     del ranks
     times = {name: timing.predicted(samples[name], spec.overlap, spec.bandwidth) for name in MODES[spec.mode]}
     times = {name: replace(t, steps=tuple(replace(step, pass_=name) for step in t.steps)) for name, t in times.items()}
-    found = _judged(spec, backend, contender, partition, inputs, outputs)
+    found = _judged(spec, backend, contender, partition, inputs, outputs, progress)
     return replace(found, times=times, repeated=repeated, device_bytes=most, simulated=True, notes=tuple(notes))
 
 
@@ -235,10 +238,16 @@ def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Con
 
 
 def _judged(
-    spec: Spec, backend: Backend, contender: Contender, partition: Partition, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    spec: Spec,
+    backend: Backend,
+    contender: Contender,
+    partition: Partition,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """The verdicts on the whole problem, and the same kernel on one device beside it."""
-    oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp)
+    oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp, progress)
     kernel = next(iter(contender.kernels.values()))
     verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)
     single: dict[str, float] = {}

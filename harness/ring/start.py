@@ -30,15 +30,20 @@ from .transport import Stuck
 T = TypeVar("T")
 
 
-def ring(spec: Spec, gpus: int | None = None, simulated: int | None = None) -> Outcome | None:
+def ring(
+    spec: Spec, gpus: int | None = None, simulated: int | None = None, progress: Callable[[str], None] = lambda text: None
+) -> Outcome | None:
     """The outcome of a ring, on the first rank; None on the others. gpus: start so many ranks here; simulated: take turns.
+
+    progress is told what is being done; ranks with a process of their own tell nothing.
 
     Raises EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
     """
     if simulated and not found():
-        return simulate(spec, simulated)
+        return simulate(spec, simulated, progress)
     if simulated:
         raise UsageFault("--simulate below a launcher", "it takes one process", "leave out mpiexec, or --simulate")
+    progress(f"{gpus or 2} ranks compile, compute, and are judged" if not found() else "")
     return on_ranks(partial(work, spec), spec.device, gpus)
 
 

@@ -47,11 +47,12 @@ def selftest(
     device: str = "auto",
     quick: bool = False,
     only: Sequence[str] = (),
-    progress: Callable[[Trial], None] = lambda trial: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Trial]:
     """Plant each fault and try each check that must find it on this device, then the same check on the unspoiled kernel.
 
-    quick: one fault of each kind before each check. only: patterns of fault names. Raises UsageFault where no fault is left.
+    quick: one fault of each kind before each check. only: patterns of fault names. progress is told "N/M check: fault". Raises UsageFault
+    where no fault is left.
     """
     plain = pick(device)
     backends = {"": plain} | ({"race": pick("cpu", check="race")} if plain.name == "cpu" else {})
@@ -65,13 +66,15 @@ def selftest(
     wanted = [(backends.get(check, plain), planted[mutant.name], mutant.problem) for mutant, check in pairs]
     controls = {(mutant.kernel, mutant.problem, check in ("race", "launches") and check): (mutant, check) for mutant, check in pairs}
     wanted += [(backends.get(check, plain), mutant.source, mutant.problem) for mutant, check in controls.values()]
+    progress(f"compiles {len(planted)} faults")
     _compile_ahead(wanted)
-    trials = []
+    trials: list[Trial] = []
     for control, group in ((False, pairs), (True, list(controls.values()))):
         for mutant, check in group:
+            progress(f"{len(trials)}/{len(pairs) + len(controls)} {check}: {'no fault in ' + mutant.kernel if control else mutant.name}")
             kernel = mutant.source if control else planted[mutant.name]
             trials.append(_try(backends.get(check, plain), mutant, kernel, check, control))
-            progress(trials[-1])
+    progress("")
     return trials
 
 

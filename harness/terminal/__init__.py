@@ -6,14 +6,13 @@ from .. import doors
 
 TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
+    from . import complete as complete
     from . import debugger as debugger
     from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing
+    from . import progress as progress
     from . import show as show
-    from . import show_report as show_report
-    from . import show_ring as show_ring
-    from . import show_verify as show_verify
     from . import watch as watch
 
 __getattr__ = doors(__name__)

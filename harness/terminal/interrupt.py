@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 CODE = 130
+#: In the environment of a run that `run --watch` watches: the file in which it tells what it found. Ctrl-C is the watch's, and no error.
+WATCHED = "FA_CLI_WATCHED"
 #: What the code of the import system says its file is.
 _IMPORT = "<frozen importlib._bootstrap>"
 
@@ -28,7 +30,8 @@ _seen = False
 def leave(_number: int = 0, _frame: FrameType | None = None) -> None:
     """End the process at once with 130. What was printed is flushed where the stream allows it."""
     try:
-        os.write(2, b"error: interrupted\n")
+        if WATCHED not in os.environ:
+            os.write(2, b"error: interrupted\n")
         sys.stdout.flush()
     finally:  # also where a pipe is closed, or the signal interrupted a write
         os._exit(CODE)
@@ -38,6 +41,12 @@ def at_once() -> None:
     """From here on SIGINT ends the process at once; where it is ignored (nohup) or another program's to handle, nothing changes."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
+
+
+def wanted() -> None:
+    """The Ctrl-C that came is how the verb ends: its exit code stands."""
+    global _seen
+    _seen = False
 
 
 def command(main: Callable[[], object]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -15,7 +16,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
-from ..problem import Problem
+from ..problem import MODES, Problem
+from . import complete, interrupt
+from .progress import clear
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -74,11 +77,15 @@ class FaCli(click.Group):
         except click.ClickException as error:
             path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
             code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
-        except click.Abort:  # click's word for Ctrl-C
-            code = complain("interrupted", code=130)
+        except click.Abort as error:  # click's word for Ctrl-C
+            code = _interrupted(error, obj["arguments"])
         except Exception as error:
             code = explain(error, obj["verbosity"])
         sys.exit(_flushed() or code or 0)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        complete.attach(cmd)
+        super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _open_pipe():
@@ -122,8 +129,20 @@ def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
+def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
+    """Say that Ctrl-C came, and how to go on where the verb can; a run that is watched leaves that to the watch."""
+    if interrupt.WATCHED in os.environ:
+        return interrupt.CODE
+    resumable = "resume" in getattr(error.__cause__, "__notes__", ())
+    again = [*arguments, *(() if "--resume" in arguments else ("--resume",))]
+    return complain(
+        "interrupted", "the rows that are done are kept" * resumable, shlex.join(["fa-cli", *again]) * resumable, interrupt.CODE
+    )
+
+
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
     """Print the lines of an error on stderr and return its exit code."""
+    clear()
     with suppress(BrokenPipeError):
         for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
             if text:
@@ -231,6 +250,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def note(text: str) -> None:
     """A remark on a choice, on stderr."""
+    clear()
     click.echo(f"note: {shown(text)}", err=True)
 
 
@@ -262,6 +282,19 @@ def refuse_shape_beside_data(context: click.Context) -> None:
             )
 
 
+def refuse_from_beside_plain(context: click.Context, plain: bool) -> None:
+    """Raise UsageFault where --plain and --from are both on the command line: a plain kernel is no copy."""
+    if plain and context.get_parameter_source("source") is click.core.ParameterSource.COMMANDLINE:
+        raise UsageFault("--plain and --from together", "a plain kernel is a copy of none", "leave out --plain or --from")
+
+
+def refuse_two_sweeps(seqlen: bool, name: str | None) -> None:
+    """Raise UsageFault where --seqlen and another sweep's name are both on the command line: one of them would be ignored."""
+    if seqlen and name not in (None, "seqlen"):
+        instead = f"fa-cli experiment --seqlen --mode {name}" if name in MODES else "fa-cli experiment --seqlen"
+        raise UsageFault(f"--seqlen and {name} together", "each names a sweep", f"{instead}, or fa-cli experiment {name}")
+
+
 # -- options that several verbs have -----------------------------------------------------------------------------------
 
 folder = click.Path(path_type=Path)
@@ -280,7 +313,9 @@ def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
         click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
-        click.option("--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64."),
+        click.option(
+            "--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64; or as bf16, fp16, half …"
+        ),
         click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
     )
 
@@ -347,6 +382,12 @@ kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
+)
+sampled = options(
+    click.option(
+        "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"
+    ),
+    click.option("--min-time", type=click.FloatRange(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
 )
 tile_lists = click.option(
     "--tile",

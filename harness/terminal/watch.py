@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, TypedDict
 
 from .. import child
 from ..choose import kernels
+from ..compare import ratio_interval, verdict
 from ..fault import UsageFault
 from ..kernel import include_closure
 from ..problem import MODES, WRITES
+from . import interrupt
 from .printing import line, near, note
 
 if TYPE_CHECKING:
     from ..run import Result
 
-#: In the environment of a run that is watched: the file in which it tells what it found.
-WATCHED = "FA_CLI_WATCHED"
 POLL_SECONDS = 0.2
 #: Exit codes that no edit of the kernel changes: at the first run they end the watch.
 HOPELESS = (2, 3, 4, 6)
@@ -36,12 +36,14 @@ class Told(TypedDict):
     """What a watched run tells of a pass of a kernel that passed."""
 
     ms: float | None
+    seconds: list[float]  # the samples of the time, and how many each turn took
+    turns: list[int]
     errors: dict[str, float]  # the largest of each tensor it writes
 
 
 def watched() -> bool:
     """Whether this process is a run that a watching process started."""
-    return WATCHED in os.environ
+    return interrupt.WATCHED in os.environ
 
 
 def tell(results: Sequence[Result]) -> None:
@@ -52,20 +54,30 @@ def tell(results: Sequence[Result]) -> None:
     for result in results:
         for name in result.passes if result.passed else ():
             errors = {tensor: float(v.max_abs) for tensor, v in result.verdicts.items() if tensor in WRITES[name]}
-            found[f"{result.compute} {name}"] = {"ms": result.time_ms[name], "errors": errors}
-    Path(os.environ[WATCHED]).write_text(json.dumps(found))
+            timing = result.passes[name].timings.get("warm")
+            seconds, turns = (list(timing.seconds), list(timing.turns)) if timing and not timing.broken else ([], [])
+            found[f"{result.compute} {name}"] = {"ms": result.time_ms[name], "seconds": seconds, "turns": turns, "errors": errors}
+    Path(os.environ[interrupt.WATCHED]).write_text(json.dumps(found))
 
 
 def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json: bool) -> int:
-    """Run a command line (a `run`) now and after every save, and print what each save changed. Ends by Ctrl-C.
+    """Run a command line (a `run`) now and after every save, and print what each save changed. Ends by Ctrl-C, with 0.
 
-    Returns the exit code of the first run where no edit would change it. Raises UsageFault for --json and for an unknown kernel,
-    KeyboardInterrupt at Ctrl-C.
+    Returns the exit code of the first run where no edit would change it. Raises UsageFault for --json and for an unknown kernel.
     """
     if as_json:
         raise UsageFault("--watch and --json together", "a watch does not end, so it has no single document", "leave out --json or --watch")
     files = kernel_files(computes, MODES[mode])
     note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
+    try:
+        return _watch(arguments, files)
+    except KeyboardInterrupt:
+        interrupt.wanted()
+        note("the watch has ended")
+        return 0
+
+
+def _watch(arguments: Sequence[str], files: Sequence[Path]) -> int:
     good: dict[str, Told] = {}
     for number, changed in enumerate(saves(lambda: sources(files), lambda: time.sleep(POLL_SECONDS))):
         if changed:
@@ -125,15 +137,26 @@ def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Ite
 
 
 def change(name: str, before: Told | None, now: Told) -> str:
-    """A pass of a kernel against its last good run, in a line: times in milliseconds, greatest errors."""
+    """A pass of a kernel against its last good run, in a line: times in milliseconds with compare's verdict, greatest errors."""
     texts = [_texts(now)] if before is None else [_texts(before), _texts(now)]
     parts = [" -> ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True)]
     if before and before["ms"] and now["ms"]:
-        parts[0] += f", {before['ms'] / now['ms']:.2f}x"
+        parts[0] += f", {_speed(before, now)}"
     return f"{name}: {'; '.join(parts)}"
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _speed(before: Told, now: Told) -> str:
+    """What the samples of two runs say of the speed, by compare's interval and verdict."""
+    interval = ratio_interval(now["seconds"], before["seconds"], now["turns"], before["turns"])  # of before / now: times as fast
+    if not interval:
+        return "too few samples to tell"
+    word, bounds = verdict(*interval), f"({interval[0]:.3g} to {interval[1]:.3g} times as fast)"
+    if word in ("SAME", "UNSURE"):
+        return "same within noise" + f" {bounds}" * (word == "UNSURE")
+    return f"{(before['ms'] or 1) / (now['ms'] or 1):.3g} times as fast ({interval[0]:.3g} to {interval[1]:.3g})"
 
 
 def _texts(run: Told) -> list[str]:
@@ -156,5 +179,5 @@ def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Told]]:
     """Run the command line in a process of its own, on this one's streams: its exit code (negative: the signal), what it told."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         told = Path(folder) / "results.json"
-        code, _ = child.again(arguments, {WATCHED: str(told)})
+        code, _ = child.again(arguments, {interrupt.WATCHED: str(told)})
         return code, json.loads(told.read_text()) if told.exists() else {}

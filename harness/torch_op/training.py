@@ -228,8 +228,8 @@ def speeds(
     seen: dict[str, list[float]] = {name: [] for name in every}
     peaks = dict.fromkeys(every, 0)
     for turn in range(turns + 1):
-        for name, (attend, step) in every.items():
-            progress(f"turn {turn}/{turns}: {name}")
+        for number, (name, (attend, step)) in enumerate(every.items()):
+            progress(f"{turn * len(every) + number}/{(turns + 1) * len(every)} trains by {name}")
             with attention_by(attend):
                 took, peak, found = _turn(step, steps, device)
             seconds[name].append(took / steps)

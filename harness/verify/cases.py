@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..fault import UsageFault
 from ..kernel import Kernel
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import DTYPE_BYTES, SPELLINGS, Problem
 from .covering import Level, covering
 from .inputs import FAMILIES
 
@@ -108,6 +108,9 @@ class Case:
     def parse(cls, text: str) -> Case:
         """The case of a text. Raises UsageFault where it is none."""
         shape, *words = text.split(",")
+        sizes, _, last = shape.rpartition("_")
+        if dtype := SPELLINGS.get(last):
+            shape = sizes + f"_{dtype}" * (dtype != "float32")
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
         flags, wanted = ("causal", "deterministic"), ("shift", "scale", "inputs", "times", "seed", "schedule", "copies")

@@ -35,12 +35,14 @@ def verify(
     repeat: int = 0,
     progress: Callable[[CaseResult], None] = lambda result: None,
     note: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[CaseResult]:
     """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
 
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
     two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
-    launches more of the same inputs (run_case; random cases have one launch). note is told what a range leaves out, and what the
+    launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
+    what is being done. note is told what a range leaves out, and what the
     device has no room for. Raises UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
@@ -50,14 +52,12 @@ def verify(
     for text in left_out:
         note(text)
     if count:
-        return _fuzz(found, count, seed, case, backends, deterministic, progress, note)
+        return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)
     given = None if case is None or case.isdecimal() else Case.parse(case)
-    results = []
-    for chosen in found:
-        if given:
-            cases = [given] if takes(chosen, given) or len(found) == 1 else []
-        else:
-            cases = [each for each in matrix(chosen, which, backends.first.name) if case is None or each.number == int(case)]
+    several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1) for chosen in found]
+    total, results = sum(map(len, several)), list[CaseResult]()
+    for chosen, cases in zip(found, several, strict=True):
+        tell(f"{len(results)}/{total} compiles {chosen.label}")
         compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1])
         named = "" if given else which
 
@@ -78,11 +78,25 @@ def verify(
                 continue
             results.append(result)
             progress(result)
+            tell(f"{len(results)}/{total} {chosen.label} {_words(result)}")
+    tell("")
     if given and not results:
         raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
     if case is not None and not results:
         raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
     return results
+
+
+def _cases(chosen: Kernel, given: Case | None, case: str | None, which: str, device: str, alone: bool) -> list[Case]:
+    """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix."""
+    if given:
+        return [given] if alone or takes(chosen, given) else []
+    return [each for each in matrix(chosen, which, device) if case is None or each.number == int(case)]
+
+
+def _words(result: CaseResult) -> str:
+    """A case in words, for progress."""
+    return f"case {result.case.number} {result.case.describe()}"
 
 
 def _fuzz(
@@ -94,13 +108,16 @@ def _fuzz(
     deterministic: bool,
     progress: Callable[[CaseResult], None],
     note: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> list[CaseResult]:
     """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
     cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
     start = time.perf_counter()
-    compiled = compile_ahead(backends.first, ((each, chosen) for each in cases for chosen in found if takes(chosen, each)))
+    tell("compiles")
+    pairs = [(each, chosen) for each in cases for chosen in found if takes(chosen, each)]
+    compiled = compile_ahead(backends.first, pairs)
     began = time.perf_counter()
     if count > BLOCK:
         note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")
@@ -120,7 +137,9 @@ def _fuzz(
                 note(so_far(False))
             judged.add(result.case.number)
             results.append(result)
+            tell(f"{len(results)}/{len(pairs)} {result.kernel} {result.pass_} {_words(result)}")
     finally:  # also at Ctrl-C
+        tell("")
         note(so_far(True))
     if not results:
         raise UsageFault("no case was judged", "none of the kernels takes any of them", "use a larger --fuzz, or another --seed")

@@ -83,7 +83,8 @@ struct Race {
 
     void access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
         const Cells found = cells(address, bytes);
-        watched += found.count > 0;
+        if (!found.count) return;
+        ++watched;
         const uint8_t mask = found.bytes;
         const bool atomic = kind == atomically;
         Access now{code, clocks.clock[thread], int16_t(thread), mask, atomic, kind == copy_started, kind == by_async_proxy};

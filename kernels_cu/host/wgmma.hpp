@@ -40,7 +40,7 @@ struct Descriptor {
 struct Wgmma {
     // A signalling NaN: arithmetic makes another NaN of it, so that also a register which is only scaled is seen as written.
     static constexpr uint32_t poison = 0xffbfffff;
-    static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8;
+    static constexpr int max_columns = 256, max_registers = 128, ring = 512, max_chains = 8, max_seen = 32;
 
     struct Chain {  // products on the same accumulators
         float value[4][max_columns][16];  // [warp][column][row]
@@ -67,9 +67,16 @@ struct Wgmma {
         const char* file;
         void* code;
     };
+    struct Seen {  // registers that a product of this thread has read or written, and what they held at the last wgmma_fence
+        const void* at;
+        int words;
+        uint32_t value[max_registers];
+    };
     struct Group {  // a warpgroup
         unsigned issued, retired[128], commits[128];
         bool fenced[128];
+        unsigned seen_next[128];
+        Seen seen[128][max_seen];
         Chain chain[max_chains];
         Issued product[ring];
     };
@@ -95,11 +102,18 @@ struct Wgmma {
             memset(g.retired, 0, sizeof g.retired);
             memset(g.commits, 0, sizeof g.commits);
             memset(g.fenced, 0, sizeof g.fenced);
+            memset(g.seen_next, 0, sizeof g.seen_next);
             for (auto& c : g.chain) c.in_flight = false;
         }
     }
 
-    void fence(int thread) { group[thread / 128].fenced[thread % 128] = true; }
+    void fence(int thread) {
+        Group& g = group[thread / 128];
+        const int lane = thread % 128;
+        g.fenced[lane] = true;
+        const unsigned known = g.seen_next[lane] < unsigned(max_seen) ? g.seen_next[lane] : unsigned(max_seen);
+        for (unsigned i = 0; i < known; ++i) memcpy(g.seen[lane][i].value, g.seen[lane][i].at, 4 * size_t(g.seen[lane][i].words));
+    }
     void commit(int thread) { ++group[thread / 128].commits[thread % 128]; }
 
     // All threads of warpgroup i have arrived with a product.
@@ -121,6 +135,7 @@ struct Wgmma {
                 for (int n = 0; n < columns; ++n) b[n * 16 + k] = turned[k * columns + n];
         for (int warp = 0; w.race && warp < 4; ++warp) read_by(w, p, warp, 128 * i + 32 * warp, read_begun);
         if (first.registers_a) take_registers_a(p, lanes, a);
+        for (int t = 0; t < 128 && first.registers_a; ++t) check_fenced(w, g, t, p.a_at[t], 4, word, file, line);
         p.chain = chained(w, g, lanes, word, file, line);
         Chain& c = g.chain[p.chain];
         c.last = g.issued++;
@@ -175,6 +190,27 @@ struct Wgmma {
     }
 
   private:
+    // What is known of some registers of a thread; unknown ones are entered as they are.
+    Seen& seen(Group& g, int t, const void* at, int words) {
+        const unsigned known = g.seen_next[t] < unsigned(max_seen) ? g.seen_next[t] : unsigned(max_seen);
+        unsigned i = 0;
+        while (i < known && g.seen[t][i].at != at) ++i;
+        if (i == known) i = g.seen_next[t]++ % max_seen;
+        else if (g.seen[t][i].words == words) return g.seen[t][i];
+        Seen& made = g.seen[t][i];
+        made.at = at, made.words = words;
+        memcpy(made.value, at, 4 * size_t(words));
+        return made;
+    }
+
+    // Registers that a product reads must not have been written since the last fence: it would read what they held before.
+    void check_fenced(Worker& w, Group& g, int t, const void* at, int words, const char* word, const char* file, int line) {
+        if (!memcmp(seen(g, t, at, words).value, at, 4 * size_t(words))) return;
+        begin_report(w, "registers of a wgmma were written since the last wgmma_fence");
+        print(": thread %d of a warpgroup in %s at %s:%d\n", t, word, file, line);
+        end_report(w);
+    }
+
     static bool overlap(const char* address, size_t bytes, const void* from, int size) {
         return address < static_cast<const char*>(from) + size && static_cast<const char*>(from) < address + bytes;
     }
@@ -316,6 +352,7 @@ struct Wgmma {
             if (!fresh && c.d[t] != lanes[t]->d) wrong(w, "threads of a warpgroup name different accumulators", word, file, line);
             c.d[t] = lanes[t]->d;
             if (!fresh) check_poison(w, c, t, nullptr, file, line);
+            else if (!zero) check_fenced(w, g, t, c.d[t], c.registers, word, file, line);
             for (int i = 0; (fresh || zero) && i < c.registers; ++i) element(c, t, i) = zero ? 0.0f : c.d[t][i];
             for (int i = 0; fresh && i < c.registers; ++i) memcpy(c.d[t] + i, &poison, 4);
         }
@@ -368,6 +405,8 @@ struct Wgmma {
         const int lane = thread % 128;
         check_poison(w, c, lane, code, c.file, c.line);
         for (int i = 0; i < c.registers; ++i) c.d[lane][i] = element(c, lane, i);
+        Seen& own = seen(group[thread / 128], lane, c.d[lane], c.registers);
+        memcpy(own.value, c.d[lane], 4 * size_t(c.registers));  // nobody has touched them since
         c.d[lane] = nullptr;
         if (--c.left == 0) c.in_flight = false;
     }

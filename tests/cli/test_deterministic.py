@@ -84,8 +84,10 @@ def test_rows_say_which_form_ran(how: str, fa_cli: Run, tmp_path: Path) -> None:
     else:
         (tmp_path / "one.toml").write_text("deterministic = true\n" + SWEEP)
         assert fa_cli(*sweep).exit_code == 0
-    with open(tmp_path / "experiment_results" / "results.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = []
+    for name in ("one", "one-2"):
+        with open(tmp_path / "experiment_results" / name / "results.csv") as file:
+            rows += csv.DictReader(file)
     assert [(r["Kernel"], r["deterministic"], r["repro"].endswith(" --deterministic")) for r in rows] == [
         ("mine", "false", False),
         ("naive", "true", False),

@@ -62,7 +62,7 @@ def test_rates_are_of_the_work_counted_by_hand(fa_cli: Run, sweep: Path, tmp_pat
     assert fa_cli("experiment", sweep, "--mode", "both", "--only", "mask").exit_code == 0
     pairs = sum(14 + i for i in range(20))
     forward = 4 * 2 * 4 * 8 * pairs  # 4 B H D pairs
-    for row in rows_of(tmp_path / "experiment_results"):
+    for row in rows_of(tmp_path / "experiment_results" / "s"):
         seconds = float(row["KernelTime_ms"]) * 1e-3
         work = {"FOR": forward, "BAC": 2.5 * forward, "BOT": 3.5 * forward}[row["Type"]]
         assert float(row["TFLOPS"]) == pytest.approx(work / seconds / 1e12)
@@ -77,7 +77,7 @@ def test_rates_are_of_the_work_counted_by_hand(fa_cli: Run, sweep: Path, tmp_pat
 def test_every_sample_is_kept(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
     """A line of samples.jsonl for each row that was timed; the row's median is theirs."""
     assert fa_cli("experiment", sweep, "--only", "S16").exit_code == 0
-    folder = tmp_path / "experiment_results"
+    folder = tmp_path / "experiment_results" / "s"
     rows, lines = rows_of(folder), [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == len(lines) == 2
     for row, line in zip(rows, lines, strict=True):
@@ -93,7 +93,7 @@ def test_only_skip_and_dry_run(fa_cli: Run, sweep: Path, tmp_path: Path) -> None
     assert result.exit_code == 0 and "2 shapes x 2 contenders" in result.stdout and "S33" not in result.stdout
     assert "GFLOP" in result.stdout and sorted(tmp_path.iterdir()) == [sweep]
     assert fa_cli("experiment", sweep, "--only", "plain*", "--skip", "S16").exit_code == 0
-    assert {row["Test"] for row in rows_of(tmp_path / "experiment_results")} == {"plain-S33"}
+    assert {row["Test"] for row in rows_of(tmp_path / "experiment_results" / "s")} == {"plain-S33"}
     assert fa_cli("experiment", sweep, "--only", "nothing").exit_code == 2
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
     """Refused, absent, wrong: each a row with its word and without a speed; only what is wrong makes the exit code 1."""
     sweep.write_text('kernels = ["fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 8, dim = [16, 200] }]')
     assert fa_cli("experiment", sweep).exit_code == 0
-    assert [(r["HeadDim"], r["Status"], bool(r["KernelTime_ms"])) for r in rows_of(tmp_path / "experiment_results")] == [
+    assert [(r["HeadDim"], r["Status"], bool(r["KernelTime_ms"])) for r in rows_of(tmp_path / "experiment_results" / "s")] == [
         ("16", "PASS", True),
         ("200", "REFUSED", False),
     ]
@@ -114,7 +114,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
     assert (
         row["Status"] == "FAIL" and row["KernelTime_ms"] is None and row["TFLOPS"] is None and "exceeds the budget" in row["ErrorMessage"]
     )
-    summary = "".join(path.read_text() for path in (tmp_path / "experiment_results").glob("*.md"))
+    summary = "".join(path.read_text() for path in (tmp_path / "experiment_results").rglob("*.md"))
     assert "1.001" not in summary
 
 
@@ -128,12 +128,13 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "cli.py"), "experiment", str(sweep)]
     environment = os.environ | {"FA_CLI_DEVICE": "cpu"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    table, end = tmp_path / "experiment_results" / "results.csv", time.monotonic() + 300
+    table, end = tmp_path / "experiment_results" / "s" / "results.csv", time.monotonic() + 300
     while time.monotonic() < end and process.poll() is None and not (table.exists() and table.read_text().count("\n") > 3):
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
+    assert err.endswith(f"error: interrupted\nthe rows that are done are kept\nhint: fa-cli experiment {sweep} --resume\n")
     before = rows_of(table.parent)
     assert 3 <= len(before) < 18
     done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -207,7 +208,7 @@ def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> 
     sweep.write_text('kernels = ["mma", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 17, dim = 16 }]\n')
     for again in ((), ("--resume",)):
         assert fa_cli("experiment", sweep, "--device", "cpu", *again).exit_code == 0
-        rows = rows_of(tmp_path / "experiment_results")
+        rows = rows_of(tmp_path / "experiment_results" / "t")
         assert [(row["Kernel"], row["Status"], row["dtype"], row["arithmetic"]) for row in rows] == [
             ("mma", "PASS", "tf32", "tf32"),
             ("fa2", "PASS", "float32", "f32"),
@@ -216,11 +217,11 @@ def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> 
 
 @needs_compiler
 def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
-    """A failing kernel does not stop the sweep: its rows say FAIL without a time, the exit code is 1, a second run appends."""
+    """A failing kernel does not stop the sweep: its rows say FAIL without a time, exit code 1. A second run has its own folder."""
     (tmp_path / "two.toml").write_text(TWO_LENGTHS)
     result = fa_cli("experiment", "two.toml", "--compute", f"naive,{wrong}", "--peers", "none")
     assert result.exit_code == 1, result.output
-    folder = tmp_path / "experiment_results"
+    folder = tmp_path / "experiment_results" / "two"
     rows = rows_of(folder)
     assert [(r["Test"], r["Kernel"], r["Type"], r["Status"], bool(r["KernelTime_ms"])) for r in rows] == [
         ("S16", "naive", "FOR", "PASS", True),
@@ -229,11 +230,13 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
         ("S33", "wrong", "FOR", "FAIL", False),
     ]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
-    assert fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none").exit_code == 0
-    rows = rows_of(folder)
-    assert [r["Type"] for r in rows[4:]] == ["FOR", "BAC", "BOT"] * 2
-    record = json.loads((folder / "env.json").read_text())
-    assert record["run_id"] == rows[-1]["run_id"] and list(record["earlier"]) == [rows[0]["run_id"]]
+    again = fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none")
+    assert again.exit_code == 0 and "note: this is another run of two: into experiment_results/two-2" in again.stderr
+    assert rows_of(folder) == rows
+    second = rows_of(folder.with_name("two-2"))
+    assert [r["Type"] for r in second] == ["FOR", "BAC", "BOT"] * 2
+    record = json.loads((folder.with_name("two-2") / "env.json").read_text())
+    assert (record["run_id"], record["sweep"]) == (second[-1]["run_id"], "two")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     (tmp_path / "long.toml").write_text(TWO_LENGTHS.replace("[16, 33]", str([16, *range(400, 800)])))
     command = [sys.executable, str(ROOT / "cli.py"), "experiment", "long.toml", "--compute", "naive", "--peers", "none", "--device", "cpu"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    table = tmp_path / "experiment_results" / "results.csv"
+    table = tmp_path / "experiment_results" / "long" / "results.csv"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (table.exists() and table.read_text().count("\n") >= 3):
         time.sleep(0.05)
@@ -300,7 +303,7 @@ def test_a_kernel_that_ends_the_process_costs_its_own_row(
     for again in ((), ("--resume",)):
         result = fa_cli("experiment", sweep, "--compute", "naive,./ends_forward.cu,fa2", *again)
         assert result.exit_code == 1, result.output
-        rows = rows_of(tmp_path / "experiment_results")
+        rows = rows_of(tmp_path / "experiment_results" / "s")
         assert [(row["Test"], row["Kernel"], row["Status"]) for row in rows] == [
             ("S16", "naive", "PASS"),
             ("S16", "ends", "ERROR"),

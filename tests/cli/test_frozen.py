@@ -17,15 +17,18 @@ import difflib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import frozen
+import narrow
 import pytest
 from click.testing import Result
 from planted import GOOD, HEADER, WRONG
+
+from harness.terminal import printing, tables
 
 Run = Callable[..., Result]
 FROZEN = Path(__file__).resolve().parent / "frozen"
@@ -334,9 +337,17 @@ def hold(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same terminal, thread count and commit everywhere; figures by name only."""
+    """The same terminal, thread count and commit everywhere; figures by name only; every table also fits narrow terminals."""
     for name, value in (("COLUMNS", "120"), ("FA_CLI_THREADS", "1"), ("FA_CLI_COMMIT", "0123456789")):
         monkeypatch.setenv(name, value)
+    right = tables.lay_out
+
+    def held(columns: Sequence[str], rows: Sequence[Sequence[object]], *more: object) -> tables.Laid:
+        for width in narrow.WIDTHS:
+            narrow.hold(columns, rows, width)
+        return right(columns, rows, *more)
+
+    monkeypatch.setattr(printing, "lay_out", held)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _figure, target, **options: frozen.pictures(target, **options))
 
 

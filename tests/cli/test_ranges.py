@@ -136,7 +136,7 @@ def test_a_sweep_of_a_range(fa_cli: Run, tmp_path: Path) -> None:
     )
     plan = fa_cli("experiment", "s.toml", "--dry-run").stdout
     assert fa_cli("experiment", "s.toml", "-q").exit_code == 0
-    with open(tmp_path / "experiment_results" / "results.csv") as file:
+    with open(tmp_path / "experiment_results" / "s" / "results.csv") as file:
         rows = [(row["Test"], row["Kernel"], row["Status"]) for row in csv.DictReader(file)]
     wanted = {"a": [*names("float32", "forward", 0, 3), "numpy"], "b": [*names("float16", "forward", 0, 3), "numpy"], "c": ["fa2"]}
     assert rows == [(test, name, "PASS") for test, some in wanted.items() for name in some]

@@ -28,7 +28,7 @@ def out(fa_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("harness.report.compose.draw", lambda *given, **more: [])
     (tmp_path / "s.toml").write_text(SWEEP)
     assert fa_cli(*WORDS).exit_code == 0
-    return tmp_path / "out"
+    return tmp_path / "out" / "s"
 
 
 def whole(folder: Path, runs: int = 1) -> None:
@@ -69,11 +69,15 @@ def test_a_torn_results_csv(fa_cli: Run, out: Path, tear: str) -> None:
 
 @pytest.mark.parametrize("tear", TEARS)
 def test_a_torn_results_csv_and_a_new_run(fa_cli: Run, out: Path, tear: str) -> None:
-    """The rows of the new run follow the whole ones."""
-    (out / "results.csv").write_bytes(TEARS[tear]((out / "results.csv").read_bytes()))
+    """A new run has a folder of its own, and the torn one stays as it is; an empty file holds no run."""
+    torn = TEARS[tear]((out / "results.csv").read_bytes())
+    (out / "results.csv").write_bytes(torn)
     assert fa_cli(*WORDS).exit_code == 0
-    record = json.loads((out / "env.json").read_text())
-    assert len([row for row in read_rows(out / "results.csv") if row.run_id == record["run_id"]]) == 4
+    if tear == "empty":
+        whole(out)
+        return
+    whole(out.with_name("s-2"))
+    assert (out / "results.csv").read_bytes() == torn
 
 
 def test_torn_files_are_reported_and_compared(fa_cli: Run, out: Path) -> None:
@@ -81,13 +85,13 @@ def test_torn_files_are_reported_and_compared(fa_cli: Run, out: Path) -> None:
     for name in ("results.csv", "samples.jsonl"):
         (out / name).write_bytes((out / name).read_bytes()[:-5])
     before = (out / "results.csv").read_bytes()
-    found = fa_cli("report", "out", "--output-dir", "figures")
+    found = fa_cli("report", out, "--output-dir", "figures")
     assert found.exit_code == 0 and found.stderr.count("no whole line") == 1, found.stderr
-    found = fa_cli("compare", "out", "out")
+    found = fa_cli("compare", out, out)
     assert found.exit_code == 0 and "no whole line" in found.stderr, found.stderr
     assert (out / "results.csv").read_bytes() == before
     (out / "results.csv").write_bytes(b"")
-    found = fa_cli("report", "out")
+    found = fa_cli("report", out)
     assert found.exit_code == 3 and "hint: " in found.stderr
 
 
@@ -96,7 +100,7 @@ def test_a_torn_env_json(fa_cli: Run, out: Path, left: bytes) -> None:
     """Resumed by the rows' run_id; a new run, compare and report go on too; what is missing is said."""
     run_id = read_rows(out / "results.csv")[-1].run_id
     (out / "env.json").write_bytes(left)
-    for words in (("compare", "out", "out"), ("report", "out", "--output-dir", "figures")):
+    for words in (("compare", out, out), ("report", out, "--output-dir", "figures")):
         found = fa_cli(*words)
         assert found.exit_code == 0 and "no whole record" in found.stderr, found.stderr
     found = fa_cli(*WORDS, "--resume")
@@ -105,18 +109,18 @@ def test_a_torn_env_json(fa_cli: Run, out: Path, left: bytes) -> None:
     assert json.loads((out / "env.json").read_text())["run_id"] == run_id
     (out / "env.json").write_bytes(left)
     assert fa_cli(*WORDS).exit_code == 0
-    whole(out, 2)
+    whole(out.with_name("s-2"))
 
 
 @pytest.mark.parametrize("tear", ["mid-row", "zero-filled", "zeros behind", "empty"])
 def test_a_torn_samples_jsonl(fa_cli: Run, out: Path, tear: str) -> None:
-    """Whole lines stay, and the next run's follow them."""
+    """Whole lines stay in a run that is resumed."""
     before = (out / "samples.jsonl").read_bytes()
     (out / "samples.jsonl").write_bytes(TEARS[tear](before))
-    found = fa_cli(*WORDS)
+    found = fa_cli(*WORDS, "--resume")
     assert found.exit_code == 0 and ("no whole line" in found.stderr) == (tear != "empty")
     lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 + {"zeros behind": 4, "empty": 0}.get(tear, 3)
+    assert len(lines) == {"zeros behind": 4, "empty": 0}.get(tear, 3)
 
 
 def test_a_run_that_was_killed_before_its_first_row_is_the_one_resumed(fa_cli: Run, out: Path) -> None:
@@ -142,14 +146,14 @@ def test_two_experiments_in_one_folder(fa_cli: Run, out: Path) -> None:
 @pytest.mark.parametrize("name", ["results.csv", "samples.jsonl", "env.json", "s.toml"])
 def test_a_fifo_does_not_hang(fa_cli: Run, out: Path, name: str) -> None:
     """Exit 3 from every command that reads it."""
-    path = out.parent / name if name == "s.toml" else out / name
+    path = out.parent.parent / name if name == "s.toml" else out / name
     path.unlink()
     os.mkfifo(path)
-    commands = [WORDS, (*WORDS, "--resume")]
+    commands = [(*WORDS, "--resume"), *([WORDS] if name != "samples.jsonl" else [])]  # a new run does not read the samples of another
     if name != "s.toml":
-        commands += [("compare", "out", "out")]
+        commands += [("compare", out, out)]
     if name in ("results.csv", "env.json"):
-        commands += [("report", "out")]
+        commands += [("report", out)]
     for words in commands:
         found = fa_cli(*words)
         assert found.exit_code == 3 and "not a regular file" in found.stderr, (words, found.output)

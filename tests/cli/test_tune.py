@@ -21,7 +21,7 @@ from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
 from harness.measure.sampling import Timing
 from harness.problem import Problem
-from harness.terminal.show_report import tuned
+from harness.terminal.show.report import tuned
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 1, "--seq", 33, "--dim", 16)

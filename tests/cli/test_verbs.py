@@ -17,8 +17,10 @@ from click.testing import Result
 from planted import WRONG
 
 import cli
+from harness.compile import CompileRow
 from harness.kernel import kernel
 from harness.selftest.mutant import edited
+from harness.terminal.show import checks
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -277,7 +279,8 @@ def test_verify_tells_a_compile_error_once(fa_cli: Run, tmp_path: Path) -> None:
     (tmp_path / "broken_forward.cu").write_text(WRONG.replace("= 0;", "= nosuch;", 1))
     result = fa_cli("verify", "./broken_forward.cu")
     assert result.exit_code == 5
-    assert result.stdout.count("broken_forward.cu:20") == 1 and result.stdout.count("(as above)") > 10
+    assert result.stdout.count("broken_forward.cu:20") == 1 and result.stdout.count("FAIL broken") == 2
+    assert re.search(r"FAIL broken forward: the same in \d\d more cases: 1 2 3 …", result.stdout)
 
 
 def test_verify_names_the_file_that_is_wrong(fa_cli: Run, tmp_path: Path) -> None:
@@ -349,3 +352,19 @@ def test_a_failed_check_is_drawn_and_the_speed_of_several_has_an_interval(fa_cli
     assert picture.read_bytes()[:4] == b"\x89PNG"
     result = fa_cli("run", "--compute", "fa2,naive", *SHAPE)
     assert result.exit_code == 0 and re.search(r"naive .* \([\d.e+-]+ to [\d.e+-]+\)", result.stdout), result.stdout
+
+
+def test_compile_says_each_cause_once_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """One error for every dtype and architecture is one line below the table, which has no column of messages."""
+    log = '{0}:3: note: in {1}\n{0}(7): error: identifier "nosuch" is undefined\n'
+    rows = [
+        CompileRow("mine", "forward", dtype, 64, True, arch, "ERROR", message=log.format("mine.cu", arch))
+        for dtype in ("float32", "float16")
+        for arch in ("sm_80", "sm_90")
+    ]
+    rows.append(CompileRow("fa2", "backward", "float32", 128, True, "sm_120", "SPILLS", 255, 4, message="spills 4 bytes a thread"))
+    assert checks.compiled(rows, False, 0) == 5
+    table, _, below = capsys.readouterr().out.partition("ERROR mine forward (")
+    assert "why" not in table and "nosuch" not in table and below.count("nosuch") == 1
+    assert below.startswith("float32 D64 sm_80, float32 D64 sm_90, float16 D64 sm_80, float16 D64 sm_90): mine.cu:3")
+    assert "SPILLS fa2 backward (float32 D128 sm_120): spills 4 bytes a thread\n" in below

@@ -211,6 +211,16 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], bool, str]] = {
         False,
         "without a wgmma_fence",
     ),
+    "no wgmma_fence behind P": (
+        [
+            (
+                "        fa::wgmma_fence();\n#pragma unroll\n        for (int step = 0; step < 4; ++step) fa::wgmma_rs",
+                "        for (int step = 0; step < 4; ++step) fa::wgmma_rs",
+            )
+        ],
+        False,
+        r"registers of a wgmma were written since the last wgmma_fence.*wgmma_rs at \S+:{P V}",
+    ),
     "no mbarrier_init_fence": ([("        fa::mbarrier_init_fence();\n", "")], False, "without mbarrier_init_fence"),
     "no barrier behind the initialisation": (
         [("    __syncthreads();\n", "")],

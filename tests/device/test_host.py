@@ -21,10 +21,13 @@ from harness.backends.host.backend import Host
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
 from harness.check.tensors import Bound
+from harness.choose import contender
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
+from harness.kernel.new import new as plain_kernel
 from harness.problem import Problem
+from harness.run import check_in_memory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEADER = """\
@@ -82,6 +85,18 @@ def own(folder: Path, body: str = PLAIN, name: str = "own_forward.cu", header: s
     path = folder / name
     path.write_text(header + body)
     return Kernel.read(path)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_the_plain_kernels_of_new_are_right(pass_: str, backend: backends.Backend, tmp_path: Path) -> None:
+    """At once, on every backend: masks, groups, unequal lengths, a query that sees no key, a head dim between the widths."""
+    mine = contender(str(plain_kernel("mine", pass_=pass_, folder=tmp_path, plain=True)), [pass_])
+    for problem in (
+        Problem.of(1, 2, 37, 32),
+        Problem.of(2, 4, 45, 59, heads_kv=2, seq_kv=70, causal=True),
+        Problem.of(1, 2, 40, 16, seq_kv=9, causal=True, scale=0.3),
+    ):
+        assert check_in_memory(mine, pass_, problem, backend).passed, problem.describe()
 
 
 def test_a_plain_parameter_kernel_runs_as_it_is(backend: backends.Backend, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from harness.check import budget
 from harness.check.reference import Reference, baselines, reference, round_to
-from harness.dataset.folder import generate
+from harness.dataset.generate import generate
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -203,6 +203,26 @@ def test_budget_by_hand() -> None:
     assert budget.budget(np, problem, "O", exact, ways, {}) == pytest.approx(2 * 2**-6 + 2 * 2**-9 + unit * 4 * 3 + noise, rel=1e-14)
     assert budget.budget(np, problem, "dV", exact, ways, {}) == pytest.approx(3 * 2**-6 + 2 * 2**-9 + unit * 18**0.5 * 3 + noise, rel=1e-14)
     assert budget.budget(np, problem, "logsumexp", exact, ways, {}) == pytest.approx(2 * 2**-6 + 4 * 2**-22 + unit * 4 + noise, rel=1e-14)
+
+
+@pytest.mark.parametrize(("arithmetic", "rounded"), [("f32", 2.0**-24), ("p16", 2.0**-11), ("tf32", 2.0**-11)])
+def test_budget_of_few_elements(arithmetic: str, rounded: float) -> None:
+    """O has room for six standard deviations of its own rounding errors where a baseline happens to have none."""
+    problem = Problem.of(1, 1, 1, 1, seq_kv=16, dtype="float16")
+    exact = Reference({"O": np.full((1, 1, 1, 1), 0.5)}, None, 1.0, {"O": 0.0}, products=0.25)
+    wanted = 6 * (rounded + 4 * 2.0**-24) * 0.25 / 3**0.5 + 2 * 2.0**-11
+    assert budget.budget(np, problem, "O", exact, [{"O": exact["O"]}], {}, arithmetic) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_products_by_hand() -> None:
+    """Reference.products is the largest root of the sum of (P V)^2 of an element of O."""
+    problem = Problem.of(1, 1, 5, 4, seq_kv=9, scale=0.7)
+    random = np.random.RandomState(3)
+    tensors = {name: random.randn(*problem.shape(name)).astype(np.float32) for name in ("Q", "K", "V")}
+    q, k, v = (tensors[name][0, 0].astype(np.float64) for name in ("Q", "K", "V"))
+    p = np.exp(0.7 * q @ k.T)
+    p /= p.sum(axis=-1, keepdims=True)
+    assert reference(np, problem, tensors).products == pytest.approx(np.sqrt((p * p) @ (v * v)).max(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", np.float32), ("float16", np.float16), ("float64", np.float64)])

@@ -384,3 +384,12 @@ def test_a_cupy_that_cannot_reach_the_gpu_says_why(fake: Fake) -> None:
 def test_a_gpu_that_is_not_there(fake: Fake) -> None:
     with pytest.raises(EnvironmentFault, match=r"no GPU cuda:2[\s\S]*shows 2"):
         cuda.Cuda(2)
+
+
+def test_what_nvrtc_says_of_precompiled_headers_is_left_out() -> None:
+    """CuPy asks for them; the lines of a kernel's own errors and warnings stay, and so does a log without such words."""
+    errors = "mine.cu(7): error: expected an identifier\n  using scalar = x;\n                 ^\n\n1 error detected in the compilation.\n"
+    told = 'mine.cu(1): warning #20283-D: PCH creation disabled because #line directive encountered\n  #line 1 "mine.cu"\n   ^\n\n'
+    told += 'Remark: The warnings can be suppressed with "-diag-suppress <warning-number>"\n\n'
+    more = "fa/tile.cuh(183): warning #20283-D: could not create PCH file\n  }  // namespace fa\n  ^\n\n"
+    assert cuda._PCH.sub("", told + more + errors) == cuda._PCH.sub("", errors) == errors

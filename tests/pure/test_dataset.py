@@ -17,7 +17,8 @@ from datasets import SMALL, fails, outputs, record
 
 from harness import files
 from harness.dataset import folder as data
-from harness.dataset.folder import STORAGE, generate
+from harness.dataset.folder import STORAGE
+from harness.dataset.generate import generate
 from harness.fault import DataFault, DiskFault, UsageFault
 from harness.problem import Problem
 

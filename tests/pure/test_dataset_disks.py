@@ -19,7 +19,7 @@ from datasets import SMALL, fails, outputs, record
 
 from harness import files
 from harness.dataset import folder as data
-from harness.dataset.folder import generate
+from harness.dataset.generate import generate
 from harness.fault import DataFault, DiskFault, Fault
 from harness.problem import Problem
 

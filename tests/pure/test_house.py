@@ -52,8 +52,8 @@ def test_imports_have_no_circle() -> None:
         ("pandas", {"harness/report/compose.py"}),
         ("seaborn", {"harness/report/style.py", "harness/report/figures.py"}),
         ("matplotlib", {f"harness/report/{name}.py" for name in ("ladder", "style", "figures", "training")}),
-        ("click", {"cli.py", "harness/terminal/options.py"}),
-        ("rich", {"harness/terminal/printing.py"}),
+        ("click", {"cli.py", "harness/terminal/options.py", "harness/terminal/complete.py"}),
+        ("rich", {f"harness/terminal/{name}.py" for name in ("printing", "progress", "tables")}),
         (
             "torch",
             {
@@ -117,13 +117,14 @@ def test_kernels_speak_words_only() -> None:
         assert not re.search(r"\basm\b|__CUDA_ARCH__|__CUDACC|FA_HOST", code), path.name
 
 
-def test_help_loads_nothing_heavy() -> None:
-    """`fa-cli --help` imports neither cupy, torch, pandas, matplotlib nor numpy."""
-    code = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+@pytest.mark.parametrize("verb", ["--help", "run --help", "list", "list --json"])
+def test_help_and_list_load_nothing_heavy(verb: str) -> None:
+    """They import neither cupy, torch, pandas, matplotlib nor numpy; help not rich either, which list prints its table with."""
+    code = f"import sys, cli\ntry: cli.main({verb.split()})\nexcept SystemExit: pass\n"
     code += f"sys.stderr.write(' '.join(m for m in {HEAVY} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Usage: fa-cli" in done.stdout
-    assert done.stderr == ""
+    assert ("Usage: fa-cli" if "--help" in verb else "fa2") in done.stdout
+    assert done.stderr == ("rich" if verb.startswith("list") else "")
 
 
 def test_help_is_quick() -> None:

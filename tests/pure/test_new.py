@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import planted
@@ -139,3 +142,17 @@ def test_the_copy_plans_like_its_source(tmp_path: Path) -> None:
 
     problem, device = Problem.of(1, 2, 65, 40), Device("cpu", "test")
     assert Kernel.read(new("mine", "fa1", folder=tmp_path)).plan(problem, device) == find("fa1", "forward").plan(problem, device)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_plain_kernel(pass_: str, tmp_path: Path) -> None:
+    """Plain parameters, no header of ours, formatted as the tree is; it promises masks, groups and unequal lengths."""
+    path = new("mine", pass_=pass_, folder=tmp_path, plain=True)
+    kernel, text = Kernel.read(path), path.read_text()
+    assert kernel.causal and kernel.gqa and kernel.cross and kernel.head_dims == (32, 64, 96, 128)
+    assert all(launch.args[:5] == ("Q", "K", "V", "O", "logsumexp") for launch in kernel.launches)
+    assert "#include" not in text and "fa::" not in text and max(map(len, text.splitlines())) <= 140
+    if clang_format := shutil.which("clang-format", path=str(Path(sys.executable).parent)):
+        style = f"--style=file:{Path(__file__).resolve().parent.parent.parent / '.clang-format'}"
+        done = subprocess.run([clang_format, style, "--dry-run", "-Werror", str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import pytest
 
 from harness import peers
 from harness.check import budget, reference
-from harness.dataset import folder as dataset
+from harness.dataset import generate as draws
+from harness.dataset.storage import STORAGE
 from harness.fault import UsageFault
 from harness.peers import base, flash
 from harness.problem import PASSES, Problem
@@ -237,7 +238,7 @@ def test_what_is_not_refused(name: str, shape: dict[str, Any]) -> None:
 def test_numpy_is_right(shape: dict[str, Any]) -> None:
     """Both passes within the error budget of a float32 kernel, logsumexp too; timed, and its memory counted."""
     problem = Problem.of(**{"batch": 2, "heads": 2, **shape})
-    inputs = dataset.generate(problem, 3)
+    inputs = draws.generate(problem, 3)
     expected = reference.reference(np, problem, inputs)
     baselines = reference.baselines(np, problem, inputs, "f32")
     for pass_, names in (("forward", ["O", "logsumexp"]), ("backward", ["dQ", "dK", "dV"])):
@@ -245,7 +246,7 @@ def test_numpy_is_right(shape: dict[str, Any]) -> None:
         outputs = prepared.outputs()
         assert list(outputs) == names
         for name, array in outputs.items():
-            assert (array.shape, array.dtype) == (problem.shape(name), dataset.STORAGE[problem.tensor_dtype(name)])
+            assert (array.shape, array.dtype) == (problem.shape(name), STORAGE[problem.tensor_dtype(name)])
         verdicts = budget.compare(problem, outputs, expected, baselines, inputs=inputs)
         assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert prepared.graph() is None and prepared.enqueue()() > 0 and prepared.call() > 0

@@ -10,7 +10,7 @@ import pytest
 
 from harness.check import reference as ref
 from harness.check.reference import baselines, reference, round_to, widen
-from harness.dataset.folder import generate
+from harness.dataset.generate import generate
 from harness.dataset.storage import tf32
 from harness.problem import Problem
 

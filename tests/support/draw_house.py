@@ -58,7 +58,7 @@ STEPS = (
     ("verbs", "results.rows_of", "experiment: a line a timing: Row"),
     ("row", "row.encoded", "experiment: results.csv"),
     ("report", "report.redraw", "experiment: figures, summary.md"),
-    ("terminal", "terminal.show.results", "table or JSON, exit code"),
+    ("terminal", "terminal.show.results.results", "table or JSON, exit code"),
 )
 LANES = (*(room for room in ROOMS if room in {step[0] for step in STEPS}), "kernels_cu")
 

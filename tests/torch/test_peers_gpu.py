@@ -10,7 +10,7 @@ import pytest
 from harness import peers
 from harness.check import budget, reference
 from harness.check.contender import PEER_BUDGETS
-from harness.dataset import folder as dataset
+from harness.dataset import generate as draws
 from harness.fault import UsageFault
 from harness.problem import Problem
 
@@ -40,7 +40,7 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
     if absent := peer.absent("cuda"):
         pytest.skip(": ".join(absent))
     problem = Problem.of(**{"batch": 2, "heads": 2, "dtype": dtype, **shape})
-    inputs = dataset.generate(problem, 3)
+    inputs = draws.generate(problem, 3)
     expected = reference.reference(np, problem, inputs)
     baselines = reference.baselines(np, problem, inputs, "f32" if dtype == "float32" else "p16")
     for pass_ in peer.passes:
@@ -67,7 +67,7 @@ def test_peer_is_timed(name: str) -> None:
     if absent := peer.absent("cuda"):
         pytest.skip(": ".join(absent))
     problem = Problem.of(4, 16, 2048, 64, dtype="bfloat16", causal=True)
-    inputs = dataset.generate(problem, 0)
+    inputs = draws.generate(problem, 0)
     for pass_ in peer.passes:
         prepared = peer.prepare(problem, inputs, pass_)
         direct = min(prepared.enqueue()() for _ in range(10))

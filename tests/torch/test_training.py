@@ -52,7 +52,7 @@ def test_the_experiment_measures_each_in_turn(fa_cli: Run, tmp_path: Path, devic
     assert all(row["status"] == "PASS" and 0 < row["p20"] <= row["tokens_per_s"] <= row["p80"] for row in rows)
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-2
     assert all((row["step_peak_bytes"] is None) == (device.type == "cpu") for row in rows)
-    folder = tmp_path / "experiment_results"
+    folder = tmp_path / "experiment_results" / "small"
     with open(folder / "speed.csv", newline="") as file:
         assert [row["attention"] for row in csv.DictReader(file)] == [row["attention"] for row in rows]
     assert json.loads((folder / "env.json").read_text())["model"].startswith("1 layers, 2 heads of 32")

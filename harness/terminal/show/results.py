@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..check import budget
-from .printing import QUIET, VERBOSE, document, line, near, note, progress, table
-from .show_report import error_pictures, times_as_fast, watched
+from ...check import budget
+from ..printing import QUIET, VERBOSE, document, line, near, note, table
+from .report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
-    from ..compile import CompileRow
-    from ..dataset.folder import Dataset
-    from ..doctor import Check
-    from ..experiment import Outcome
-    from ..kernel.kernel import Kernel
-    from ..profile.counters import Counters
-    from ..run import Result
-    from ..selftest.trial import Trial
+    from ...dataset.folder import Dataset
+    from ...doctor import Check
+    from ...experiment import Outcome
+    from ...kernel.kernel import Kernel
+    from ...profile.counters import Counters
+    from ...row import Row
+    from ...run import Result
+    from ...selftest.trial import Trial
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
 
@@ -46,6 +47,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
     """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
 
     One kernel is one JSON object, several are rows."""
+
     passed = all(result.passed for result in found)
     if as_json:
         rows = [result_json(result) for result in found]
@@ -128,8 +130,36 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))
 
 
+def rows(found: Sequence[Row], verbosity: int) -> None:
+    """experiment: a line a row, before the figures are drawn."""
+    if verbosity <= QUIET:
+        return
+    table(
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+        [
+            (
+                r.Test,
+                r.Kernel,
+                r.arithmetic,
+                r.Type,
+                r.timing,
+                r.MaxError,
+                r.KernelTime_ms,
+                None if r.device == "cpu" else r.TFLOPS,
+                r.Speedup,
+                r.Status,
+                (r.ErrorMessage or "").partition("\n")[0],
+            )
+            for r in found
+        ],
+    )
+    if any(row.device == "cpu" for row in found):
+        print(f"({HOST_TIME})")
+    sys.stdout.flush()
+
+
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
-    """experiment: a line a row, and where the files are."""
+    """experiment: where the files are, after :func:`rows`."""
     if outcome.speeds:
         return _trainings(outcome, as_json, verbosity)
     passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
@@ -141,33 +171,18 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         return 0
     for text in outcome.notes:
         note(text)
-    if verbosity > QUIET:
-        table(
-            ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
-            [
-                (
-                    r.Test,
-                    r.Kernel,
-                    r.arithmetic,
-                    r.Type,
-                    r.timing,
-                    r.MaxError,
-                    r.KernelTime_ms,
-                    None if r.device == "cpu" else r.TFLOPS,
-                    r.Speedup,
-                    r.Status,
-                    (r.ErrorMessage or "").partition("\n")[0],
-                )
-                for r in outcome.rows
-            ],
-        )
-        if any(row.device == "cpu" for row in outcome.rows):
-            print(f"({HOST_TIME})")
-        for path in outcome.files:
-            print(f"written  {path}")
-    failed = sum(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
-    line("PASS" if passed else "FAIL", f"{len(outcome.rows) - failed} of {len(outcome.rows)} rows passed")
-    return 0 if passed else 1
+    for path in outcome.files if verbosity > QUIET else ():
+        print(f"written  {path}")
+    return _counted([row.Status for row in outcome.rows])
+
+
+def _counted(statuses: Sequence[str]) -> int:
+    """The last line of a sweep: how many rows passed, and how many did not for each reason. Returns the exit code."""
+    counts = Counter(statuses)
+    passed, wrong = counts.pop("PASS", 0), counts["FAIL"] + counts["ERROR"]
+    others = "".join(f", {count} {status}" for status, count in counts.items() if count)
+    line("FAIL" if wrong else "PASS" if passed else "NONE", f"{passed} of {len(statuses)} rows passed{others}")
+    return 1 if wrong else 0
 
 
 def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -187,39 +202,7 @@ def _trainings(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         table(columns, rows)
         for path in outcome.files:
             print(f"written  {path}")
-    line("FAIL" if wrong else "PASS", f"{len(outcome.speeds) - wrong} of {len(outcome.speeds)} rows passed")
-    return 1 if wrong else 0
-
-
-def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
-    """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
-    code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
-    if as_json:
-        document({"passed": code == 0, "rows": rows})
-        return code
-    progress(verbosity)("")
-    if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict", "why")
-        found = [
-            (
-                r.kernel,
-                r.pass_,
-                "yes" if r.deterministic else "no",
-                r.dtype,
-                r.head_dim,
-                r.arch,
-                r.registers,
-                r.spill_bytes,
-                r.shared_bytes,
-                r.seconds,
-                r.status,
-                r.message,
-            )
-            for r in rows
-        ]
-        table(columns, found)
-    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
-    return code
+    return _counted([speed.status for speed in outcome.speeds])
 
 
 def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -296,7 +279,6 @@ def selftest(found: Sequence[Trial], as_json: bool, verbosity: int) -> int:
     if as_json:
         document({"passed": not wrong, "rows": found})
         return 1 if wrong else 0
-    progress(verbosity)("")
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in found:
         groups.setdefault(("right kernels" if trial.control else trial.kind, trial.check), []).append(trial)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..check import budget
-from ..problem import MODES, PASSES
-from .printing import QUIET, document, line, near, note, table
+from ...check import budget
+from ...problem import MODES, PASSES
+from ..printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
-    from ..ring.job import Outcome
+    from ...ring.job import Outcome
 
 
 def ring(outcome: Outcome | None, files: Sequence[Path], as_json: bool, verbosity: int) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compare import ratio_interval
-from .printing import QUIET, document, line, near, note, table
+from ..printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..check.contender import PassResult
-    from ..compare import Comparison
-    from ..run import Result
-    from ..tune import Tuned, Variant
+    from ...check.contender import PassResult
+    from ...compare import Comparison
+    from ...run import Result
+    from ...tune import Tuned, Variant
 
 
 #: What --check counts (Backend.watched), and why it may count nothing.
@@ -75,8 +74,9 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
         for side, labels in (("A", found.only_a), ("B", found.only_b)):
             for label in labels:
                 line(f"only {side}   {label}")
-        for text in found.notes:
-            note(text)
+        for text in (*found.notes, found.advice):
+            if text:
+                note(text)
     for failure in found.failures:
         line("FAIL", failure)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
@@ -154,7 +154,7 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
             continue
         for each in result.passes.values():
             for tensor, picture in each.maps.items():
-                from .. import report  # matplotlib takes a second to load
+                from ... import report  # matplotlib takes a second to load
 
                 name = f"error_{tensor}.png" if place == 0 else f"error_{result.compute}_{tensor}.png"
                 title = f"|error| of {tensor}, {result.compute}, {result.problem.describe()}"
@@ -164,6 +164,8 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
 def times_as_fast(mine: PassResult, base: PassResult) -> str:
     """base's time over mine, and its 95 % interval where there are samples enough."""
+    from ...compare import ratio_interval
+
     a, b = mine.timings["warm"], base.timings["warm"]
     ratio = b.median_ms / a.median_ms
     interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)

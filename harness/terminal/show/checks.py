@@ -1,0 +1,144 @@
+"""What the verbs verify and compile print: a table, and below it each cause of a failure once. Of random cases each failure as it comes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .. import options
+from ..printing import QUIET, VERBOSE, document, line, table
+from ..progress import teller
+from .report import watched
+
+if TYPE_CHECKING:
+    from ...compile import CompileRow
+    from ...verify import CaseResult
+
+
+class Told:
+    """The results so far. at_once: each failure is printed when it comes, so that one that is ended by a signal leaves them."""
+
+    def __init__(self, at_once: bool, as_json: bool, verbosity: int, check: str | None = None) -> None:
+        self.found: list[CaseResult] = []
+        self._at_once, self._json, self._verbosity = at_once and not as_json, as_json, verbosity
+        self._check = check
+        self._step = teller(verbosity)
+        self._told: set[tuple[str, str, str]] = set()
+        self._failed = 0
+
+    def result(self, done: CaseResult) -> None:
+        """One more."""
+        self.found.append(done)
+        self._failed += not done.passed
+        if self._at_once and not done.passed:
+            self._step("")
+            self._failure(done)
+
+    def tell(self, text: str) -> None:
+        """What is being done, with N/M before it."""
+        self._step(f"{text}, {self._failed} failed" if text and self._failed else text)
+
+    def note(self, text: str) -> None:
+        """A remark, on stderr, on a line of its own."""
+        self._step("")
+        options.note(text)
+
+    def end(self, interrupted: bool = False) -> int:
+        """A line a kernel and pass, each case that failed with the command that runs it alone, and the verdict. Returns the exit code."""
+        wrong = [case for case in self.found if not case.passed]
+        code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
+        if interrupted:
+            code = options.complain("interrupted", code=130)
+        if self._json:
+            document({"passed": not code, "rows": self.found})
+            return code
+        self._step("")
+        if self._verbosity > QUIET:
+            self._tables()
+        if not self._at_once:
+            self._failures(wrong)
+        passed = f"{len(self.found) - len(wrong)} of {len(self.found)} cases passed"
+        line("FAIL" if wrong else "PASS" if not interrupted else "", passed + ", then interrupted" * interrupted)
+        if self._check and self._verbosity > QUIET:
+            watched(self._check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in self.found], "case", "cases")
+        return code
+
+    def _tables(self) -> None:
+        groups: dict[tuple[str, str], list[CaseResult]] = {}
+        for case in self.found:
+            groups.setdefault((case.kernel, case.pass_), []).append(case)
+        rows = []
+        for (name, pass_), group in groups.items():
+            failed = sum(not case.passed for case in group)
+            rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
+        table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
+        if self._verbosity >= VERBOSE:
+            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in self.found])
+
+    def _failures(self, wrong: Sequence[CaseResult]) -> None:
+        """Each cause once, with the command that runs its first case alone, and the cases that share it."""
+        causes: dict[tuple[str, str, str], list[CaseResult]] = {}
+        for case in wrong:
+            causes.setdefault((case.kernel, case.pass_, _cause(case)), []).append(case)
+        for (name, pass_, _), same in causes.items():
+            self._failure(same[0])
+            if rest := [str(other.case.number) for other in same[1:]]:
+                some = len(rest) if self._verbosity >= VERBOSE else 3
+                line("FAIL", f"{name} {pass_}: the same in {len(rest)} more cases: {' '.join(rest[:some])}" + " …" * (len(rest) > some))
+
+    def _failure(self, case: CaseResult) -> None:
+        """The failure and the command that runs it alone. A compile error that was told before is only named."""
+        first, more, _ = case.message.partition("\nhint: ")[0].partition("\n")
+        again = bool(more) and (case.kernel, case.pass_, _cause(case)) in self._told
+        self._told.add((case.kernel, case.pass_, _cause(case)))
+        what = f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}"
+        line("FAIL", f"{what}: {f'{first} (as above)' if again else case.message}")
+        print(f"     {case.repro}", flush=True)
+
+
+def _cause(case: CaseResult) -> str:
+    """What cases with one cause share. A failure that is no compiler's stands for itself."""
+    log = case.message.partition("\nhint: ")[0]
+    return _first_error(log) if "\n" in log else f"case {case.case.number}"
+
+
+def _first_error(log: str) -> str:
+    """The first error of a compiler's log, which it may give for every dtype and architecture; the log where it has none."""
+    return next((text.strip() for text in log.splitlines() if re.search(r"[:(]\d+(:\d+)?\)?: (fatal |catastrophic )?error", text)), log)
+
+
+def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
+    """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
+    code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
+    if as_json:
+        document({"passed": code == 0, "rows": rows})
+        return code
+    if verbosity > QUIET:
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict")
+        found = [
+            (
+                r.kernel,
+                r.pass_,
+                "yes" if r.deterministic else "no",
+                r.dtype,
+                r.head_dim,
+                r.arch,
+                r.registers,
+                r.spill_bytes,
+                r.shared_bytes,
+                r.seconds,
+                r.status,
+            )
+            for r in rows
+        ]
+        table(columns, found)
+    causes: dict[tuple[str, str, str, str], list[CompileRow]] = {}
+    for row in rows:
+        if row.message and (verbosity > QUIET or not row.passed):
+            causes.setdefault((row.status, row.kernel, row.pass_, _first_error(row.message)), []).append(row)
+    for (status, name, pass_, _), same in causes.items():
+        where = ", ".join(dict.fromkeys(f"{r.dtype} D{r.head_dim} {r.arch}" for r in same))
+        line(status, f"{name} {pass_} ({where}): {same[0].message.strip()}")
+    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
+    return code

@@ -1,0 +1,113 @@
+"""The words of <fa/accumulator.cuh> against numpy, on every backend with wgmma: masks, softmax and operands on the registers of 64 rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hopper_kernel import TYPES, bound, with_fields
+from word_kernel import integers
+
+from harness.backends import Backend
+
+COLUMNS = 80
+#: x[row][column] from K, as a wgmma leaves it; each case writes x, two numbers a row, or an operand.
+BODY = """\
+#include <fa/accumulator.cuh>
+constexpr int N = 80;
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map) {
+    const scalar* in = static_cast<const scalar*>(args.K.data);
+    float* out = static_cast<float*>(args.O.data);
+    const int t = threadIdx.x, warp = t / 32, row = 16 * warp + t % 32 / 4, pair = t % 4 * 2;
+    float x[N / 2], two[2] = {};
+    for (int i = 0; i < N / 2; ++i) x[i] = fa::widen(in[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2]);
+    const float factor[2] = {row % 5 - 1.0f, (row + 8) % 5 - 1.0f};
+    unsigned char* tile_smem = fa::dynamic_shared_1024();
+    if (args.seq_q == 0) {
+        const int visible[2] = {2 * row - 20, 2 * (row + 8) - 20};
+        fa::mask_columns(x, visible);
+    }
+    if (args.seq_q == 1) fa::local_row_max(two, x);
+    if (args.seq_q == 2) fa::exponentiate(x, two, 0.25f, factor);
+    if (args.seq_q == 3) fa::scale_rows(x, factor);
+    if (args.seq_q == 4) {
+        uint32_t operand[N / 16][4];
+        fa::pack_operand<scalar>(operand, x);
+        for (int i = 0; i < N / 16 * 4; ++i) x[i] = __uint_as_float(operand[i / 4][i % 4]);
+    }
+    if (args.seq_q == 5) {
+        for (int i = t; i < 64 * 2 * 32; i += 128) reinterpret_cast<uint32_t*>(tile_smem)[i] = 0x7f7f7f7fu;
+        __syncthreads();
+        fa::store_rows<scalar>(tile_smem + 16 * warp * 128, 64 * 128, x, factor);
+        __syncthreads();
+        for (int i = t; i < 64 * 2 * 32; i += 128) out[i] = reinterpret_cast<const float*>(tile_smem)[i];
+        return;
+    }
+    if (args.seq_q == 6) {
+        uint64_t* full = reinterpret_cast<uint64_t*>(tile_smem + 2 * 64 * 128);
+        if (t == 0) {
+            fa::mbarrier_init(full, 1);
+            fa::mbarrier_init_fence();
+            fa::mbarrier_arrive_expect_tx(full, 2 * 64 * 128);
+            fa::tma_load_4d(tile_smem, &q_map, full, 0, 0, 0, 0);
+            fa::tma_load_4d(tile_smem + 64 * 128, &q_map, full, 0, 0, 1, 0);
+        }
+        __syncthreads();
+        fa::mbarrier_wait_parity(full, 0);
+        float again[32];
+        const uint32_t a = fa::smem_u32(tile_smem);
+        fa::multiply_abt_again<scalar, 2>(again, a + 16 * warp * 128, 64 * 128, a, 64 * 128);
+        for (int i = 0; i < 32; ++i) x[i] = again[i];
+    }
+    for (int i = 0; i < N / 2; ++i) out[t * 64 + i] = x[i];
+    for (int half = 0; half < 2; ++half) out[t * 64 + 40 + half] = two[half];
+}
+"""
+THREAD = np.arange(128)
+ROW, PAIR = 16 * (THREAD // 32) + THREAD % 32 // 4, THREAD % 4 * 2
+
+
+def registers(matrix: Any) -> Any:
+    """Each thread's registers (128, N / 2) of a matrix (64, N)."""
+    i = np.arange(matrix.shape[1] // 2)
+    return matrix[ROW[:, None] + i // 2 % 2 * 8, i // 4 * 8 + PAIR[:, None] + i % 2]
+
+
+def halves(matrix: Any) -> Any:
+    """The same apart by row: (128, row, register)."""
+    own = registers(matrix)
+    return np.stack([own[:, np.arange(own.shape[1]) // 2 % 2 == half] for half in (0, 1)], 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
+    """Each word on whole numbers, to the bit where it only moves or adds."""
+    x, q = integers(64, COLUMNS).astype(float), integers(2, 64, 64, seed=1, most=3).astype(float)
+    heads = np.zeros((4, 512, 64))
+    heads[:2, :64] = q
+    kernel = bound(backend, tmp_path, BODY, {"q": ("Q", [64, 64, 1, 1], 128)}, {"K": x, "Q": heads}, dtype, shared=16384 + 64)
+
+    def answers(case: int) -> tuple[Any, Any, Any]:
+        got = with_fields(kernel, seq_q=case)
+        each = got.view(np.float32)[: 128 * 64].reshape(128, 64)
+        return each[:, :40], each[:, 40:42], got
+
+    rows = np.arange(64)
+    factor = (rows % 5 - 1.0)[:, None]
+    masked = np.where(np.arange(COLUMNS) < (2 * rows - 20)[:, None], x, -np.inf)
+    assert np.array_equal(answers(0)[0], registers(masked))
+    assert np.array_equal(answers(1)[1], halves(x).max(2))
+    p = np.exp2(x * 0.25 - factor)
+    found, sums, _ = answers(2)
+    assert np.allclose(found, registers(p), rtol=2**-21, atol=0) and np.allclose(sums, halves(p).sum(2), rtol=2**-20, atol=0)
+    assert np.array_equal(answers(3)[0], registers(x * factor))
+    own = registers(x.astype(TYPES[dtype]))
+    assert np.array_equal(answers(4)[2].view(np.uint32)[: 128 * 64].reshape(128, 64)[:, :20], own.view(np.uint32))
+    chunk = np.arange(1024)
+    tile = answers(5)[2][:16384].reshape(-1, 16)[chunk ^ (chunk >> 3 & 7)].view(TYPES[dtype]).reshape(2, 64, 64)
+    wanted = (x * factor).astype(TYPES[dtype])
+    assert np.array_equal(tile[0], wanted[:, :64]) and np.array_equal(tile[1][:, :16], wanted[:, 64:])
+    assert (tile[1][:, 16:].copy().view(np.uint8) == 0x7F).all()
+    assert np.array_equal(answers(6)[0][:, :32], registers(sum(head @ head.T for head in q)))
