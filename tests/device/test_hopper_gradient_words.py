@@ -67,7 +67,7 @@ def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> 
             assert np.array_equal(got, chained(a.T, b[:, :n], 0, dtype)), n
 
 
-#: x and dP (64, 64) by rows in Q and K; the columns' numbers in V: reference, delta. O: P, P with its first columns cleared, dS, a tile of P.
+#: S and dP (64, 64) by rows in Q and K; the columns' numbers in V: reference, delta. O: P, dS, P with its first columns cleared, tiles of dS.
 COLUMNS = (
     "#include <fa/accumulator.cuh>\n"
     + entry()[: -len(", ) {\n")]
@@ -105,7 +105,7 @@ COLUMNS = (
 
 
 def test_columns(backend: Backend, tmp_path: Path) -> None:
-    """Exponentials, gradients and masks of transposed scores take a query's numbers by columns; operands lie swizzled, whole and in halves."""
+    """Exponentials, gradients and masks of transposed scores take numbers by columns; operands lie swizzled, whole and in halves."""
     draw = np.random.RandomState(6)
     x, dp = draw.randn(64, 64).astype(np.float16), draw.randn(64, 64).astype(np.float16)
     numbers = draw.randn(128).astype(np.float16)
