@@ -67,7 +67,7 @@ def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> 
             assert np.array_equal(got, chained(a.T, b[:, :n], 0, dtype)), n
 
 
-#: S and dP (64, 64) by rows in Q and K; the columns' numbers in V: reference, delta. O: P, dS, P with its first columns cleared, tiles of dS.
+#: S and dP (64, 64) by rows in Q and K, the columns' numbers in V: reference, delta. O: P, dS, P with columns cleared, tiles of dS.
 COLUMNS = (
     "#include <fa/accumulator.cuh>\n"
     + entry()[: -len(", ) {\n")]
