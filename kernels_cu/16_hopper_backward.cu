@@ -71,7 +71,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 8)"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 6)"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -96,8 +96,8 @@
 //     dP(n)               S(n)        P(n), an exponential a score
 //     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory too
 //     dK += dS(n) Q                   a barrier: the other consumer's dS(n) is there
-//     dQ(n) = dS(n) K     dV          dO's stage is empty
-//     S(n + 1)            dK, dQ      dQ(n) added in global memory; Q's stage is empty
+//     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory; the stage of Q and dO is empty
 //
 // Products run in the order of issue, so the tensor cores have at least one more to do whenever a consumer computes. It takes registers: at
 // head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same,
@@ -265,10 +265,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
-    uint64_t* q_empty = q_full + STAGES;
+    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t* do_empty = do_full + STAGES;
-    int* numbers = reinterpret_cast<int*>(do_empty + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
+    int* numbers = reinterpret_cast<int*>(do_full + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -276,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
         }
         for (int i = 0; i < STAGES; ++i) {
-            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
-            fa::mbarrier_init(do_full + i, 1), fa::mbarrier_init(do_empty + i, 8);
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
         }
         fa::mbarrier_init_fence();
     }
@@ -309,7 +308,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
-                    fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
@@ -442,11 +440,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_for_other();
         if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
-        fa::wgmma_wait<2>(p16_reg);
-        release(do_empty + q.stage());
+        fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
     };
-    // dQ is there, and dK's product has read Q.
+    // dQ is there, and all products but the next scores are complete.
     auto end_tile = [&]() {
         release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
