@@ -15,6 +15,7 @@
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = "232 if HEAD_DIM == 64 else 240"  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
+// DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
 // STAGGER = 1  # blocks of one head begin at different queries
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -32,7 +33,7 @@
 // [workspace.turns]
 // dtype = "float32"  # integers: of each warp's part of a tile of dQ
 // size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
-// init = "zero"
+// init = "none"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, "BLOCK_Q", 1, 1]
@@ -71,7 +72,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 6)"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 10) + 4 * DQ_STAGED * BLOCK_Q * HEAD_DIM"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -138,6 +139,8 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 constexpr bool SHARED_KEYS = BLOCK_K == 64;
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
 
+constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC;
+
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
 __device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
@@ -151,15 +154,25 @@ __device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
 }
+// A consumer's part of it.
+__device__ __forceinline__ float* own_dq(const fa::Args& args, int number, int consumer) {
+    return dq_of(args, number) + consumer * OWN_PARTS * PART;
+}
+// For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
+__device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
+    return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
+}
 
 // Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; and dQ = 0.
+// beyond seq_q, or one that sees no key and has -inf; dQ = 0, and the turns.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     const int number = tile_number(args, batch, head, query / BLOCK_Q);
     float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+
+    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
 
     float sum = 0, lse = -fa::infinity();
     if (query < args.seq_q) {
@@ -260,14 +273,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
     unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
+    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // of STAGED only: [2][OWN_PARTS * PART]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    int* numbers = reinterpret_cast<int*>(do_full + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
+    uint64_t* dq_full = do_full + STAGES;  // [2]
+    uint64_t* dq_empty = dq_full + 2;  // [2]
+    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -277,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         }
         fa::mbarrier_init_fence();
     }
@@ -316,13 +333,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
+            // A storer, one a consumer, also of dQ where it is staged. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
+                Walk at;
+                at.begin(args, work);
+                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
+                    const float* staged = dq_smem + consumer * OWN_PARTS * PART;
+                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(own_dq(args, tile_number(args, work.batch, at.head, at.tile), consumer), staged, OWN_PARTS * PART);
+                    fa::bulk_commit();
+                    fa::bulk_wait_read<0>();
+                    fa::mbarrier_arrive(dq_empty + consumer);
+                }
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
@@ -409,9 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::clear_columns(p_reg, first);
     };
     int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
-    auto turn_of = [&](int number) { return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + threadIdx.x / 32 - 4; };
     auto pass_turn = [&]() {
-        if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turn_of(last_number), work.k_first / BLOCK_K + 1);
+        if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turns_of(args, last_number) + 4 * consumer + warp, work.k_first / BLOCK_K + 1);
     };
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
         fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
@@ -447,15 +473,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto end_tile = [&]() {
         release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
-        float* dq = dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        float* dq = own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
+        if (STAGED) {
+            dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+            fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
+        }
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
-            fa::wait_for_turn(turn_of(number), work.k_first / BLOCK_K);
+            fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
 #pragma unroll
         for (int j = 0; j < OWN_PARTS * 8; ++j)
-            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+            if (STAGED)
+                fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+            else fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+        if (STAGED) {
+            fa::fence_proxy_async_shared();
+            __syncwarp();
+            release(dq_full + consumer);
+        }
         at.next(work);
     };
 
