@@ -60,9 +60,7 @@ __device__ __forceinline__ void bulk_add_f32(float* to, const float* from_smem, 
 // Stores in groups, as cp.async's: bulk_commit closes one; _read waits until all but the latest N groups have read shared memory,
 // which may then be overwritten; the other until they are complete.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
+template <int N> __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 template <int N> __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
 
 }  // namespace fa
