@@ -72,7 +72,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * (HEAD_DIM + 64) + 16 * BLOCK_Q + 8 * (6 * KV_STAGES + 10) + 4 * DQ_STAGED * BLOCK_Q * HEAD_DIM"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -106,9 +106,9 @@
 //
 // The limit is shared memory, 128 bytes a cycle. For 64 queries x 128 keys at head dim 128, in KB: S and dP 128, dV and dK 64, dQ 64, dS
 // 16, the copies of Q and dO 32: 304 KB, 2430 cycles, for 2560 cycles of products. Hence dQ: staged in shared memory for a bulk reduction
-// it would be 64 KB more, and shared memory would be what the block waits for. Straight from the accumulators, in their own layout, it is
-// a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. Blocks of one head
-// begin at different queries (STAGGER), or they would all add to the same tile at the same time.
+// it would be 64 KB more, and shared memory would be what the block waits for (DQ_STAGED). Straight from the accumulators, in their own
+// layout, it is a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. Blocks
+// of one head begin at different queries (STAGGER), or they would all add to the same tile at the same time.
 //
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
@@ -117,6 +117,9 @@
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
 // keys is one tile behind, and after the first tiles nobody waits. Those who come before have taken their number before, so they run.
+//
+// Under the causal mask blocks take the longest tiles of keys first, begin at the diagonal and mask only there. Where the second consumer's
+// keys are behind all queries of the first tile, it leaves out all but its half of dQ.
 //
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
@@ -169,7 +172,6 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     const int number = tile_number(args, batch, head, query / BLOCK_Q);
     float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-#pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
 
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
@@ -256,7 +258,6 @@ template <uint32_t Slab>
 __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
                                           uint32_t more = 0) {
     fa::mbarrier_arrive_expect_tx(full, SLABS * Slab + more);
-#pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
 }
 
@@ -334,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer, also of dQ where it is staged. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
+            // A storer, one a consumer, also of dQ where it is staged. The stage of K and V, which holds dK and dV by then, is empty when
+            // the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
@@ -355,7 +357,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
-#pragma unroll
                 for (int slab = 0; slab < OWN_SLABS; ++slab) {
                     fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
                     fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
@@ -430,7 +431,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
-#pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int own_key = key + 16 * warp + lane / 4 + 8 * half;
             first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
@@ -471,6 +471,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
     };
+    // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
+    auto sees_nothing = [&]() {
+        return CAUSAL && !SHARED_KEYS && !DETERMINISTIC &&
+               fa::visible_keys(args, (work.start + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+    };
+    auto skip_tile = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        const uint32_t zeros[QUERIES / 16][4] = {};
+        share(ds_smem, zeros);
+        wait_for_other();
+        issue_dq();
+        q.next();
+    };
     // dQ is there, and all products but the next scores are complete.
     auto end_tile = [&]() {
         release(q_empty + (q.stage() ^ 1));
@@ -504,11 +518,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (number < 0) break;
         work = work_of(args, number);
         at.begin(args, work);
-        if (work.count > 0) {
+        int n = work.count > 0 && sees_nothing();
+        if (n > 0) {
+            skip_tile();
+            fa::wgmma_wait<0>(dq_reg);
+            end_tile();
+        }
+        const bool seen = n < work.count;
+        if (seen) {
             issue_scores();
             fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-            for (int n = 0;;) {
-                begin_tile(n > 0);
+            for (bool accumulate = false;; accumulate = true) {
+                begin_tile(accumulate);
                 if (++n == work.count) break;
                 issue_scores();
                 fa::wgmma_wait<1>(dq_reg, ds16_reg);
@@ -516,12 +537,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
             end_tile();
-            pass_turn();
-            last_number = -1;
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+        pass_turn();
+        last_number = -1;
 
         // Epilogue: dV and dK to the shared memory of V and K
-        const float seen = work.count > 0 ? 1.0f : 0.0f, one[2] = {seen, seen}, scales[2] = {scale * seen, scale * seen};
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const uint32_t own = kv.stage() * K_TILE + own_part(consumer) + warp * 16 * 128;
         fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
         fa::bar_sync(1, 256);  // the other consumer's dQ has read K
@@ -547,7 +568,6 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
         for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = fa::narrow<scalar>(dq[e] * scale);
     }
     const int column = part / ROW_PARTS * 64 + group * 8;
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + 8 * half + row;
         if (query < args.seq_q)
