@@ -209,7 +209,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
 #if CAUSAL
     // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
-    const int heads = max(1, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group);
+    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
     const int section = number / (k_tiles * heads), inside = number - section * k_tiles * heads;
     const int width = min(heads, args.heads_kv * args.batch - section * heads);  // the last section may have fewer
     const int k_tile = inside / width, row = section * heads + inside % width;
@@ -223,7 +223,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     work.end = tiles_of_queries(args);
     work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
     const int each = work.end - work.first;
-    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? k_tile * each / k_tiles : 0);
+    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? int(uint32_t(k_tile) * each / k_tiles) : 0);
     work.count = each * group;
     return work;
 }
