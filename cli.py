@@ -11,6 +11,7 @@ if __name__ == "__main__":  # python cli.py; the installed command starts in __m
 
     interrupt.at_once()
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,34 +214,25 @@ def verify(
     if sanitizer and harness.verify.sanitizer_child_needed():
         return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
-    try:
-        harness.verify.verify([*kernels, *compute], matrix, progress=told.result, note=told.note, tell=told.tell, **given)
-    except KeyboardInterrupt:
-        return told.end(interrupted=True)
-    return told.end()
+    return told.all_of(partial(harness.verify.verify, [*kernels, *compute], matrix, **given))
 
 
-@main.command(
-    "compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile ./mine_forward.cu --arch sm_90")
-)
+@main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
 @options.kernels
 @options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
-@click.option("--all", "every", is_flag=True, help="Every head dim and mask, not only the widest and causal.")
+@click.option("--all", "every", is_flag=True, help="Every head dim, mask and tile shape, not only the widest and causal.")
+@click.option("--order", is_flag=True, help="Also the order of products, exponentials, waits and barriers in the main loop (nvdisasm).")
 @options.printing
 @click.pass_context
-def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, json: bool) -> int:
+def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note)
+    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 
-@main.command(
-    epilog=options.examples(
-        "fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain", "fa-cli run --compute ./mine_forward.cu"
-    )
-)
+@main.command(epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain"))
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
@@ -260,6 +252,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @click.argument("name", metavar="KERNEL")
 @click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
 @options.tile_lists
+@click.option("--by", type=click.Choice(["time", "energy"]), default="time", show_default=True, help="What the best is the best by.")
 @options.shape
 @options.mask
 @options.device
@@ -268,7 +261,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, time it round-robin, print the best header lines."""
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])

@@ -1,13 +1,14 @@
 """What --compute means: names, numbers, ranges, aliases, paths, peers and `auto`, resolved once into contenders.
 
 "08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
-problem on this device. A path is as good as a name. After this no text travels: a Contender holds the kernels themselves.
+problem on this device, and "hopper+mma_qreg_async" the forward pass of one kernel with the backward pass of another, as auto gives where
+the highest step has no backward pass. A path is as good as a name. After this no text travels: a Contender holds the kernels themselves.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from . import peers
 from .check.contender import Contender
@@ -46,7 +47,7 @@ def choose(
             continue
         there = {kernel.path for each in found for kernel in each.kernels.values()}
         several = [contender(name, passes, deterministic=deterministic, tiles=tiles) for name in names]
-        found += [each for each in several if not there & {kernel.path for kernel in each.kernels.values()}]
+        found += [each for each in several if not {kernel.path for kernel in each.kernels.values()} <= there]
         notes += some
     return found, notes
 
@@ -56,7 +57,9 @@ def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, 
     if peer := peers.find(spec):
         return Contender(peer.name, peer=peer, deterministic=deterministic)
     kernels = {pass_: find(spec, pass_, deterministic) for pass_ in passes}
-    return Contender(next(iter(kernels.values())).name, kernels, tiles=dict(tiles or {}), deterministic=deterministic)
+    return Contender(
+        "+".join(dict.fromkeys(kernel.name for kernel in kernels.values())), kernels, tiles=dict(tiles or {}), deterministic=deterministic
+    )
 
 
 def kernels(
@@ -114,19 +117,40 @@ def _range(
 
 
 def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
-    """The highest step that takes a problem on the device, for each of the problems."""
+    """The highest steps that take a problem on the device, for each of the problems: one for all passes, or one for each."""
     if device is None or not problems:
         raise UsageFault("auto needs a problem and a device", "the highest step depends on both", "name a kernel: fa-cli list")
-    numbers = {k.name: k.number for k in catalogue() if k.number is not None}
-    ladder = sorted(numbers, key=lambda name: -numbers[name])
     found: dict[str, str] = {}
     for problem in problems:
-        name = next((name for name in ladder if not _cannot(name, passes, (problem,), deterministic, device)), None)
-        if name is None:
+        steps = _highest(passes, problem, device, deterministic)
+        if not steps:
             why = f"each of them refuses {problem.describe()} {' and '.join(passes)}"
             raise UsageFault(f"no kernel of the ladder takes this on {device.name}", why, "fa-cli list shows what each takes")
-        found.setdefault(name, f"auto is {numbers[name]:02} {name}, the highest step that takes {problem.describe()} on {device.name}")
+        of = {kernel.name: f"{kernel.number:02} {kernel.name}" for kernel in steps}
+        if len(of) > 1:
+            what = " and ".join(f"{of[kernel.name]} {kernel.pass_}" for kernel in steps) + ", the highest steps that take"
+        else:
+            what = f"{of[steps[0].name]}, the highest step that takes"
+        found.setdefault("+".join(of), f"auto is {what} {problem.describe()} on {device.name}")
     return list(found), list(found.values())
+
+
+def _highest(passes: Sequence[str], problem: Problem, device: Device, deterministic: bool) -> list[Kernel]:
+    """For each pass the highest step that takes the problem; the backward pass in the arithmetic of the forward pass, whose O it reads.
+
+    Empty where there is none.
+    """
+
+    def able(pass_: str) -> Iterator[Kernel]:
+        ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None), key=lambda k: -(k.number or 0))
+        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), deterministic, device))
+
+    for first in able(passes[0]):
+        wanted = first.arithmetic_for(problem.dtype)
+        others = [next((k for k in able(pass_) if k.arithmetic_for(problem.dtype) == wanted), None) for pass_ in passes[1:]]
+        if None not in others:
+            return [first, *filter(None, others)]
+    return []
 
 
 def _cannot(

@@ -1,17 +1,18 @@
 """The `compile` verb: every kernel for every architecture its header allows, with NVRTC alone: registers, spills, shared memory.
 
 Needs no GPU and no driver. What ptxas says is remembered on disk (backends/nvrtc.py, `resources`), so a second run compiles
-only what has changed.
+only what has changed. With `order` the machine code is read too (backends/sass.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .backends import CompileError, nvrtc
+from .backends import CompileError, nvrtc, sass
 from .backends.instead import instead
 from .choose import kernels
 from .fault import UsageFault
@@ -21,6 +22,8 @@ from .problem import PASSES, Problem
 
 #: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
+#: Queries and keys a head. Tile values may depend on them, so `--all` compiles each form that one of these lengths has.
+LENGTHS = (1024, 128, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class CompileRow:
     seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    order: Mapping[str, str | None] | None = None  # of each entry's main loop (sass.Loop.describe), None without one; where asked for
 
     @property
     def passed(self) -> bool:
@@ -55,6 +60,27 @@ class _Case:
     width: int
     causal: bool
     arch: str
+    seq: int
+    order: bool
+
+    @property
+    def problem(self) -> Problem:
+        """A problem that has this form; tf32 is float32 files."""
+        dtype = "float32" if self.dtype == "tf32" else self.dtype
+        return Problem.of(1, 1, self.seq, self.width, dtype=dtype, causal=self.causal)
+
+    @property
+    def device(self) -> Device:
+        return Device(kind="cuda", name=self.arch, arch=self.arch, shared_optin=nvrtc.SHARED_LIMIT[self.arch])
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """The tile values; none where the header has a wrong expression."""
+        try:
+            names = self.kernel.names(self.problem, self.device)
+        except (UsageFault, ExpressionError):
+            return {}
+        return {name: names[name] for name in self.kernel.tile}
 
 
 def compile_all(
@@ -63,6 +89,7 @@ def compile_all(
     progress: Callable[[str], None] = lambda text: None,
     arch: str | None = None,
     note: Callable[[str], None] = lambda text: None,
+    order: bool = False,
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
@@ -77,7 +104,7 @@ def compile_all(
             found += some
             for text in left_out:
                 note(text)
-    return compile_kernels(found if computes else catalogue(), everything, progress, arch)
+    return compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
 
 
 def compile_kernels(
@@ -85,12 +112,14 @@ def compile_kernels(
     everything: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     arch: str | None = None,
+    order: bool = False,
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths and both masks.
-    Rows are in the order of the kernels. A kernel that does not compile is a row that did not pass. Raises
-    EnvironmentFault where there is no NVRTC, and UsageFault for an architecture that is not ours or not this NVRTC's.
+    Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths, both masks and the
+    tiles of other LENGTHS. order: read the main loop's order, which compiles again what is in the cache. Rows are in the order of the
+    kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no NVRTC, or for order no
+    nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
     if arch is not None and arch not in nvrtc.architectures():
         why = f"NVRTC {nvrtc.version()} compiles for {', '.join(nvrtc.architectures())}"
@@ -98,7 +127,9 @@ def compile_kernels(
             raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
         raise UsageFault(f"unknown architecture {arch!r}", why, "choose one of these")
     archs = nvrtc.architectures() if arch is None else (arch,)
-    cases = [case for kernel in wanted for case in _cases(kernel, archs, everything)]
+    if order:
+        sass.program()  # raises before anything is compiled
+    cases = [case for kernel in wanted for case in _cases(kernel, archs, everything, order)]
     rows = []
     progress(f"0/{len(cases)} compiles")
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
@@ -109,33 +140,29 @@ def compile_kernels(
     return rows
 
 
-def _cases(kernel: Kernel, archs: Sequence[str], everything: bool) -> list[_Case]:
+def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
     widths = kernel.head_dims if everything else kernel.head_dims[-1:]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
-    return [
-        _Case(form, dtype, width, causal, arch)
-        for form in forms
-        for dtype in kernel.dtypes
-        for width in widths
-        for causal in masks
-        for arch in archs
-        if nvrtc.admits(kernel, dtype, arch)
-    ]
+    found = []
+    for form, dtype, width, causal, arch in itertools.product(forms, kernel.dtypes, widths, masks, archs):
+        if nvrtc.admits(kernel, dtype, arch):
+            some = [_Case(form, dtype, width, causal, arch, seq, order) for seq in (LENGTHS if everything else LENGTHS[:1])]
+            found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
+    return found
 
 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = case.kernel, nvrtc.SHARED_LIMIT[case.arch]
-    row = CompileRow(kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch, OK, deterministic=kernel.deterministic)
-    # Lengths play no part in what is compiled, so any will do; tf32 is float32 files.
-    problem = Problem.of(1, 1, 1024, case.width, dtype="float32" if case.dtype == "tf32" else case.dtype, causal=case.causal)
-    device = Device(kind="cuda", name=case.arch, arch=case.arch, shared_optin=limit)
+    of = kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
+    row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
     try:
-        dynamic = _dynamic_shared(kernel, problem, device)
+        dynamic = _dynamic_shared(kernel, case.problem, case.device)
         shared = max(dynamic.values())
         if shared > limit:
             return replace(row, status=TOO_BIG, shared_bytes=shared, message=_too_big(shared, case.arch))
-        found = nvrtc.resources(kernel, kernel.plan(problem, device), case.arch)
+        plan = kernel.plan(case.problem, case.device)
+        found = nvrtc.compile_(kernel, plan, case.arch) if case.order else nvrtc.resources(kernel, plan, case.arch)
     except CompileError as error:
         return replace(row, status=ERROR, message="\n".join(filter(None, (error.log.strip(), instead(error.log)))))
     except (UsageFault, ExpressionError) as error:  # a header that cannot be planned
@@ -152,6 +179,7 @@ def _row(case: _Case) -> CompileRow:
         stack_bytes=found.stack_bytes,
         shared_bytes=shared,
         seconds=found.seconds,
+        order=_order(kernel, found.cubin) if case.order else None,
     )
     if shared > limit:
         return replace(row, status=TOO_BIG, message=_too_big(shared, case.arch))
@@ -169,6 +197,11 @@ def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[st
         if evaluate(launch.when, names):
             wanted[launch.entry] = max(wanted[launch.entry], evaluate(launch.shared, names))
     return wanted
+
+
+def _order(kernel: Kernel, cubin: bytes) -> dict[str, str | None]:
+    loops = sass.main_loops(sass.disassembled(cubin))
+    return {entry: loop.describe() if (loop := loops.get(entry)) else None for entry in kernel.entries}
 
 
 def _too_big(shared: int, arch: str) -> str:

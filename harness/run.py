@@ -197,10 +197,7 @@ def run(
     dataset.check_size(problem)
     computes = [computes] if isinstance(computes, str) else computes
     contenders, notes = choose.choose(computes, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
-    for each in contenders:  # before a byte is written
-        each.refuse(problem, MODES[mode], backend)
-    if backend.name == "cpu":  # all of them have their tensors at once
-        memory.check(problem, MODES[mode], [each.workspace_bytes(problem, backend) for each in contenders])
+    _refuse(contenders, problem, MODES[mode], backend)
     with ExitStack() as held:
         compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))
         found = found or dataset.write(problem, seed, data_root, progress=progress)
@@ -235,6 +232,14 @@ def run(
             dataset.write_outputs(found, outputs, _record(done[0]))
     progress("")
     return Results(done)
+
+
+def _refuse(contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], backend: Backend) -> None:
+    """Raise UsageFault, before a byte is written, where one does not take the problem or they do not fit the memory together."""
+    for each in contenders:
+        each.refuse(problem, passes, backend)
+    if backend.name == "cpu":  # all of them have their tensors at once
+        memory.check(problem, passes, [each.workspace_bytes(problem, backend) for each in contenders])
 
 
 def check_in_memory(

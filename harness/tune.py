@@ -1,7 +1,9 @@
-"""`fa-cli tune`: which tile values are the fastest? Each combination is pruned, or checked against float64, or also timed.
+"""`fa-cli tune`: which tile values are the fastest, or take the least energy? Each combination is pruned, or checked, or also measured.
 
 Pruned is what cannot run or is not worth running: too much shared memory, too many threads or registers, a static_assert, spills.
-What passes is timed in round-robin turns. The CPU backend prunes and checks in the same way, but its times say nothing about a GPU.
+What passes is timed in round-robin turns, settled: each turn begins with unrecorded launches (sampling.Policy.settle). Then the energy
+is read, a variant at a time (measure/alone.py), where the device counts it: of all where they are ranked by it, else of the FASTEST.
+The CPU backend prunes and checks in the same way, but its times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from .files import json_bytes, locked, make_folder, read_text, write_files
 from .kernel import Kernel, Plan
+from .measure import alone
 from .measure.sampling import POLICY, Timing, measure
 from .problem import Problem
 
@@ -34,6 +37,8 @@ from .problem import Problem
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
 #: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more does not launch.
 REGISTERS = 65536
+#: What variants are ranked by, and of how many the energy is read (1.6 s each) where that is time.
+RANKS, FASTEST = ("time", "energy"), 8
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class Variant:
     vs_default: float | None = None
     vs_low: float | None = None  # the 95 % interval of vs_default
     vs_high: float | None = None
+    energy_mj: float | None = None  # a run, settled and alone
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    pj_per_flop: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,13 @@ class Tuned:
     device: str
     device_name: str
     rows: list[Variant]
+    by: str = "time"
 
     @property
     def best(self) -> Variant | None:
-        """The fastest variant, None where nothing was timed on a GPU."""
-        timed = [row for row in self.rows if row.ms]
-        return timed[0] if timed and self.device == "cuda" else None
+        """The best variant by what they are ranked by, None where that was not measured on a GPU."""
+        first = self.rows[0]
+        return first if self.device == "cuda" and (first.energy_mj if self.by == "energy" else first.ms) else None
 
     @property
     def header_lines(self) -> list[str]:
@@ -99,15 +109,20 @@ def tune(
     device: str = "auto",
     seed: int = 42,
     deterministic: bool = False,
+    by: str = "time",
     output_dir: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
-    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside.
-    Raises UsageFault for an unknown or refused kernel or tile, KernelFault where a variant loses the CUDA context, DiskFault.
+    The default is among them, as the baseline. by: one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json
+    beside. Raises UsageFault for an unknown or refused kernel or tile, EnvironmentFault where the device does not count the energy that
+    is asked for, KernelFault where a variant loses the CUDA context, DiskFault.
     """
     backend = pick(device)
+    if by == "energy" and backend.meter() is None:
+        why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
+        raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
     kernel = _chosen(spec, pass_, problem, backend, deterministic)
     default, swept = _swept(kernel, problem, backend, tiles or {})
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
@@ -126,8 +141,11 @@ def tune(
     base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
     for i in right:
         found[i] = _timed(found[i], timings[str(i)], base, problem)
+    metered = sorted((i for i in right if found[i].ms), key=lambda i: found[i].ms or 0.0)[: None if by == "energy" else FASTEST]
+    for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, POLICY[backend.name], progress).items():
+        found[int(name)] = _metered(found[int(name)], timing, problem)
     progress("")
-    tuned = Tuned(kernel, problem, backend.name, backend.device().name, sorted(found, key=_order))
+    tuned = Tuned(kernel, problem, backend.name, backend.device().name, sorted(found, key=lambda row: _order(row, by)), by)
     if output_dir:
         _write(tuned, output_dir, backend)
     return tuned
@@ -151,9 +169,10 @@ def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, determini
     return found[0].kernels[pass_]
 
 
-def _order(row: Variant) -> tuple[int, float, str]:
-    """The fastest first, then those without a time."""
-    return (PASS, FAIL, ERROR, PRUNED).index(row.status), row.ms or 0.0, row.why
+def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
+    """The best first, then those without a time; where the counter stood still there is no energy, and the time decides."""
+    energy = (row.energy_mj or float("inf")) if by == "energy" else 0.0
+    return (PASS, FAIL, ERROR, PRUNED).index(row.status), energy, row.ms or 0.0, row.why
 
 
 def _swept(
@@ -247,6 +266,14 @@ def _timed(row: Variant, timing: Timing, base: Timing | None, problem: Problem) 
         return row
     low, high = ratio_interval(timing.seconds, base.seconds, timing.turns, base.turns) or (None, None)
     return replace(row, vs_default=base.median_ms / timing.median_ms, vs_low=low, vs_high=high)
+
+
+def _metered(row: Variant, timing: Timing, problem: Problem) -> Variant:
+    if timing.broken:
+        return replace(row, status=FAIL, why=timing.broken, ms=None, tflops=None, vs_default=None, vs_low=None, vs_high=None)
+    if timing.energy is None:
+        return row
+    return replace(row, **timing.energy._asdict(), pj_per_flop=timing.energy.energy_mj * 1e9 / problem.flops(row.pass_))
 
 
 # -- the record -------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (Q_STAGES * (3 + CONSUMERS) + 4 * STAGES)"
+// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (Q_STAGES * (4 + CONSUMERS) + 4 * STAGES)"
 // ///
 //
 // Step 16, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
@@ -95,9 +95,9 @@ constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of the lazy maximum: P is at most 2^8
 
-// A tile of queries of one head.
+// A tile of queries of one head. The producer leaves it in shared memory: its divisions are done once.
 struct Work {
-    int q_first, head, batch, tiles;  // tiles of keys, at least one
+    int q_first, head, batch, tiles;  // tiles of keys, at least one; 0: there is no more work
 };
 
 // Tiles of keys that the queries before q_end see; one where they see none, so that every work has the same course.
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* k_empty = k_full + STAGES;
     uint64_t* v_full = k_empty + STAGES;
     uint64_t* v_empty = v_full + STAGES;
-    int* numbers = reinterpret_cast<int*>(v_empty + STAGES);  // [Q_STAGES]: the work whose Q is there; -1: no more
+    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [Q_STAGES]: whose Q is there
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, CONSUMERS);
@@ -183,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int number = blockIdx.x;
             while (true) {
                 fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
-                numbers[q.stage] = number < works ? number : -1;
                 if (number >= works) break;
                 const Work work = work_of(args, number);
+                works_smem[q.stage] = work;
                 const int kv_head = fa::kv_head_of(args, work.head);
                 load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, work.q_first, work.head, work.batch);
                 q.next();
@@ -199,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     v.next();
                 }
             }
+            works_smem[q.stage].tiles = 0;
             fa::mbarrier_arrive(q_full + q.stage);
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
@@ -207,9 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-                const int number = numbers[q.stage];
-                if (number < 0) break;
-                const Work work = work_of(args, number);
+                const Work work = works_smem[q.stage];
+                if (work.tiles == 0) break;
                 fa::mbarrier_wait_parity(o_full + q.stage * CONSUMERS + consumer, q.parity);
                 const unsigned char* out_smem = q_smem + q.stage * Q_TILE + consumer * OWN_ROWS;
 #pragma unroll
@@ -241,9 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     auto take_work = [&]() {
         fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-        const int number = numbers[q.stage];
-        if (number < 0) return false;
-        work = work_of(args, number);
+        work = works_smem[q.stage];
+        if (work.tiles == 0) return false;
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
         if (args.scale <= 0) {
@@ -341,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (grows) {
                 fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(own_q()) + warp * 16 * 128, Q_SLAB,
                                                       fa::smem_u32(k_smem + k.stage * K_TILE), K_SLAB);
+                __syncwarp();  // all lanes have read K when the first one releases it
                 mask(n);
                 fa::local_row_max(maximum, score_reg);
                 raise(factor, maximum);

@@ -24,6 +24,7 @@ from ..backends import Backend, Loaded
 from ..backends.protocol import cache_dir
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
+from ..fault import EnvironmentFault
 from ..problem import READS, WRITES, Problem
 from . import budget, reference, trial
 from .contender import Contender, arithmetic_of
@@ -59,8 +60,12 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
     """Compile the contenders' kernels for the passes of a problem, and what judging them compiles, in threads that end with the block."""
     loads = [(each, each.kernels[pass_]) for each in contenders for pass_ in passes if pass_ in each.kernels]
     classes = sorted({arithmetic_of(problem, kernel) for _, kernel in loads} or {arithmetic_of(problem)})
-    marker, work = _marker(backend, problem, passes, classes), list[Callable[[], object]]()
-    if backend.name == "cuda" and not marker.exists():
+    marker: Path | None = None
+    work: list[Callable[[], object]] = []
+    if backend.name == "cuda":
+        with suppress(EnvironmentFault):  # no cache: nothing that is compiled would be kept
+            marker = _marker(backend, problem, passes, classes)
+    if marker and not marker.exists():
         work = parts(backend, small(problem), passes, classes)
 
     def tried(job: Callable[[], object]) -> bool:
@@ -71,6 +76,7 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
 
     def done() -> None:
         with suppress(OSError):
+            assert marker is not None
             marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             marker.touch()
 

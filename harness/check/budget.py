@@ -91,8 +91,8 @@ def budget(
 
     and of O that has at most FEW different elements (one query, equal columns of V) at least 2 ulp(m) + 6 s + 4 u noise: e is then a
     draw of an error or a few, and no maximum of many. s is the standard deviation of an element. With q = Reference.products the products
-    P_j V_j, each rounded to w relatively, give w q / sqrt(3), and the n partial sums, of size q where signs are independent, u q sqrt(n / 3);
-    w is the unit roundoff of what the class rounds P to (arithmetic: f32 u, tf32 2^-11, p16 that of the input type).
+    P_j V_j, each rounded to w relatively, give w q / sqrt(3), and the n partial sums, of size q where signs are independent, give
+    u q sqrt(n / 3); w is the unit roundoff of what the class rounds P to (arithmetic: f32 u, tf32 2^-11, p16 that of the input type).
 
     u sqrt(n) is the probabilistic bound on a sum of n terms (Higham & Mary 2019, doi 10.1137/18M1226312). a is Reference.alike: what
     a row sum loses whose terms round alike, which that bound does not hold for. noise is Reference.noise: where
@@ -223,7 +223,7 @@ def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, t
 def _different(xp: ArrayModule, expected: Array) -> int:
     """How many different values there are; of a large tensor, among some 4096 elements all over it."""
     flat = expected.reshape(-1)
-    return int(xp.unique(flat[:: max(1, flat.size // 4096)]).size)
+    return xp.unique(flat[:: max(1, flat.size // 4096)]).size
 
 
 def _terms(problem: Problem, tensor: str) -> int:

@@ -273,9 +273,8 @@ class Kernel:
         maps = tensor_maps(self.path, self.tensor_map, names, problem, self.pass_, spaces, self._number)
         launches = [self._launch(launch, names, problem, device) for launch in self.launches if self._number(launch.when, names, "when")]
         if not launches:
-            raise UsageFault(
-                f"{self.label} launches nothing on {problem.describe()}", "when is 0 for each launch", "correct when in its header"
-            )
+            what = f"{self.label} launches nothing on {problem.describe()}"
+            raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
         return Plan(tuple(macros), tuple(launches), spaces, maps)
 
     def _launch(self, launch: Launch, names: Mapping[str, int], problem: Problem, device: Device) -> LaunchPlan:
@@ -331,7 +330,8 @@ def catalogue() -> tuple[Kernel, ...]:
 
 
 def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
-    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked.
+    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked. Of "a+b" the forward pass is
+    a's, the backward pass b's.
 
     Raises UsageFault, which lists the kernels, where there is none; NoSuchPass where the kernel has no such pass.
     """
@@ -347,6 +347,8 @@ def is_path(spec: str) -> bool:
 def _find(spec: str, pass_: str) -> Kernel:
     if is_path(spec):
         return _from_path(Path(spec), pass_)
+    if "+" in spec:
+        spec = spec.split("+", 1)[pass_ == "backward"]
     wanted = spec.lower().replace("-", "_")
     same = [
         k
@@ -373,11 +375,8 @@ def _from_path(path: Path, pass_: str) -> Kernel:
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if len(file.name) > 255 or not file.is_file():
-        hint = (
-            f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
-            if file != path
-            else "fa-cli list shows the kernels there are"
-        )
+        write = f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
+        hint = write if file != path else "fa-cli list shows the kernels there are"
         raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(str(path))} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
 

@@ -100,8 +100,8 @@ def draw(
             add("kernel_comparison", part, figures.kernel_comparison)
     for number, panels in enumerate(tables, len(several)):
         progress(f"{number}/{total} draws the ladder")
-        first, words = panels[0], " and ".join(panel.dtype for panel in panels)
-        figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(replace(first, dtype=words), env or {}))
+        first = panels[0]
+        figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
         made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
     return made
 

@@ -49,11 +49,12 @@ class Span:
 
 
 def kernels_of(partition: Partition, contender: Contender, passes: tuple[str, ...]) -> list[tuple[Kernel, Problem, Mapping[str, int]]]:
-    """What all ranks together load: compiled by one of them first, it is in the cache for the others. Each compile key once."""
+    """What all ranks together load: compiled by one of them first, it is in the cache for the others. Each problem once: its lengths may
+    be in the compile key."""
     found: dict[Any, tuple[Kernel, Problem, Mapping[str, int]]] = {}
     for problem in partition.problems:
         for pass_ in passes:
-            found.setdefault((pass_, problem.causal), (contender.kernels[pass_], problem, contender.tiles))
+            found.setdefault((pass_, problem), (contender.kernels[pass_], problem, contender.tiles))
     plain = rows_problem(partition.problem, partition.problem.heads_q, 1)
     return [*found.values(), *((Kernel.read(path), plain, {}) for path in (MERGE, ADD, ROUND))]
 

@@ -64,7 +64,8 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
         found = choose.contender(spec, passes)
     except NoSuchPass as fault:
         able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
-        hint = f"for a gradient use one of {', '.join(able)}, which have both passes; without one torch.no_grad()"
+        pair = f", or {spec}+{able[-1]}" if able and not is_path(spec) else ""
+        hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
@@ -112,6 +113,7 @@ class Ready:
     dim: int
     pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
     plain: bool  # its tensors must be contiguous
+    mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
     room: int  # bytes of all workspaces
     spaces: tuple[int, ...]  # where each of them starts
     zeroed: bool  # whether one of them is zeroed by whoever allocates it
@@ -137,7 +139,7 @@ class Ready:
         views = {"logsumexp": View(lse.data_ptr(), heads * rows, rows, 1)}
         held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
         for name, tensor in zip(self.given, given, strict=True):
-            view = self.view(tensor)
+            view = self.view(tensor, name in self.mapped)
             if view is None:
                 held.append(self.rows_like(tensor).copy_(tensor))
                 view = View(held[-1].data_ptr(), *held[-1].stride()[:3])
@@ -168,12 +170,14 @@ class Ready:
         start = space.data_ptr()
         return [start + offset for offset in self.spaces]
 
-    def view(self, tensor: Any) -> View | None:
-        """Where a tensor is; None where its rows are not as a kernel wants them."""
+    def view(self, tensor: Any, mapped: bool = False) -> View | None:
+        """Where a tensor is; None where its rows are not as a kernel wants them, by a tensor map or by its address."""
         if self.plain:
             return View(tensor.data_ptr(), *tensor.stride()[:3]) if tensor.is_contiguous() else None
         address, (batch, head, row, step) = tensor.data_ptr(), tensor.stride()
         if step != 1 or (address | (batch | head | row) * self.size) & 15:
+            return None
+        if mapped and _overlaps(tensor.shape, tensor.stride()):
             return None
         if self.pitch != self.dim:  # the last row may end where its memory ends
             last = sum((count - 1) * stride for count, stride in zip(tensor.shape[:3], (batch, head, row), strict=True))
@@ -225,7 +229,11 @@ def ready(
     pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
-    fits = pitch == dim and all(_fits(problem.shape(name), each, size, plain) for name, each in zip(given, strides, strict=True))
+    mapped = frozenset(each.tensor for each in made.loaded.plan.tensor_maps)
+    fits = pitch == dim and all(
+        _fits(problem.shape(name), each, size, plain) and not (name in mapped and _overlaps(problem.shape(name), each))
+        for name, each in zip(given, strides, strict=True)
+    )
     every = (
         dict(zip(given, ((each[0], each[1], each[2]) for each in strides), strict=True)) | outputs | {"logsumexp": (heads * seq, seq, 1)}
     )
@@ -242,6 +250,7 @@ def ready(
         dim=dim,
         pitch=pitch,
         plain=plain,
+        mapped=mapped,
         room=room,
         spaces=tuple(starts),
         zeroed=any(space.init == "zero_once" for space in made.loaded.plan.workspaces),
@@ -258,6 +267,11 @@ def _fits(shape: tuple[int, ...], strides: tuple[int, ...], size: int, plain: bo
     if plain:
         return all(count == 1 or stride == want for count, stride, want in zip(shape, strides, (*_contiguous(shape), 1), strict=True))
     return strides[3] == 1 and not any(stride * size & 15 for stride in strides[:3])
+
+
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether rows may share memory, as in an expanded tensor: TMA is told of none that are nearer to each other than a row is long."""
+    return any(count > 1 and stride < shape[3] for count, stride in zip(shape[:3], strides[:3], strict=True))
 
 
 def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:

@@ -32,8 +32,9 @@ def attention(
     heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
     j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
 
-    kernel: a name, number or alias of the ladder, the path of a .cu file, or "auto", the highest step that takes the case (both passes
-    where a gradient is wanted; float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
+    kernel: a name, number or alias of the ladder, two of them as "hopper+mma_qreg_async" (forward and backward pass), the path of a .cu
+    file, or "auto", the highest step that takes the case, for each pass where a gradient is wanted (float32 is never rounded to tf32).
+    Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
     not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are
     cast as torch's are.

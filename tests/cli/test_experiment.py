@@ -193,7 +193,7 @@ def test_burst_and_energy_are_rows_of_what_passed(monkeypatch: pytest.MonkeyPatc
     problem = Problem.of(1, 1, 32, 16)
     contenders = [contender("fa2", ["forward"])]
     ((rows, samples),) = experiment._shape(
-        backend, contenders, "forward", "t", problem, "run", ("warm", "burst", "energy"), lambda text: None
+        backend, contenders, "forward", "t", problem, "run", ("warm", "burst", "energy"), lambda text, more: None
     )
     assert [(r.Kernel, r.timing, r.Status) for r in rows] == [("fa2", "warm", "PASS"), ("fa2", "burst", "PASS")]
     assert rows[0].power_w == pytest.approx(1.0, rel=0.05) and rows[0].sm_clock_mhz == 1234

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import experiment
-from harness.terminal import options, progress, show
+from harness.terminal import options, printing, progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SWEEP = 'title = "a test"\nkernels = ["naive"]\npeers = ["numpy"]\nshapes = [{ batch = 1, heads = 1, seq = [8, 12, 16], dim = 8 }]\n'
@@ -63,7 +63,7 @@ def test_a_count_becomes_a_bar_and_an_estimate(terminal: Terminal) -> None:
     assert drawn[5].endswith("x…") and max(map(len, drawn)) <= 60
 
 
-@pytest.mark.parametrize("speak", [options.note, lambda text: options.complain(text), lambda text: show.line(text)])
+@pytest.mark.parametrize("speak", [options.note, lambda text: options.complain(text), lambda text: printing.line(text)])
 def test_the_line_goes_before_a_message(terminal: Terminal, speak: Callable[[str], object]) -> None:
     """Whoever speaks takes it away, once."""
     tell = progress.teller(0)
@@ -127,17 +127,17 @@ def test_a_sweep_says_how_far_it_is(tmp_path: Path) -> None:
     """A fork's work is told too, in parts of the whole sweep. Without figures summary.md is written all the same."""
     (tmp_path / "mine.toml").write_text(SWEEP)
     said = on_a_terminal(tmp_path, "experiment", "mine.toml", "--device", "cpu", "--output-dir", "out", "--no-figures")
-    order = ["S8 checks numpy", "S8 times warm", "66% ", "max |error|", "written  out/results.csv", "PASS 6 of 6"]
+    order = ["S8 checks numpy", "S8 times warm", "66% ", "max |error|", "written  out/mine/results.csv", "PASS 6 of 6"]
     places = [said.find(words) for words in order]
     assert -1 not in places and places == sorted(places), dict(zip(order, places, strict=True))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["env.json", "results.csv", "samples.jsonl", "summary.md"]
+    assert sorted(path.name for path in (tmp_path / "out" / "mine").iterdir()) == ["env.json", "results.csv", "samples.jsonl", "summary.md"]
 
 
 def test_the_table_comes_before_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are handed out while the figures are still to be drawn."""
     (tmp_path / "mine.toml").write_text(SWEEP)
     order: list[object] = []
-    monkeypatch.setattr("harness.report.redraw", lambda *given: order.append(given[4]) or [])
+    monkeypatch.setattr("harness.report.redraw", lambda *given, **more: order.append(more["figures"]) or [])
     wanted = experiment.Options(str(tmp_path / "mine.toml"), device="cpu", output_dir=tmp_path / "out", only=("S8",))
     experiment.run_sweep(wanted, measured=lambda rows: order.append([row.Test for row in rows]))
     assert order == [["S8", "S8"], True]

@@ -19,7 +19,7 @@ from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
-from harness.measure.sampling import Timing
+from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 from harness.terminal.show.report import tuned
 
@@ -157,7 +157,7 @@ def on_a_gpu(found: Kernel, times: Sequence[float]) -> tune.Tuned:
         for i, ms in enumerate(times)
     ]
     rows.append(replace(rows[0], status="PRUNED", ms=None, default=False))
-    return tune.Tuned(found, problem, "cuda", "NVIDIA H200", sorted(rows, key=tune._order))
+    return tune.Tuned(found, problem, "cuda", "NVIDIA H200", sorted(rows, key=lambda row: tune._order(row, "time")))
 
 
 def test_what_a_gpu_prints(planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +173,48 @@ def test_what_a_gpu_prints(planted: str, tmp_path: Path, capsys: pytest.CaptureF
     text = (tmp_path / "mine_forward.cu").read_text().replace('// HOW = "1 if causal else 2"\n// MORE = 7\n', lines)
     (tmp_path / "mine_forward.cu").write_text(text)
     assert Kernel.read(tmp_path / "mine_forward.cu").tile["HOW"] == 4, "what is printed can be pasted"
+
+
+def test_ranked_by_energy(planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The least energy first, whatever its time; a variant whose counter stood still comes behind, one that broke a rule is wrong."""
+    by_time = on_a_gpu(Kernel.read(tmp_path / "mine_forward.cu"), [4.0, 5.0, 2.0, 3.0])
+    taken = {2: Energy(1000.0, 500.0, 1700.0), 3: Energy(900.0, 600.0, 1500.0), 4: None, 5: Energy(1200.0, 690.0, 1500.0)}
+    rows = [
+        tune._metered(row, Timing("energy", (), (), energy=taken[row.tiles["HOW"]]), by_time.problem) if row.ms else row
+        for row in by_time.rows
+    ]
+    found = replace(by_time, rows=sorted(rows, key=lambda row: tune._order(row, "energy")), by="energy")
+    assert [row.tiles["HOW"] for row in found.rows if row.status == "PASS"] == [3, 2, 5, 4] and by_time.rows[0].tiles["HOW"] == 4
+    assert found.best and found.best.pj_per_flop == pytest.approx(900e-3 / found.problem.flops("forward") * 1e12)
+    assert tuned(found, False, 0) == 0
+    out = capsys.readouterr().out
+    assert "takes the least energy" in out and "pJ/FLOP" in out and "// HOW = 3  # for" in out and " 690 " in out
+    assert tuned(by_time, False, 0) == 0 and "pJ/FLOP" not in capsys.readouterr().out, "no counter, no columns"
+    wrong = tune._metered(rows[0], Timing("energy", (), (), broken="it writes V"), found.problem)
+    assert (wrong.status, wrong.why, wrong.ms, wrong.tflops) == ("FAIL", "it writes V", None, None)
+    assert replace(found, rows=[replace(row, energy_mj=None) for row in rows]).best is None, "nothing to rank by"
+
+
+@needs_compiler
+def test_energy_is_read_of_what_passed(fa_cli: Run, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By energy of all that is right, by time of the fastest; a device that does not count energy cannot be asked for it: exit 4."""
+    result = fa_cli("tune", planted, *SHAPE, "--by", "energy")
+    assert result.exit_code == 4 and "does not say what energy" in result.stderr and "--by time" in result.stderr
+    asked: list[int] = []
+
+    def energy(contenders: Any, *_: Any) -> dict[str, Timing]:
+        asked.append(len(contenders))
+        return {name: Timing("energy", (), (), energy=Energy(10.0 - int(name), 300.0, 1500.0)) for name in contenders}
+
+    monkeypatch.setattr(tune.alone, "energy", energy)
+    monkeypatch.setattr(type(tune.pick("cpu")), "meter", lambda self: (0, 0))
+    monkeypatch.setattr(tune, "FASTEST", 2)
+    tiles = ("--tile", "HOW=2,3,6,7", "--json")  # 3 is wrong
+    rows = json.loads(fa_cli("tune", planted, *SHAPE, "--by", "energy", *tiles).stdout)["rows"]
+    assert [row["tiles"]["HOW"] for row in rows] == [7, 6, 2, 3] and rows[0]["energy_mj"] == 7.0 and rows[0]["power_w"] == 300.0
+    assert rows[0]["pj_per_flop"] > 0 and rows[-1]["energy_mj"] is None
+    rows = json.loads(fa_cli("tune", planted, *SHAPE, *tiles).stdout)["rows"]
+    assert asked == [3, 2] and [row["energy_mj"] is None for row in rows] == [False, False, True, True]
 
 
 def test_a_lost_context_names_the_variant() -> None:

@@ -54,7 +54,9 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "arch"), CASES)
 def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str) -> None:
     rows = compile_kernels([kernel], arch=arch)
-    spilled = [row for row in rows if row.arch in ("sm_80", "sm_90", "sm_120") and row.spill_bytes]  # whatever the header allows elsewhere
+    spilled = [
+        row for row in rows if row.arch in ("sm_80", "sm_90", "sm_90a", "sm_120") and row.spill_bytes
+    ]  # whatever the header allows elsewhere
     bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed or row in spilled]
     assert not bad, "\n".join(bad)
     compiled = {row.dtype for row in rows if row.status == "OK"}
@@ -116,6 +118,26 @@ def test_static_shared_memory_counts_too(tmp_path: Path) -> None:
     assert one(planted.kernel(tmp_path, body), "sm_75").shared_bytes == 32768
     row = one(planted.kernel(tmp_path, body, shared=40000), "sm_75")  # 72768 together, 65536 there are
     assert (row.status, row.shared_bytes) == ("TOO BIG", 72768)
+
+
+def test_everything_adds_the_tiles_of_other_lengths(tmp_path: Path) -> None:
+    """A form that only some lengths have is compiled too, each once, and its row says which it is."""
+    text = (
+        planted.kernel(tmp_path)
+        .path.read_text()
+        .replace("// [[launch]]", '// [tile]\n// MANY = "1 + (seq_kv > 1024) * 2"\n// [[launch]]', 1)
+    )
+    (tmp_path / "tiled_forward.cu").write_text(text)
+    kernel = Kernel.read(tmp_path / "tiled_forward.cu")
+    assert [dict(row.tiles) for row in compile_kernels([kernel], arch="sm_80")] == [{"MANY": 1}]
+    assert [dict(row.tiles) for row in compile_kernels([kernel], arch="sm_80", everything=True) if row.causal] == [{"MANY": 1}, {"MANY": 3}]
+
+
+def test_a_kernel_of_one_architecture_is_compiled_for_it_alone() -> None:
+    """wgmma is sm_90a's: no row for another architecture, and none where another is asked for."""
+    hopper = [kernel for kernel in catalogue() if kernel.name == "hopper"]
+    assert hopper and {row.arch for row in compile_kernels(hopper)} == {"sm_90a"}
+    assert compile_kernels(hopper, arch="sm_90") == [] and compile_kernels(hopper, arch="sm_100") == []
 
 
 def test_everything_adds_widths_and_both_masks(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ CASES = [
     ("naive", Problem.of(1, 2, 40, 59, dtype="float16", causal=True, scale=-0.2), 2, None),
     ("mma_qreg_async", Problem.of(1, 4, 133, 64, heads_kv=1, causal=True, dtype="bfloat16"), 4, None),
     ("mma_qreg_async", Problem.of(1, 2, 130, 64, dtype="float16"), 1, None),
+    ("hopper+mma_qreg_async", Problem.of(1, 4, 133, 64, heads_kv=2, causal=True, dtype="bfloat16"), 3, None),
 ]
 
 

@@ -38,7 +38,8 @@ def cases(chosen: Kernel) -> list[verify.Case]:
     }
     found = []
     for number, row in enumerate(covering(factors, chosen.head_dims)):
-        dim = min(row["dim"], 128) - row["tail"]  # a width above 128 is that of a kernel whose head dim is a run-time value
+        runtime = len(chosen.head_dims) == 1  # a single wide width is that of a kernel whose head dim is a run-time value
+        dim = (min(row["dim"], 128) if runtime else row["dim"]) - row["tail"]
         rows = length(chosen, dim, row["dtype"])
         unseen = UNSEEN if row["causal"] else 0
         keys = rows + unseen + (4 if chosen.cross else 0)

@@ -12,7 +12,7 @@ import pytest
 
 from harness import peers
 from harness.check import budget, reference
-from harness.dataset import folder as dataset
+from harness.dataset import generate as dataset
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.peers import on_torch, sdpa
 from harness.problem import Problem

@@ -74,6 +74,8 @@ CASES = [
     ("fa2", Problem.of(2, 1, 33, 64, dtype="bfloat16", causal=True)),
     ("mma_qreg_async", Problem.of(1, 4, 70, 59, heads_kv=2, seq_kv=33, dtype="bfloat16", causal=True)),
     ("auto", Problem.of(1, 2, 33, 64, dtype="bfloat16", causal=True)),
+    ("auto", Problem.of(1, 4, 70, 59, heads_kv=2, seq_kv=33, dtype="float16", causal=True)),
+    ("hopper+mma_qreg_async", Problem.of(1, 2, 20, 128, dtype="bfloat16")),
 ]
 
 
@@ -81,7 +83,7 @@ CASES = [
 def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> None:
     """O, logsumexp and all gradients against float64, of GQA, unequal lengths and head dims that are no multiple of 16 bytes."""
     inputs = made(device, problem)
-    arithmetic = "p16" if kernel in ("auto", "mma_qreg_async") else "f32"
+    arithmetic = "p16" if kernel in ("auto", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
 
 
@@ -123,7 +125,7 @@ def of_layout(tensor: Any, layout: str) -> Any:
     return tensor.detach().new_zeros(1).expand(tensor.shape)  # "one element"
 
 
-@pytest.mark.parametrize("kernel", ["naive", "mma_qreg_async"])
+@pytest.mark.parametrize("kernel", ["naive", "mma_qreg_async", "hopper+mma_qreg_async"])
 @pytest.mark.parametrize(
     ("layout", "copied"), [("rows first", False), ("packed", False), ("unaligned", True), ("columns", True), ("one element", True)]
 )
@@ -215,11 +217,31 @@ def test_shapes_and_dtypes_that_do_not_belong_together(device: Any) -> None:
         attention(*(q.int(),) * 3)
 
 
+@pytest.mark.parametrize("shared", ["heads", "batches", "rows", "half rows"])
+def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA is given no map of them: what a tensor map is of is copied, and what is read by its address is not."""
+    made = torch.randn(2, 2, 40, 64, device=device, dtype=torch.bfloat16)
+    k = {
+        "heads": lambda: made[:, :1].expand(2, 2, 40, 64),
+        "batches": lambda: made[:1].expand(2, 2, 40, 64),
+        "rows": lambda: made[:, :, :1].expand(2, 2, 40, 64),
+        "half rows": lambda: made.as_strided((2, 2, 40, 64), (2 * 40 * 64, 40 * 64, 32, 1)),
+    }[shared]()
+    copies: list[Any] = []
+    rows_like = call.Ready.rows_like
+    monkeypatch.setattr(call.Ready, "rows_like", lambda self, t: copies.append(t) or rows_like(self, t))
+    for kernel, copied in (("hopper", 1), ("mma_qreg_async", 0)):
+        copies.clear()
+        o = attention(made, k, made, causal=True, kernel=kernel)
+        assert len(copies) == copied, kernel
+        assert torch.equal(o, attention(made, k.contiguous(), made, causal=True, kernel=kernel))
+
+
 def test_auto_says_once_where_it_takes_a_lower_step(device: Any) -> None:
-    """Head dims that the highest step has no build for: the reason is told, once; a usual case is told nothing."""
+    """Head dims that the highest steps have no build for: the reason is told, once; a usual case is told nothing."""
     q = torch.randn(1, 1, 4, 160, device=device, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
-        attention(q, q, q)
+        attention(q.clone().requires_grad_(), q, q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())

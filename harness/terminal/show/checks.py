@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import options
@@ -26,6 +26,14 @@ class Told:
         self._step = teller(verbosity)
         self._told: set[tuple[str, str, str]] = set()
         self._failed = 0
+
+    def all_of(self, verify: Callable[..., object]) -> int:
+        """Verify, until Ctrl-C at the latest, and tell what came of it. Returns the exit code."""
+        try:
+            verify(progress=self.result, note=self.note, tell=self.tell)
+        except KeyboardInterrupt:
+            return self.end(interrupted=True)
+        return self.end()
 
     def result(self, done: CaseResult) -> None:
         """One more."""
@@ -108,6 +116,15 @@ def _first_error(log: str) -> str:
     return next((text.strip() for text in log.splitlines() if re.search(r"[:(]\d+(:\d+)?\)?: (fatal |catastrophic )?error", text)), log)
 
 
+def _orders(rows: Sequence[CompileRow]) -> None:
+    """compile --order: the form that was compiled, and a line for each entry of its file."""
+    for r in rows:
+        form = (f"D{r.head_dim}", r.arch, "causal" * r.causal, "deterministic" * r.deterministic)
+        for entry, order in (r.order or {}).items():
+            line(r.kernel, r.pass_, r.dtype, *form, *(f"{name}={value}" for name, value in r.tiles.items()))
+            line(" ", f"{entry}: {order or 'no loop has both products on tensor cores and exponentials'}")
+
+
 def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
     """compile: resources of each kernel on each architecture. Exit code 5 where one does not compile, 1 where one spills."""
     code = 5 if any(row.status == "ERROR" for row in rows) else 0 if all(row.passed for row in rows) else 1
@@ -133,6 +150,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
             for r in rows
         ]
         table(columns, found)
+        _orders(rows)
     causes: dict[tuple[str, str, str, str], list[CompileRow]] = {}
     for row in rows:
         if row.message and (verbosity > QUIET or not row.passed):

@@ -100,7 +100,9 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
         line(f"{found.kernel.label}, {found.problem.describe()}, on {found.device_name}")
         names = list(found.rows[0].tiles)
         columns = ["", *names, "registers", "spills", "shared", "status", "CPU ms" if cpu else "ms"]
+        energy = any(row.energy_mj for row in found.rows)
         columns += [] if cpu else ["TFLOP/s", "times as fast as the default"]
+        columns += ["mJ", "W", "MHz", "pJ/FLOP"] if energy else []
         rows = [
             (
                 "default" if row.default else "",
@@ -111,6 +113,7 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
                 row.status,
                 row.ms,
                 *(() if cpu else (row.tflops, _against_default(row))),
+                *((row.energy_mj, row.power_w, row.sm_clock_mhz, row.pj_per_flop) if energy else ()),
                 row.why,
             )
             for row in found.rows
@@ -120,10 +123,11 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
         note("these are CPU times of the host backend: they say nothing about a GPU")
     if found.best:
         line("")
-        line(f"the fastest, {found.kernel.path.name}:" if not found.best.default else "the default is the fastest:")
+        what = "takes the least energy" if found.by == "energy" else "is the fastest"
+        line(f"the default {what}:" if found.best.default else f"what {what}, {found.kernel.path.name}:")
         for text in found.header_lines:
             line(text)
-        if found.best.vs_low and found.best.vs_low < 1 and not found.best.default:
+        if found.by == "time" and found.best.vs_low and found.best.vs_low < 1 and not found.best.default:
             note("its interval reaches below 1: it may be no faster than the default")
     right = sum(row.status == "PASS" for row in found.rows)
     pruned = sum(row.status == "PRUNED" for row in found.rows)

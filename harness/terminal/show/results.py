@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...check import budget
 from ..printing import QUIET, VERBOSE, document, line, near, note, table
 from .report import error_pictures, times_as_fast, watched
 
@@ -47,6 +46,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
     """run: errors of each tensor, times, files. The largest relative error is one of a reference near zero: only JSON has it.
 
     One kernel is one JSON object, several are rows."""
+    from ...check import budget  # numpy: not for list and --help
 
     passed = all(result.passed for result in found)
     if as_json:

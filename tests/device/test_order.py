@@ -1,0 +1,81 @@
+"""The order of instructions in the Hopper kernel's machine code: its exponentials run under a product. Needs NVRTC and nvdisasm, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import sample
+
+from harness.backends import nvrtc, sass
+from harness.compile import compile_kernels
+from harness.fault import EnvironmentFault
+from harness.kernel.kernel import Device, find
+from harness.problem import Problem
+
+HOPPER = find("hopper", "forward")
+SM_90A = Device("cuda", "sm_90a", "sm_90a", shared_optin=nvrtc.SHARED_LIMIT["sm_90a"])
+
+
+class Form(NamedTuple):
+    """What is compiled; tile values depend on the length."""
+
+    dtype: str
+    dim: int
+    causal: bool
+    seq: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.dtype}-D{self.dim}-{'causal' if self.causal else 'full'}-S{self.seq}"
+
+
+FORMS = [Form(*each) for each in itertools.product(HOPPER.dtypes, HOPPER.head_dims, (False, True), (1024, 4096))]
+DRAWN = sample.sample("order", FORMS, lambda form: set(form), lambda form: 1, 4)
+
+
+@pytest.fixture(autouse=True)
+def tools() -> None:
+    """Skip where one is absent. The dev extra brings both, so `make test` never skips."""
+    try:
+        nvrtc.version(), sass.program()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+
+
+def compiled(form: Form, **tiles: int) -> tuple[nvrtc.Compiled, sass.Loop]:
+    """The kernel in a form, and its main loop."""
+    problem = Problem.of(1, 1, form.seq, form.dim, dtype=form.dtype, causal=form.causal)
+    found = nvrtc.compile_(HOPPER, HOPPER.plan(problem, SM_90A, tiles), SM_90A.arch)  # raises where ptxas has serialised wgmma
+    loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
+    assert loop
+    return found, loop
+
+
+@pytest.mark.parametrize("form", sample.parameters(FORMS, DRAWN, lambda form: form.label))
+def test_exponentials_run_under_the_product(form: Form) -> None:
+    """S, O's product, the wait for S, the exponentials, the wait for O; no spills at all."""
+    found, loop = compiled(form)
+    assert not found.spill_bytes and not loop.local
+    assert loop.hidden >= 0.9, loop.describe()
+    tiles = HOPPER.names(Problem.of(1, 1, form.seq, form.dim, dtype=form.dtype, causal=form.causal), SM_90A)
+    hot = [(run.what, run.times) for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2")]
+    scores, output = (f"HGMMA 64x{tiles['BLOCK_K']}x16", form.dim // 16), (f"HGMMA 64x{form.dim}x16", tiles["BLOCK_K"] // 16)
+    assert hot[:3] == [scores, output, ("DEPBAR 1", 1)] and hot[-1] == ("DEPBAR 0", 1)
+    assert sum(count for what, count in hot if what == "MUFU.EX2") >= tiles["BLOCK_K"] // 2, "one a score: 64 rows, 128 threads"
+    assert ("HMMA 16816" in {run.what for run in loop.runs}) == (form.dtype == "bfloat16"), "the cold path"
+
+
+def test_without_the_pin_the_order_is_lost() -> None:
+    """The compiler moves the exponentials behind the wait for O: the check above can fail."""
+    assert compiled(Form("bfloat16", 64, False, 4096), PIN=0)[1].hidden < 0.5
+
+
+def test_the_verb_reads_it() -> None:
+    """compile(order=True): a text for each entry, in a row that is compiled for sm_90a alone."""
+    rows = compile_kernels([HOPPER], order=True)
+    assert {row.arch for row in rows} == {"sm_90a"} and {row.dtype for row in rows} == set(HOPPER.dtypes)
+    for row in rows:
+        assert row.passed and row.order and "DEPBAR 1 · " in (row.order["forward"] or "") and "0 LDL/STL" in (row.order["forward"] or "")
+        assert row.tiles["BLOCK_K"] == 64
