@@ -142,7 +142,7 @@ def _highest(passes: Sequence[str], problem: Problem, device: Device, determinis
     """
 
     def able(pass_: str) -> Iterator[Kernel]:
-        ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None), key=lambda k: -(k.number or 0))
+        ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None and k.auto), key=lambda k: -(k.number or 0))
         return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), deterministic, device))
 
     for first in able(passes[0]):

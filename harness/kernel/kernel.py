@@ -53,6 +53,7 @@ class Kernel:
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     spill_bytes_allowed: int = 0
+    auto: bool = True  # whether --compute auto may take it
     tile: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Table] = field(default_factory=dict)
     tensor_map: Mapping[str, Table] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Kernel:
             arithmetic=head.get("arithmetic", "f32"),
             aliases=tuple(head.get("aliases", ())),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
+            auto=head.get("auto", True),
             tile=head.get("tile", {}),
             workspace=head.get("workspace", {}),
             tensor_map=head.get("tensor_map", {}),

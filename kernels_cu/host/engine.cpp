@@ -27,6 +27,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "async.hpp"
 #include "barrier.hpp"
@@ -489,6 +490,23 @@ void fa_host_tma_prefetch(const void* given, const char* file, int line) {
     checked_map(*this_worker, given, nullptr, int(map.rank), "tma_prefetch_map", file, line);
 }
 
+// Like a store through a map of `count` floats.
+void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    char* smem = reinterpret_cast<char*>(const_cast<float*>(from));
+    if (reinterpret_cast<uintptr_t>(to) % 16 || count < 4 || count % 4)
+        tma_fault(w, "a bulk reduction to an address that is not 16-byte aligned, or of no multiple of 4 floats", "bulk_add_f32", file,
+                  line);
+    if (!in_shared_memory(w, smem, 4 * size_t(count)) || reinterpret_cast<uintptr_t>(smem) % 16)
+        tma_fault(w, "a bulk reduction from no 16-byte aligned place in shared memory", "bulk_add_f32", file, line);
+    TensorMap map{};
+    map.base = reinterpret_cast<uint64_t>(to), map.rank = 1, map.element_bytes = 4, map.dim[0] = map.box[0] = uint32_t(count);
+    const int at[1] = {0};
+    const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, nullptr};
+    Async::of(w)->begin_store(w, map, smem, at, copy, true);
+}
+
 void fa_host_bulk_commit() { ++Async::of(*this_worker)->store[this_worker->current].groups; }
 
 void fa_host_bulk_wait(int but) { Async::of(*this_worker)->wait_for_stores(*this_worker, unsigned(but)); }
@@ -621,6 +639,17 @@ int fa_host_atomic_max_i32(int* address, int value) {
     while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
 }
+
+// The block waited for runs on another worker, or has run on this one.
+void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line) {
+    for (int tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++tries) {
+        abort_if_interrupted(*this_worker);
+        if (tries == 600000) fa_host_fail("wait_for_turn: after a minute no block has passed it the turn", file, line);
+        usleep(100);
+    }
+}
+
+void fa_host_pass_turn(int* turn, int next) { __atomic_store_n(turn, next, __ATOMIC_RELEASE); }
 
 int fa_host_run(const Launch* launch) {
     Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};

@@ -49,7 +49,7 @@ struct Product {
     const unsigned* registers_a;  // 4
     unsigned long long a, b;      // descriptors of shared memory
     int registers;
-    bool transposed_b, accumulate;
+    bool transposed_a, transposed_b, accumulate;
     void* code;  // for the race check
     void (*multiply)(float* d, const unsigned short* a, const unsigned short* b, int columns);
 };
@@ -76,6 +76,9 @@ int fa_host_atomic_add_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
+// Blocks that take turns: one waits until another has passed the turn to it.
+void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line);
+void fa_host_pass_turn(int* turn, int next);
 
 // Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
@@ -99,6 +102,7 @@ void fa_host_proxy_fence();
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
 void fa_host_tma_store(const void* map, const void* from, const int* at, int rank, const char* file, int line);
 void fa_host_tma_prefetch(const void* map, const char* file, int line);
+void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
 void fa_host_bulk_wait(int but);
 

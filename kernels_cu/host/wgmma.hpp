@@ -31,7 +31,7 @@ struct Descriptor {
     static uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
     // Where 8 elements along k of a row lie: K-major.
     uint32_t of_row(int row, int half) const { return swizzled(start + row / 8 * stride + row % 8 * 128 + half * 16); }
-    // Where columns 8 * eighth to 8 * eighth + 7 of line k lie: MN-major.
+    // Where columns (of B, rows of A) 8 * eighth to 8 * eighth + 7 of line k lie: MN-major.
     uint32_t of_line(int k, int eighth) const {
         return swizzled(start + eighth / 8 * leading + k / 8 * stride + k % 8 * 128 + eighth % 8 * 16);
     }
@@ -55,7 +55,7 @@ struct Wgmma {
     struct Issued {
         Descriptor a, b;
         int columns, chain, line;
-        bool transposed_b, registers_a;
+        bool transposed_a, transposed_b, registers_a;
         unsigned group;
         uint64_t hash;  // of the operands in shared memory
         const uint32_t* a_at[128];
@@ -124,7 +124,7 @@ struct Wgmma {
         const int columns = 2 * first.registers;
         Issued& p = oldest(w, g, file, line);
         p.a = Descriptor(first.a), p.b = Descriptor(first.b);
-        p.columns = columns, p.transposed_b = first.transposed_b, p.registers_a = first.registers_a;
+        p.columns = columns, p.transposed_a = first.transposed_a, p.transposed_b = first.transposed_b, p.registers_a = first.registers_a;
         p.group = g.commits[0], p.left = 128, p.file = file, p.line = line, p.code = code;
         for (int warp = 0; warp < 4; ++warp) p.reader[warp] = -1, p.waited[warp] = false;
         unsigned short a[64][16], b[max_columns * 16], turned[max_columns * 16];
@@ -236,8 +236,8 @@ struct Wgmma {
             if (other.a != first.a && !first.registers_a) what = "the descriptors of A differ between threads of a warpgroup";
             if (other.b != first.b) what = "the descriptors of B differ between threads of a warpgroup";
             if (other.accumulate != first.accumulate) what = "some threads of a warpgroup accumulate and some do not";
-            if (other.multiply != first.multiply || other.registers != first.registers || other.transposed_b != first.transposed_b ||
-                !other.registers_a != !first.registers_a)
+            if (other.multiply != first.multiply || other.registers != first.registers || other.transposed_a != first.transposed_a ||
+                other.transposed_b != first.transposed_b || !other.registers_a != !first.registers_a)
                 what = "threads of a warpgroup issue different products";
             if (g.commits[t] != g.commits[0] || g.retired[t] != g.retired[0])
                 what = "threads of a warpgroup have committed or waited for different wgmma groups";
@@ -257,20 +257,23 @@ struct Wgmma {
         const Descriptor* both[] = {&p.a, &p.b};
         for (int i = p.registers_a; i < 2; ++i) {
             const Descriptor& d = *both[i];
+            const bool transposed = i ? p.transposed_b : p.transposed_a;
             const char* what = nullptr;
             if (d.mode != 1) what = "a descriptor without the 128-byte swizzle: the CPU backend knows no other";
             else if (d.stride % 1024) what = "a descriptor whose 8-row atoms are no multiple of 1024 bytes apart";
-            else if (i && p.transposed_b && (d.start % 128 || (p.columns > 64 && (!d.leading || d.leading % 1024))))
+            else if (transposed && (d.start % 128 || (i && p.columns > 64 && (!d.leading || d.leading % 1024))))
                 what = "an MN-major descriptor that starts inside a row, or whose 64-column slabs are no multiple of 1024 bytes apart";
-            else if (!(i && p.transposed_b) && d.start % 128 > 96) what = "a K-major descriptor whose 16 columns cross the end of its rows";
-            else if (d.start % 1024 >= 128 && !(i && p.transposed_b)) what = "a K-major descriptor that starts inside an atom of 8 rows";
+            else if (!transposed && d.start % 128 > 96) what = "a K-major descriptor whose 16 columns cross the end of its rows";
+            else if (d.start % 1024 >= 128 && !transposed) what = "a K-major descriptor that starts inside an atom of 8 rows";
             if (what) wrong(w, what, word, file, line);
         }
     }
 
-    // Calls chunk(matrix, row or k, 8-element chunk, address) for the 16-byte chunks of A (0) and B (1).
+    // Calls chunk(matrix, row or column or (transposed) k, 8-element chunk, address) for the 16-byte chunks of A (0) and B (1).
     template <class Chunk> static void each_chunk(const Issued& p, Chunk chunk) {
-        for (int row = 0; !p.registers_a && row < 64; ++row)
+        for (int k = 0; p.transposed_a && k < 16; ++k)
+            for (int eighth = 0; eighth < 8; ++eighth) chunk(0, k, eighth, p.a.of_line(k, eighth));
+        for (int row = 0; !p.registers_a && !p.transposed_a && row < 64; ++row)
             for (int half = 0; half < 2; ++half) chunk(0, row, half, p.a.of_row(row, half));
         if (p.transposed_b) {
             for (int k = 0; k < 16; ++k)
@@ -297,7 +300,11 @@ struct Wgmma {
             if (word && (bits[0] & bits[1]) == ~uint64_t(0)) unwritten(w, p, w.arena + at, matrix, word);
             hash = (hash ^ bits[0]) * 0xbf58476d1ce4e5b9ull;
             hash = (hash ^ hash >> 29 ^ bits[1]) * 0x94d049bb133111ebull;
-            memcpy(matrix ? b + row * (p.transposed_b ? p.columns : 16) + 8 * part : &a[row][8 * part], bits, 16);
+            unsigned short turned[8];
+            memcpy(turned, bits, 16);
+            if (!matrix && p.transposed_a)
+                for (int i = 0; i < 8; ++i) a[8 * part + i][row] = turned[i];
+            else memcpy(matrix ? b + row * (p.transposed_b ? p.columns : 16) + 8 * part : &a[row][8 * part], bits, 16);
         });
         return hash;
     }
@@ -307,8 +314,9 @@ struct Wgmma {
 
     // The warp's part of the reads: its 16 rows of A, all of B.
     static void read_by(Worker& w, const Issued& p, int warp, int thread, Access_kind kind) {
-        each_chunk(p, [&](int matrix, int row, int, uint32_t address) {
-            if (matrix || row / 16 == warp) w.race->access(w.arena + (address - shared_base), 16, false, p.code, thread, kind);
+        each_chunk(p, [&](int matrix, int row, int part, uint32_t address) {
+            if (matrix || (p.transposed_a ? part / 2 : row / 16) == warp)
+                w.race->access(w.arena + (address - shared_base), 16, false, p.code, thread, kind);
         });
     }
 

@@ -14,7 +14,7 @@ from harness.fault import EnvironmentFault
 from harness.kernel.kernel import Device, find
 from harness.problem import Problem
 
-HOPPER = find("hopper", "forward")
+HOPPER, BACKWARD = find("hopper", "forward"), find("hopper", "backward")
 SM_90A = Device("cuda", "sm_90a", "sm_90a", shared_optin=nvrtc.SHARED_LIMIT["sm_90a"])
 
 
@@ -79,3 +79,21 @@ def test_the_verb_reads_it() -> None:
     for row in rows:
         assert row.passed and row.order and "DEPBAR 1 · " in (row.order["forward"] or "") and "0 LDL/STL" in (row.order["forward"] or "")
         assert row.tiles["BLOCK_K"] == 64
+
+
+BACKWARD_FORMS = list(itertools.product(BACKWARD.dtypes, BACKWARD.head_dims, (False, True), (False, True)))
+BACKWARD_DRAWN = sample.sample("backward order", BACKWARD_FORMS, lambda form: set(form[:2]), lambda form: 1, 2)
+
+
+@pytest.mark.parametrize("form", sample.parameters(BACKWARD_FORMS, BACKWARD_DRAWN, str))
+def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bool, bool]) -> None:
+    """dP, wait for S, exponentials, dV, wait for dP, dK, dQ, wait for dV, the next S, wait for dQ; no local memory in the loop."""
+    dtype, dim, causal, deterministic = form
+    problem = Problem.of(1, 1, 1024, dim, dtype=dtype, causal=causal)
+    kernel = BACKWARD.made_deterministic() if deterministic else BACKWARD
+    found = nvrtc.compile_(kernel, kernel.plan(problem, SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
+    assert loop and not loop.local
+    runs = [run.what for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2")]
+    order = [key for key, _ in itertools.groupby("product" if what.startswith("HGMMA") else what for what in runs)]
+    assert order == ["product", "DEPBAR 1", "MUFU.EX2", "product", "DEPBAR 1", "product", "DEPBAR 2", "product", "DEPBAR 1"]

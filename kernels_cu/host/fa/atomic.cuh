@@ -1,7 +1,7 @@
 // The CPU meaning of <fa/atomic.cuh>.
 #pragma once
 
-#include <fa/types.cuh>
+#include <fa/warp.cuh>
 
 namespace fa {
 
@@ -10,6 +10,12 @@ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float
     if (uint64_t(reinterpret_cast<char*>(to) - fa_host_self->dynamic_shared) < fa_host_self->dynamic_bytes)
         fa_host_fail("red_add_v4_f32 to shared memory: it adds to global memory only", file, line);
     atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
+}
+
+__forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) { fa_host_wait_for_turn(turn, mine, file, line); }
+__forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) {
+    __syncwarp(full_warp, file, line);
+    if (lane_id() == 0) fa_host_pass_turn(turn, next);
 }
 
 }  // namespace fa

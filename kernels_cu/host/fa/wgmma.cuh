@@ -38,13 +38,13 @@ template <class T> FA_HOST_COLLECTIVE multiply_warpgroup(float* d, const uint16_
     }
 }
 
-template <class T, bool TransposeB, int R>
+template <class T, bool TransposeA, bool TransposeB, int R>
 __forceinline__ void wgmma(float (&d)[R], const uint32_t* a_reg, uint64_t a_smem, uint64_t b_smem, bool accumulate, const char* word,
                            const char* file, int line) {
     static_assert(R % 4 == 0 && R >= 4 && R <= 128, "N, twice the registers of d, is a multiple of 8 up to 256");
     static_assert(sizeof(T) == 2);
     void* code = fa_host_self->race ? fa_host_code() : nullptr;
-    const fa_host::Product product{d, a_reg, a_smem, b_smem, R, TransposeB, accumulate, code, multiply_warpgroup<T>};
+    const fa_host::Product product{d, a_reg, a_smem, b_smem, R, TransposeA, TransposeB, accumulate, code, multiply_warpgroup<T>};
     fa_host_wgmma(&product, word, file, line);
 }
 
@@ -65,6 +65,7 @@ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes)
 
 // The host compiler knows that a wait may write what a product was given.
 template <class T, int N> __forceinline__ void ready(T (&)[N]) {}
+template <int N> __forceinline__ void discard(float (&)[N]) {}
 
 __forceinline__ void wgmma_fence() { fa_host_wgmma_fence(); }
 __forceinline__ void wgmma_commit() { fa_host_wgmma_commit(); }
@@ -74,13 +75,13 @@ template <int PENDING, class... Arrays> __forceinline__ void wgmma_wait(Arrays&.
     fa_host_wgmma_wait(PENDING);
 }
 
-template <class T, bool TransposeB = false, int R>
+template <class T, bool TransposeB = false, bool TransposeA = false, int R>
 __forceinline__ void wgmma_ss(float (&d)[R], uint64_t a_smem, uint64_t b_smem, bool accumulate, FA_HOST_HERE) {
-    host::wgmma<T, TransposeB>(d, nullptr, a_smem, b_smem, accumulate, "wgmma_ss", file, line);
+    host::wgmma<T, TransposeA, TransposeB>(d, nullptr, a_smem, b_smem, accumulate, "wgmma_ss", file, line);
 }
 template <class T, bool TransposeB = false, int R>
 __forceinline__ void wgmma_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b_smem, bool accumulate, FA_HOST_HERE) {
-    host::wgmma<T, TransposeB>(d, a, 0, b_smem, accumulate, "wgmma_rs", file, line);
+    host::wgmma<T, false, TransposeB>(d, a, 0, b_smem, accumulate, "wgmma_rs", file, line);
 }
 
 }  // namespace fa

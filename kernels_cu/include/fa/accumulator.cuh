@@ -105,4 +105,56 @@ __device__ __forceinline__ void store_rows(unsigned char* tile_smem, uint32_t sl
     }
 }
 
+// -- of transposed scores, 64 keys x 2 R queries: what belongs to a query belongs to a column ---------------------------
+
+// S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R].
+template <int R> __device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const float* reference_smem) {
+#pragma unroll
+    for (int j = 0; j < R / 4; ++j) {
+        const Vec<float, 2> reference = load_vec<2>(reference_smem + 8 * j + fragment_column());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[4 * j + i] = exp2_approx(x[4 * j + i] * scale_log2e - reference[i % 2]);
+    }
+}
+
+// Columns before `first[half]` become 0, whatever they hold. `first` may be negative or beyond the tile. Bits as in mask_columns.
+template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], const int (&first)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int mine = max(0, first[half] - fragment_column());
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const uint32_t hidden = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
+#pragma unroll
+            for (int j = 0; j < R / 4; ++j)
+                if (hidden >> j & 1) x[4 * j + 2 * half + e] = 0;
+        }
+    }
+}
+
+// dP^T becomes dS^T = P^T (dP^T - delta of the column). delta_smem: [2 R].
+template <int R> __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem) {
+#pragma unroll
+    for (int j = 0; j < R / 4; ++j) {
+        const Vec<float, 2> delta = load_vec<2>(delta_smem + 8 * j + fragment_column());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[4 * j + i] = p[4 * j + i] * (x[4 * j + i] - delta[i % 2]);
+    }
+}
+
+// An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows; column: the first,
+// where the operand lies within a slab. A quad writes 16 bytes of a row, 8 rows lie in 8 places of the line: no bank conflicts.
+template <int Steps>
+__device__ __forceinline__ void store_operand(unsigned char* tile_smem, uint32_t slab_bytes, const uint32_t (&operand)[Steps][4],
+                                              int column = 0) {
+    const uint32_t lane = opaque_thread_id() % 32, own = (chunk_at<64>(lane / 4, 0) + lane % 4 * 4) ^ uint32_t(column * 2);
+#pragma unroll
+    for (int step = 0; step < Steps; ++step)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const uint32_t at = step / 4 * slab_bytes + (own ^ (step % 4 * 32 + r / 2 * 16)) + r % 2 * 1024;
+            *reinterpret_cast<uint32_t*>(tile_smem + at) = operand[step][r];
+        }
+}
+
 }  // namespace fa

@@ -1,7 +1,8 @@
-// Reductions in global memory by many blocks at once (red): nothing is returned, so no warp stalls on them.
+// Reductions in global memory by many blocks at once (red): nothing is returned, so no warp stalls on them. Their order is any, unless the
+// blocks take turns.
 #pragma once
 
-#include <fa/types.cuh>
+#include <fa/warp.cuh>
 
 namespace fa {
 
@@ -12,6 +13,35 @@ __device__ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, flo
 #else
     atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
 #endif
+}
+
+// Waits until another block has passed the turn to `mine`, and sees what the warps before it have added. For a whole warp. Who comes before
+// must be running or done: a block that waits for one which has not begun may wait for ever. After seconds it traps.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        ".reg .u32 tries;\n"
+        ".reg .s32 now;\n"
+        "mov.u32 tries, 0;\n"
+        "WAIT:\n"
+        "ld.acquire.gpu.global.s32 now, [%0];\n"
+        "setp.eq.s32 done, now, %1;\n"
+        "vote.sync.all.pred done, done, 0xffffffff;\n"
+        "@done bra DONE;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 done, tries, 10000000;\n"
+        "@done bra WAIT;\n"
+        "trap;\n"
+        "DONE:\n"
+        "}\n" ::"l"(turn),
+        "r"(mine)
+        : "memory");
+}
+// The turn is `next`'s, behind all that this warp has added. One fence: it waits for the reductions that are still on their way.
+__device__ __forceinline__ void pass_turn(int* turn, int next) {
+    __syncwarp();
+    if (lane_id() == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
 
 }  // namespace fa

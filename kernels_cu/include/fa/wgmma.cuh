@@ -46,6 +46,12 @@ template <int M, int N> __device__ __forceinline__ void ready(uint32_t (&x)[M][N
 #pragma unroll
     for (int i = 0; i < M; ++i) ready(x[i]);
 }
+// The values of x are needed no more: a product with accumulate = 0 comes next. Without it the compiler keeps them until then, because the
+// instruction names D as an operand either way.
+template <int N> __device__ __forceinline__ void discard(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "=f"(x[i]));
+}
 // Waits until all but the latest PENDING groups are complete: `readable` are the accumulators, and the registers of A, that may be used
 // after it.
 template <int PENDING, class... Arrays> __device__ __forceinline__ void wgmma_wait(Arrays&... readable) {
@@ -54,7 +60,7 @@ template <int PENDING, class... Arrays> __device__ __forceinline__ void wgmma_wa
 }
 
 // One instruction for each N. Operands of inline PTX are numbered: D's N / 2 registers come first.
-template <class T, int N, bool TransposeB> struct Wgmma;
+template <class T, int N, bool TransposeB, bool TransposeA> struct Wgmma;
 
 #define FA_P0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FA_P8 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -108,15 +114,15 @@ template <class T, int N, bool TransposeB> struct Wgmma;
 
 // A to G: the numbers of the operands behind D.
 #define FA_WGMMA_TYPE(N, STORAGE, TYPE, A, B, C, D, E, F, G)                                                                     \
-    template <bool TransposeB> struct Wgmma<STORAGE, N, TransposeB> {                                                            \
+    template <bool TransposeB, bool TransposeA> struct Wgmma<STORAGE, N, TransposeB, TransposeA> {                               \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a_smem, uint64_t b_smem, bool accumulate) {        \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                                 \
                          ", 0;\n"                                                                                                \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_PTX_##N                         \
                          "}, "                                                                                                   \
-                         "%" #A ", %" #B ", p, 1, 1, 0, %" #D ";\n}\n"                                                           \
+                         "%" #A ", %" #B ", p, 1, 1, %" #E ", %" #D ";\n}\n"                                                     \
                          : FA_OUT_##N                                                                                            \
-                         : "l"(a_smem), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB)));                                \
+                         : "l"(a_smem), "l"(b_smem), "r"(int(accumulate)), "n"(int(TransposeB)), "n"(int(TransposeA)));          \
         }                                                                                                                        \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b_smem, bool accumulate) { \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F                                                                 \
@@ -151,14 +157,14 @@ FA_WGMMA(256, 128, 129, 130, 131, 132, 133, 134)
 #undef FA_WGMMA_TYPE
 
 // D += A B with A from shared memory (ss) or registers (rs), D = A B where accumulate is 0. N is twice the length of d; T is the type of the
-// operands. TransposeB: B's descriptor is MN-major.
-template <class T, bool TransposeB = false, int R>
+// operands. TransposeB, TransposeA: the descriptor is MN-major, its rows are the product's K.
+template <class T, bool TransposeB = false, bool TransposeA = false, int R>
 __device__ __forceinline__ void wgmma_ss(float (&d)[R], uint64_t a_smem, uint64_t b_smem, bool accumulate) {
-    Wgmma<T, 2 * R, TransposeB>::ss(d, a_smem, b_smem, accumulate);
+    Wgmma<T, 2 * R, TransposeB, TransposeA>::ss(d, a_smem, b_smem, accumulate);
 }
 template <class T, bool TransposeB = false, int R>
 __device__ __forceinline__ void wgmma_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b_smem, bool accumulate) {
-    Wgmma<T, 2 * R, TransposeB>::rs(d, a, b_smem, accumulate);
+    Wgmma<T, 2 * R, TransposeB, false>::rs(d, a, b_smem, accumulate);
 }
 
 }  // namespace fa

@@ -1,0 +1,187 @@
+"""The words that a backward pass on wgmma needs beside the forward's, against numpy on every backend that has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hopper_kernel
+import numpy as np
+import pytest
+from hopper_kernel import HEADS, ROWS, TYPES, WIDTH, bound, with_fields
+from test_hopper_words import chained, entry
+from word_kernel import integers
+
+from harness.backends import Backend
+
+#: D (64, N) = A^T (64, 64) B (64, N): A and B by rows, both transposed by their descriptors; D's registers hold NaN before.
+TRANSPOSED = (
+    "template <int N> __device__ void product(float* out, uint64_t a, uint64_t b) {\n"
+    """\
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, pair = t % 4 * 2;
+    float d[N / 2];
+    for (int i = 0; i < N / 2; ++i) d[i] = __uint_as_float(0x7fc00000u);
+    fa::discard(d);
+    fa::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+        fa::wgmma_ss<scalar, true, true>(d, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048), step > 0);
+    fa::wgmma_commit();
+    fa::wgmma_wait<0>(d);
+    for (int i = 0; i < N / 2; ++i) out[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2] = d[i];
+}
+"""
+    + entry("q", "v")
+    + """\
+    unsigned char *q_smem = fa::dynamic_shared_1024(), *v_smem = q_smem + 8192;
+    uint64_t* full = reinterpret_cast<uint64_t*>(v_smem + 16384);
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(full, 1);
+        fa::mbarrier_init_fence();
+        fa::mbarrier_arrive_expect_tx(full, 3 * 8192);
+        fa::tma_load_4d(q_smem, &q_map, full, 0, 0, 0, 0);
+        for (int slab = 0; slab < 2; ++slab) fa::tma_load_4d(v_smem + 8192 * slab, &v_map, full, 0, 0, slab, 0);
+    }
+    __syncthreads();
+    fa::mbarrier_wait_parity(full, 0);
+    const uint64_t a = fa::smem_descriptor_mn_major(q_smem, 8192), b = fa::smem_descriptor_mn_major(v_smem, 8192);
+    if (args.seq_q == 64) product<64>(static_cast<float*>(args.O.data), a, b);
+    else product<128>(static_cast<float*>(args.O.data), a, b);
+}
+"""
+)
+MAPS: dict[str, tuple[str, list[int], int]] = {"q": ("Q", [64, 64, 1, 1], 128), "v": ("V", [64, 64, 1, 1], 128)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> None:
+    """Integers to the bit, normal numbers in a tensor core's arithmetic."""
+    draw = np.random.RandomState(5)
+    for a, b in ((integers(64, 64), integers(64, 128, seed=1)), (draw.randn(64, 64), draw.randn(64, 128))):
+        a, b = a.astype(TYPES[dtype]), b.astype(TYPES[dtype])
+        v = np.zeros((HEADS, ROWS, WIDTH), TYPES[dtype])
+        v[:2, :64] = b.reshape(64, 2, 64).transpose(1, 0, 2)
+        kernel = bound(backend, tmp_path, TRANSPOSED, MAPS, {"Q": a, "V": v}, dtype, shared=3 * 8192 + 64)
+        for n in (64, 128):
+            got = with_fields(kernel, seq_q=n)[: 256 * n].view(np.float32).reshape(64, n)
+            assert np.array_equal(got, chained(a.T, b[:, :n], 0, dtype)), n
+
+
+#: S and dP (64, 64) by rows in Q and K, the columns' numbers in V: reference, delta. O: P, dS, P with columns cleared, tiles of dS.
+COLUMNS = (
+    "#include <fa/accumulator.cuh>\n"
+    + entry()[: -len(", ) {\n")]
+    + """) {
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, pair = t % 4 * 2;
+    float* out = static_cast<float*>(args.O.data);
+    float* numbers_smem = reinterpret_cast<float*>(fa::dynamic_shared_1024() + 16384);
+    numbers_smem[t] = fa::widen(static_cast<const scalar*>(args.V.data)[t]);
+    __syncthreads();
+    auto place = [&](int i) { return (row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + pair + i % 2; };
+    float p[32], ds[32];
+    for (int i = 0; i < 32; ++i) p[i] = fa::widen(static_cast<const scalar*>(args.Q.data)[place(i)]);
+    for (int i = 0; i < 32; ++i) ds[i] = fa::widen(static_cast<const scalar*>(args.K.data)[place(i)]);
+    fa::exponentiate_columns(p, 0.5f, numbers_smem);
+    for (int i = 0; i < 32; ++i) out[place(i)] = p[i];
+    fa::score_gradient(ds, p, numbers_smem + 64);
+    for (int i = 0; i < 32; ++i) out[4096 + place(i)] = ds[i];
+    uint32_t whole[4][4], half[2][4];
+    fa::pack_operand<scalar>(whole, ds);
+    float first_32[16];
+    for (int i = 0; i < 16; ++i) first_32[i] = ds[i];
+    fa::pack_operand<scalar>(half, first_32);
+    unsigned char* own_smem = fa::dynamic_shared_1024() + t / 32 * 2048;
+    fa::store_operand(own_smem, 8192, whole);
+    fa::store_operand(own_smem + 8192, 8192, half);
+    fa::store_operand(own_smem + 8192, 8192, half, 32);
+    const int first[2] = {row - 3 + args.causal_shift, row + 5 + args.causal_shift};
+    fa::clear_columns(p, first);
+    for (int i = 0; i < 32; ++i) out[8192 + place(i)] = p[i];
+    __syncthreads();
+    for (int i = t; i < 4096; i += 128) out[12288 + i] = reinterpret_cast<const float*>(fa::dynamic_shared_1024())[i];
+}
+"""
+)
+
+
+def test_columns(backend: Backend, tmp_path: Path) -> None:
+    """Exponentials, gradients and masks of transposed scores take numbers by columns; operands lie swizzled, whole and in halves."""
+    draw = np.random.RandomState(6)
+    x, dp = draw.randn(64, 64).astype(np.float16), draw.randn(64, 64).astype(np.float16)
+    numbers = draw.randn(128).astype(np.float16)
+    numbers[3] = np.inf
+    given = {"Q": x, "K": dp, "V": numbers}
+    kernel = bound(backend, tmp_path, COLUMNS, {}, given, "float16", shared=16384 + 512)
+    for shift in (0, -100, 30, 100):
+        got = with_fields(kernel, causal_shift=shift).view(np.float32)
+        p, ds, cleared = (got[4096 * i : 4096 * (i + 1)].reshape(64, 64) for i in range(3))
+        wanted = np.exp2(np.float32(0.5) * x.astype(np.float32) - numbers[:64].astype(np.float32))
+        assert np.allclose(p, wanted, rtol=1e-6, atol=0)
+        assert (p[:, 3] == 0).all()
+        assert np.array_equal(ds, p * (dp.astype(np.float32) - numbers[64:].astype(np.float32)))
+        hidden = np.arange(64) < np.arange(64)[:, None] - 3 + shift
+        assert np.array_equal(cleared, np.where(hidden, 0, p)), shift
+        tiles = got[12288:].view(np.uint16)[: 2 * 4096].reshape(2, 64, 8, 8)
+        chunk = np.arange(8) ^ (np.arange(64) % 8)[:, None]
+        whole, halves = (tile[np.arange(64)[:, None], chunk].reshape(64, 64).view(np.float16) for tile in tiles)
+        rounded = ds.astype(np.float16)
+        assert np.array_equal(whole, rounded)
+        assert np.array_equal(halves, np.concatenate([rounded[:, :32]] * 2, axis=1))
+
+
+#: Six blocks; the turn and the sum are O's first words, -1 at first.
+TURNS = (
+    "#include <fa/atomic.cuh>\n"
+    + entry()[: -len(", ) {\n")]
+    + """) {
+    int* turn = static_cast<int*>(args.O.data);
+    if (threadIdx.x >= 32) return;
+    fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+    if (threadIdx.x == 7) turn[1] = 3 * turn[1] + int(blockIdx.x);
+    fa::pass_turn(turn, blockIdx.x);
+}
+"""
+)
+
+
+def test_turns(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in their order, each behind what the one before has written."""
+    monkeypatch.setattr(hopper_kernel, "HEADER", hopper_kernel.HEADER.replace('grid = "1"', 'grid = "6"'))
+    wanted: Any = -1
+    for block in range(6):
+        wanted = 3 * wanted + block
+    for _ in range(3):
+        got = with_fields(bound(backend, tmp_path, TURNS, {}, {})).view(np.int32)
+        assert got[:2].tolist() == [5, wanted]
+
+
+ADD = (
+    entry("o")
+    + """\
+    unsigned char* zeros_smem = fa::dynamic_shared_1024();
+    float* numbers_smem = reinterpret_cast<float*>(zeros_smem + 8192);
+    for (int i = threadIdx.x; i < 2048; i += 128) reinterpret_cast<uint32_t*>(zeros_smem)[i] = 0, numbers_smem[i] = 0.5f * i;
+    fa::fence_proxy_async_shared();
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    float* to = static_cast<float*>(args.O.data);
+    fa::tma_store_4d(&o_map, zeros_smem, 0, 0, 0, 0);
+    fa::bulk_commit();
+    fa::bulk_wait<0>();
+    fa::bulk_add_f32(to, numbers_smem, 1024);
+    fa::bulk_add_f32(to + 4, numbers_smem + 1024, 16);
+    fa::bulk_commit();
+    fa::bulk_wait<0>();
+}
+"""
+)
+
+
+def test_bulk_reductions(backend: Backend, tmp_path: Path) -> None:
+    """Floats are added where they meet, and nothing is written beside them."""
+    got = with_fields(bound(backend, tmp_path, ADD, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16", shared=16384)).view(np.float32)
+    wanted = np.zeros(2048, np.float32)
+    wanted[:1024] += np.arange(1024) / 2
+    wanted[4:20] += np.arange(1024, 1040) / 2
+    assert np.array_equal(got[:2048], wanted)
+    assert (got[2048:].view(np.uint32) == 0xFFFFFFFF).all()
