@@ -214,6 +214,19 @@ def test_budget_of_few_elements(arithmetic: str, rounded: float) -> None:
     assert budget.budget(np, problem, "O", exact, [{"O": exact["O"]}], {}, arithmetic) == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("exact", "got", "error"),
+    [(65500.0, np.inf, 20.0), (65530.0, 65504.0, 26.0), (65530.0, np.inf, 0.0), (60000.0, np.inf, 5520.0), (-65500.0, np.inf, np.inf)],
+)
+def test_at_the_edge_of_overflow(exact: float, got: float, error: float) -> None:
+    """In float16 65,520 is the first size that becomes infinite: the error is the way to it, whichever side of it a kernel is on."""
+    problem = Problem.of(1, 1, 1, 1, seq_kv=1, dtype="float16")
+    wanted = Reference({"dK": np.full((1, 1, 1, 1), exact), "O": np.ones((1, 1, 1, 1))}, None, 1.0, {"dK": 0.0})
+    ways, inputs = [{"dK": wanted["dK"]}], {name: np.ones((1, 1, 1, 1), np.float16) for name in ("Q", "K", "dO")}
+    verdict = budget.compare(problem, {"dK": np.full((1, 1, 1, 1), got, np.float16)}, wanted, ways, None, inputs)["dK"]
+    assert verdict.max_abs == error and verdict.passed == (error < 70)
+
+
 def test_products_by_hand() -> None:
     """Reference.products is the largest root of the sum of (P V)^2 of an element of O."""
     problem = Problem.of(1, 1, 5, 4, seq_kv=9, scale=0.7)
