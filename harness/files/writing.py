@@ -189,7 +189,7 @@ def locked(folder: Path, instead: str = "use another --data folder") -> Iterator
                 with suppress(DiskFault):
                     _recover(folder)
     finally:
-        os.close(descriptor)
+        _unlock(descriptor)
 
 
 def settle(folder: Path) -> None:
@@ -227,6 +227,15 @@ def _lock(folder: Path, instead: str) -> int:
         except OSError as error:
             os.close(descriptor)
             raise DiskFault(f"cannot lock {folder}", error.strerror or str(error), "use a folder on a local disk") from None
+
+
+def _unlock(descriptor: int) -> None:
+    """Give a folder free and close it. By closing alone it stays locked while a process that another thread is starting, a compiler, has a
+    copy of the descriptor: from fork to exec."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _take(descriptor: int) -> None:

@@ -196,6 +196,21 @@ def test_who_loses_the_race_for_a_new_folder_leaves_it_there(tmp_path: Path) -> 
     assert data.write(SMALL, 42, tmp_path).seed == 42
 
 
+def test_a_process_that_is_being_started_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Between fork and exec it has a copy of the descriptor, as a compiler has that another thread starts."""
+    read, write = os.pipe()
+    with files.locked(tmp_path):
+        if not (copy := os.fork()):
+            os.read(read, 1)  # until the parent is done
+            os._exit(0)
+    try:
+        with files.locked(tmp_path):
+            pass
+    finally:
+        os.write(write, b"x")
+        os.waitpid(copy, 0)
+
+
 def test_a_folder_that_was_removed_and_made_again_is_not_taken_for_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between open and flock another run removes its empty folder: the lock is taken on the one that is there now."""
     import fcntl
