@@ -17,7 +17,6 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
 // DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
-// STAGGER = 1  # blocks of one head begin at different queries
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -108,8 +107,8 @@
 // The limit is shared memory, 128 bytes a cycle. For 64 queries x 128 keys at head dim 128, in KB: S and dP 128, dV and dK 64, dQ 64, dS
 // 16, the copies of Q and dO 32: 304 KB, 2430 cycles, for 2560 cycles of products. Hence dQ: staged in shared memory for a bulk reduction
 // it would be 64 KB more, and shared memory would be what the block waits for (DQ_STAGED). Straight from the accumulators, in their own
-// layout, it is a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. Blocks
-// of one head begin at different queries (STAGGER), or they would all add to the same tile at the same time.
+// layout, it is a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. All blocks
+// of one head begin at its first queries: their reductions meet at the same tile, but Q and dO are read once from memory for all of them.
 //
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
@@ -201,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 // A tile of keys of one head, and the tiles of queries that see it.
 struct Work {
     int k_first, kv_head, batch;
-    int first, end, start;  // tiles of queries of each head, and the one to begin with
+    int first, end;  // tiles of queries of each head
     int count;  // of all heads of the group
 };
 
@@ -223,23 +222,19 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     work.kv_head = row - work.batch * args.heads_kv;
     work.end = tiles_of_queries(args);
     work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
-    const int each = work.end - work.first;
-    work.start = work.first + (STAGGER && !CAUSAL && !DETERMINISTIC ? int(uint32_t(k_tile) * each / k_tiles) : 0);
-    work.count = each * group;
+    work.count = (work.end - work.first) * group;
     return work;
 }
 
-// A walk over the tiles of queries of a work: of each head from `start` to the end, then from the first to `start`. Blocks that take turns
-// walk from the end to the first.
+// A walk over the tiles of queries of a work, head after head. Blocks that take turns walk from the end to the first.
 struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return DETERMINISTIC ? work.end - 1 - tile + work.first : tile; }
     __device__ __forceinline__ void begin(const fa::Args& args, const Work& work) {
-        head = work.kv_head * (args.heads_q / args.heads_kv), tile = work.start;
+        head = work.kv_head * (args.heads_q / args.heads_kv), tile = work.first;
     }
     __device__ __forceinline__ void next(const Work& work) {
-        if (++tile == work.end) tile = work.first;
-        if (tile == work.start) ++head;
+        if (++tile == work.end) tile = work.first, ++head;
     }
 };
 
@@ -475,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
     auto sees_nothing = [&]() {
         return CAUSAL && !SHARED_KEYS && !DETERMINISTIC &&
-               fa::visible_keys(args, (work.start + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+               fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
     };
     auto skip_tile = [&]() {
         fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
