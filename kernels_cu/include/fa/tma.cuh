@@ -26,8 +26,9 @@ constexpr uint64_t evict_first = 0x12f0000000000000ull, evict_last = 0x14f000000
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Starts to copy the box at (c0, c1, c2, c3), innermost coordinate first and none negative, to tile_smem. Its bytes, those outside the tensor counted, are
-// taken off what the barrier expects. One thread issues it.
+// Starts to copy the box at (c0, c1, c2, c3), innermost coordinate first, to tile_smem. c0 is a multiple of 16 bytes: the ISA does not say
+// so, but at any other an H200 stops with an illegal instruction. The box's bytes, those outside the tensor counted, are taken off what the
+// barrier expects. One thread issues it.
 __device__ __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
                      smem_u32(tile_smem)),
