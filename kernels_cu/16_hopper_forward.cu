@@ -14,6 +14,7 @@
 // BLOCK_K = "128 if HEAD_DIM <= 128 else 80 if seq_kv > 1024 else 64"
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
+// K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
@@ -180,27 +181,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
-            int number = blockIdx.x;
-            while (true) {
+            auto hand_over = [&](const Work& work) {
                 fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
-                if (number >= works) break;
-                const Work work = work_of(args, number);
                 works_smem[q.stage] = work;
-                const int kv_head = fa::kv_head_of(args, work.head);
-                load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, work.q_first, work.head, work.batch);
+                if (work.tiles) load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, work.q_first, work.head, work.batch);
+                else fa::mbarrier_arrive(q_full + q.stage);
                 q.next();
+            };
+            int number = blockIdx.x;
+            while (number < works) {
+                const Work work = work_of(args, number);
+                const int kv_head = fa::kv_head_of(args, work.head);
+                if (!K_FIRST) hand_over(work);
                 number = gridDim.x + atomicAdd(counters, 1);
                 for (int n = 0; n < work.tiles; ++n) {
                     fa::mbarrier_wait_parity(k_empty + k.stage, k.parity ^ 1);
                     load_tile<K_SLAB>(k_smem + k.stage * K_TILE, k_map, k_full + k.stage, n * BLOCK_K, kv_head, work.batch);
                     k.next();
+                    if (K_FIRST && n == 0) hand_over(work);
                     fa::mbarrier_wait_parity(v_empty + v.stage, v.parity ^ 1);
                     load_tile<K_SLAB>(v_smem + v.stage * K_TILE, v_map, v_full + v.stage, n * BLOCK_K, kv_head, work.batch);
                     v.next();
                 }
             }
-            works_smem[q.stage].tiles = 0;
-            fa::mbarrier_arrive(q_full + q.stage);
+            hand_over(Work{});
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
