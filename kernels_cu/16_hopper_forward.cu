@@ -24,7 +24,7 @@
 // init = "zero_once"
 // [tensor_map.q]
 // tensor = "Q"
-// box = [64, "64 * CONSUMERS", 1, 1]
+// box = [64, 64, 1, 1]
 // swizzle = 128
 // [tensor_map.k]
 // tensor = "K"
@@ -42,7 +42,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (Q_STAGES * (4 + CONSUMERS) + 4 * STAGES)"
+// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
 // ///
 //
 // Step 16, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
@@ -86,9 +86,9 @@ using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
-constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
-constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
-constexpr uint32_t OWN_ROWS = 64 * 128;  // bytes of a slab from one consumer's rows to the next's
+constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
+constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
+constexpr uint32_t Q_PIECE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
 
 template <class T> constexpr bool wide_exponent = false;
 template <> constexpr bool wide_exponent<fa::bfloat16> = true;
@@ -149,21 +149,23 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::Te
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
-    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][SLABS][BLOCK_Q][64]; O in the end
-    unsigned char* k_smem = q_smem + Q_STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_K][64]
+    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][64][64]; O in the end
+    unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][BLOCK_K][64]
     unsigned char* v_smem = k_smem + STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_K][64]
     uint64_t* q_full = reinterpret_cast<uint64_t*>(v_smem + STAGES * K_TILE);
-    uint64_t* q_empty = q_full + Q_STAGES;
-    uint64_t* o_full = q_empty + Q_STAGES;  // [Q_STAGES][CONSUMERS]
-    uint64_t* k_full = o_full + Q_STAGES * CONSUMERS;
+    uint64_t* q_empty = q_full + PIECES;
+    uint64_t* o_full = q_empty + PIECES;
+    uint64_t* k_full = o_full + PIECES;
     uint64_t* k_empty = k_full + STAGES;
     uint64_t* v_full = k_empty + STAGES;
     uint64_t* v_empty = v_full + STAGES;
-    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [Q_STAGES]: whose Q is there
+    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [PIECES]: whose Q is there
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Q_STAGES; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, CONSUMERS);
-        for (int i = 0; i < Q_STAGES * CONSUMERS; ++i) fa::mbarrier_init(o_full + i, 4);
+        for (int i = 0; i < PIECES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
+            fa::mbarrier_init(q_empty + i, 1);
+        }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
             fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(v_empty + i, 4 * CONSUMERS);
@@ -182,10 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
             auto hand_over = [&](const Work& work) {
-                fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
-                works_smem[q.stage] = work;
-                if (work.tiles) load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, work.q_first, work.head, work.batch);
-                else fa::mbarrier_arrive(q_full + q.stage);
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    const int piece = q.stage * CONSUMERS + consumer, row = work.q_first + 64 * consumer;
+                    fa::mbarrier_wait_parity(q_empty + piece, q.parity ^ 1);
+                    works_smem[piece] = work;
+                    if (work.tiles) load_tile<Q_SLAB>(q_smem + piece * Q_PIECE, q_map, q_full + piece, row, work.head, work.batch);
+                    else fa::mbarrier_arrive(q_full + piece);
+                }
                 q.next();
             };
             int number = blockIdx.x;
@@ -211,17 +216,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // A storer. Q's stage, which holds O by then, is empty when the store has read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
-                fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-                const Work work = works_smem[q.stage];
+                const int piece = q.stage * CONSUMERS + consumer;
+                fa::mbarrier_wait_parity(q_full + piece, q.parity);
+                const Work work = works_smem[piece];
                 if (work.tiles == 0) break;
-                fa::mbarrier_wait_parity(o_full + q.stage * CONSUMERS + consumer, q.parity);
-                const unsigned char* out_smem = q_smem + q.stage * Q_TILE + consumer * OWN_ROWS;
+                fa::mbarrier_wait_parity(o_full + piece, q.parity);
+                const unsigned char* out_smem = q_smem + piece * Q_PIECE;
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab)
                     fa::tma_store_4d(&o_map, out_smem + slab * Q_SLAB, 64 * slab, work.q_first + 64 * consumer, work.head, work.batch);
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(q_empty + q.stage);
+                fa::mbarrier_arrive(q_empty + piece);
                 q.next();
             }
         }
@@ -239,13 +245,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Work work;
     int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
 
-    auto own_q = [&]() { return q_smem + q.stage * Q_TILE + consumer * OWN_ROWS; };
+    auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
+    auto own_q = [&]() { return q_smem + piece() * Q_PIECE; };
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
     };
     auto take_work = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-        work = works_smem[q.stage];
+        fa::mbarrier_wait_parity(q_full + piece(), q.parity);
+        work = works_smem[piece()];
         if (work.tiles == 0) return false;
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
@@ -390,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(o_full + q.stage * CONSUMERS + consumer);
+        release(o_full + piece());
         q.next();
     }
 }
