@@ -124,6 +124,7 @@ __device__ __forceinline__ void transpose_quad(Vec<uint32_t, 4>& word) {
 // factor is 0 becomes 0, whatever it holds.
 template <class T, int R>
 __device__ __forceinline__ void write_rows(T* to, int64_t pitch, int rows, int columns, const float (&x)[R], const float (&factor)[2]) {
+    static_assert(R % 16 == 0, "a quad writes 32 columns at a time");
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = 8 * half + lane_id() / 4, column = 8 * (lane_id() % 4), own_columns = row < rows ? columns - column : 0;
