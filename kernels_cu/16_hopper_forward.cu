@@ -52,10 +52,16 @@
 //     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
 //     consumers    two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
-//     storers      a thread for each consumer sends O away by TMA, so that no consumer waits for a store
+//     storers      where O goes through shared memory, a thread for each consumer sends O away by TMA, so that no consumer waits for a store
 //
 // Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
 // and V of the next arrive. Under the causal mask long tiles come first, within a section of heads whose K and V fit in the L2 cache.
+// Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
+//
+// At head dim 256 shared memory has room for one tile of queries. If O left through it, the next Q would wait until O is stored, and
+// the first scores for Q: a chain that grows no shorter with fewer keys. So O goes from registers to global memory (DIRECT), and Q's
+// piece is empty behind the last scores: the next arrives under the last softmax, product and epilogue. The next tile's first keys, whose
+// stage is empty earlier still, go ahead of it (K_FIRST).
 //
 // One step of a consumer, over a tile of keys n:
 //
@@ -370,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     while (take_work()) {
         first_tile();
         for (int n = 1; n < tiles; ++n) next_tile(n);
-        if (DIRECT) release(q_empty + piece());
+        if (DIRECT) release(q_empty + piece());  // behind the last scores, computed again or not
         issue_output(tiles > 1);
         fa::wgmma_wait<0>(out_reg, p_reg);
         release(v_empty + v.stage);
