@@ -53,7 +53,7 @@
 //     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
 //     consumers    two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
-//     storers      where O goes through shared memory, a thread for each consumer sends O away by TMA, so that no consumer waits for a store
+//     storers      a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
 // Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
 // and V of the next arrive. Under the causal mask long tiles come first, within a section of heads whose K and V fit in the L2 cache.
