@@ -72,7 +72,8 @@ class Dataset:
     """A data folder that was opened. problem holds shape and dtype, not the mask and scale, which belong to a run.
 
     meta: meta.json, None where there is none. tensors: the names of the input files present. warnings: sentences for the user. hashes:
-    SHA-256 by tensor name, of the tensors read so far.
+    SHA-256 by tensor name, of the tensors read so far. held: tensors that were read and checked ahead of :meth:`read`, which takes them
+    from here, each with what :func:`_stamp` gave before.
     """
 
     folder: Path
@@ -82,6 +83,7 @@ class Dataset:
     tensors: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
+    held: dict[str, tuple[object, Array]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> Array:
         """An input tensor in the problem's shape and storage type, checked: a regular file of exact size and of meta.json's hash.
@@ -92,6 +94,10 @@ class Dataset:
         if name == "dO" and name not in self.tensors and f"{name}.bin" not in listed:
             self.hashes[name] = ONES
             return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
+        if name in self.held:
+            stamp, array = self.held.pop(name)
+            if stamp == _stamp(path):
+                return array
         remake = _remake(self.problem, self.folder)
         data = read_exact(path, self.problem.tensor_bytes(name), remake)
         self.hashes[name] = sha256(data.data)
@@ -108,6 +114,7 @@ class Dataset:
         names = list(names)
         size = sum(map(self.problem.tensor_bytes, names))
         found = dict(zip(names, each(self.read, names, size), strict=True))
+        self.held.clear()
         finite = each(lambda name: allow_nonfinite or bool(np.isfinite(found[name]).all()), names, size)
         for (name, array), good in zip(found.items(), finite, strict=True):
             if not good:
@@ -204,8 +211,19 @@ def _unchanged(folder: Path, problem: Problem, seed: int, progress: Callable[[st
         there = f"{found.problem.folder} of seed {found.seed}"
         raise DataFault(f"{folder} already holds other data", f"{there}; asked for {problem.folder} of seed {seed}", hint)
     progress(f"reads {folder}")
-    each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
+    stamps = {name: _stamp(folder / f"{name}.bin") for name in INPUTS}
+    arrays = each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
+    found.held.update({name: (stamps[name], array) for name, array in zip(INPUTS, arrays, strict=True) if stamps[name]})
     return found
+
+
+def _stamp(path: Path) -> object:
+    """What is another after a file was written to or replaced; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def open_(folder: Path) -> Dataset:
