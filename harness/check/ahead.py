@@ -1,7 +1,7 @@
 """What a run compiles, compiled in threads while its inputs are drawn: the kernels under test, and on a GPU those of the checks.
 
 CuPy compiles a kernel for each operation, type and number of dimensions when it is first used, one after another: at 0.1 s each, a few
-for the trial of a kernel, and 80 more where the oracle is computed on the GPU (oracle.small). They depend on the code that judges, not on
+for the trial of a kernel, and dozens where the oracle is computed on the GPU (oracle.small). They depend on the code that judges, not on
 the values. So that code runs here on a few heads of random numbers, its parts at the same time, and CuPy keeps what they compiled. A
 marker in the cache folder says that this was done for such a problem, and the next run leaves it out. Nothing that is computed here is
 used, and what of it fails, fails again where it is needed.

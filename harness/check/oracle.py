@@ -27,8 +27,8 @@ SMALL = 1 << 22
 def small(problem: Problem) -> bool:
     """Whether `run` judges a problem on the CPU, by the same code on numpy, wherever its kernels run.
 
-    That takes a second or less. On a GPU the reference, baselines and verdicts are some 80 kernels of CuPy's, and a first run would wait
-    until NVRTC has compiled them, one after another.
+    That takes seconds at most. On a GPU the reference, baselines and verdicts are dozens of CuPy's kernels, and a first run would wait
+    until NVRTC has compiled them, one after another. Verbs that judge many problems compute all of them on the device.
     """
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     return max(scores, *(math.prod(problem.shape(name)) for name in ("Q", "K"))) <= SMALL

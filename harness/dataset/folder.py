@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..files import (
     Kind,
     disk_fault,
     each,
+    gathered,
     json_bytes,
     locked,
     make_folder,
@@ -152,20 +152,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False, progress
         if not force and _holds_data(folder):  # another run's, since it was looked at
             return _unchanged(folder, problem, seed, progress)
         try:
-            data, hashes = _drawn(problem, seed, progress)
-            meta = {
-                "format": FORMAT,
-                "shape": _shape(problem),
-                "dtype": problem.dtype,
-                "seed": seed,
-                "recipe": RECIPE,
-                "layout": LAYOUT,
-                "sha256": hashes,
-                "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
-            }
-            files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
-            progress(f"writes {folder}")
-            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
+            _generated(folder, problem, seed, progress)
         except BaseException:
             if created:  # by this run, which holds it: an empty folder of another run's is not removed
                 with suppress(OSError):
@@ -174,14 +161,25 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False, progress
     return open_(folder)
 
 
-def _drawn(problem: Problem, seed: int, progress: Callable[[str], None]) -> tuple[dict[str, Array], dict[str, str]]:
-    """The inputs, and the SHA-256 of each file: a thread hashes a tensor while the next is drawn."""
-    data, hashing = dict[str, Array](), dict[str, Future[str]]()
-    with ThreadPoolExecutor(1) as pool:
-        for name, array in one_by_one(problem, seed, progress=progress):
-            data[name] = array
-            hashing[f"{name}.bin"] = pool.submit(sha256, array.view(np.uint8).data)
-        return data, {name: made.result() for name, made in hashing.items()}
+def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[str], None]) -> None:
+    """Draw the inputs, and write them with meta.json: a tensor is hashed and written while the next is drawn."""
+    with gathered(folder, (META, *(f"{name}.bin" for name in INPUTS))) as give:
+        given = {
+            f"{name}.bin": give(f"{name}.bin", array.view(np.uint8).reshape(-1).data)
+            for name, array in one_by_one(problem, seed, progress=progress)
+        }
+        progress(f"writes {folder}")
+        meta = {
+            "format": FORMAT,
+            "shape": _shape(problem),
+            "dtype": problem.dtype,
+            "seed": seed,
+            "recipe": RECIPE,
+            "layout": LAYOUT,
+            "sha256": {name: made.result()["sha256"] for name, made in given.items()},
+            "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
+        }
+        give(META, json_bytes(meta))
 
 
 def _holds_data(folder: Path) -> bool:

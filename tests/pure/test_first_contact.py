@@ -1,4 +1,4 @@
-"""A GPU's first run: what CuPy must compile for the trial of a kernel, counted on numpy; which problems are judged on the CPU; the script."""
+"""A GPU's first run: what CuPy must compile for the trial of a kernel, counted on numpy; what is judged on the CPU; the script."""
 
 from __future__ import annotations
 
