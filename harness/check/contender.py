@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -171,6 +172,8 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     oracle.progress(f"runs {peer.name} {pass_}")
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
+    if peer.deterministic and pass_ == "backward" and any(outputs[name].tobytes() != a.tobytes() for name, a in prepared.outputs().items()):
+        raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)
     judged = oracle.judge(outputs, arithmetic, 64)
     verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
@@ -184,11 +187,9 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
     """
     if chosen.logits == float("inf"):
         return
-    q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
-    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))  # where NaN and Inf are allowed, they come out as NaN
-    norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
-    if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
+    if _longest(problem, inputs["Q"]) * _longest(problem, inputs["K"]) * abs(problem.scale) <= chosen.logits:  # |q.k| <= |q| |k|
         return
+    q, k = (_finite(problem, inputs[name]) for name in ("Q", "K"))
     group = problem.heads_q // problem.heads_kv
     largest = max(
         float(np.abs(q[b, h] @ k[b, h // group].T).max()) * abs(problem.scale) for b in range(problem.batch) for h in range(problem.heads_q)
@@ -199,3 +200,22 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
             f"its header promises |q.k.scale| up to {chosen.logits:g}",
             'use a kernel whose header says logits = "any": fa-cli list',
         )
+
+
+def _finite(problem: Problem, array: Array) -> Array:
+    """Q or K in float32, 0 where it is not finite: where NaN and Inf are allowed, they come out as NaN."""
+    wide = widen(np, array, problem.dtype, "float32")
+    return np.where(np.isfinite(wide), wide, np.float32(0))
+
+
+def _longest(problem: Problem, array: Array) -> float:
+    """At least the length of the longest row of Q or K. A head at a time: a long sequence's rows in float64 would take seconds."""
+    squares = 0.0
+    for head in array.reshape(-1, *array.shape[2:]):
+        rows = widen(np, head, problem.dtype, "float32")
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = float(np.einsum("rd,rd->r", rows, rows).max(initial=0.0))
+        if not np.isfinite(found):
+            found = float((_finite(problem, head).astype(np.float64) ** 2).sum(-1).max())
+        squares = max(squares, found)
+    return math.sqrt(squares * 1.0001)  # float32's sums of a row may be too small by head_dim roundings of 2^-24
