@@ -42,12 +42,12 @@ Pair = tuple[float, float, str] | None
 
 
 def ours_of(rows: Sequence[Row]) -> str:
-    """The kernel of the highest step among the rows. Raises UsageError where there is none of the ladder."""
+    """The kernel of the highest step among the rows, or the pair whose forward pass it is. Raises UsageError where there is none."""
     steps = {kernel.name: kernel.number or 0 for kernel in catalogue()}
-    found = [row.Kernel for row in rows if row.Kernel in steps]
+    found = [row.Kernel for row in rows if row.Kernel.partition("+")[0] in steps]
     if not found:
         raise click.UsageError("no kernel of the ladder is among the rows; name ours: --ours NAME")
-    return max(found, key=lambda name: steps[name])
+    return max(found, key=lambda name: steps[name.partition("+")[0]])
 
 
 def cell_of(row: Row) -> Cell:
