@@ -1,7 +1,7 @@
 """One run of record of several that shared a sweep's shapes: python experiments/hopper/merge.py SWEEP FOLDER…
 
-Each FOLDER holds the run of some tests of the sweep (`fa-cli experiment SWEEP --only … --output-dir …`), of one kind of GPU and one commit.
-All contenders of a test were timed in turn in one of them, so their ratios are those of one GPU. The rows go to experiments/SWEEP
+Each FOLDER holds the run of some tests of the sweep (`fa-cli experiment SWEEP --only … --output-dir …`), of one kind of GPU and one
+commit. All contenders of a test were timed in turn in one of them, so their ratios are those of one GPU. The rows go to experiments/SWEEP
 under one run_id, with the first folder's ceilings and env.json; `fa-cli experiment SWEEP --record --resume` then measures what is
 missing and draws the figures.
 """

@@ -24,9 +24,8 @@ work() { # the parts of one GPU: every $gpus-th
     local i sweep part only
     for ((i = $1; i < ${#jobs[@]}; i += gpus)); do
         read -r sweep part <<<"${jobs[i]}"
-        only=(--only "$part-")
+        only=(--only "$part")
         [ "$part" = D128 ] && only+=(--only float16)
-        [ "$part" = float16 ] && only=(--only float16)
         start=$SECONDS code=0
         CUDA_VISIBLE_DEVICES=$1 timeout --signal=INT --kill-after=20 "${LIMIT:-560}" "$python" cli.py experiment "$sweep" "${only[@]}" \
             --device "$device" --resume --no-figures --output-dir "$folder/$part" >"$folder/$sweep.$part.log" 2>&1 || code=$?

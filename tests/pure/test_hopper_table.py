@@ -1,8 +1,11 @@
-"""experiments/hopper/table.py on rows made up by hand: the best peer of each cell, means over the cells, the worst cell, what is missing."""
+"""experiments/hopper/table.py and merge.py on rows made up by hand: the best peer of each cell, means, the worst cell, runs made one."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -11,19 +14,24 @@ from click.testing import CliRunner
 from rows import append_row, row
 
 from harness.problem import Problem
-from harness.row import Row
+from harness.row import Row, read_rows
 
-TABLE = Path(__file__).resolve().parents[2] / "experiments" / "hopper" / "table.py"
+HOPPER = Path(__file__).resolve().parents[2] / "experiments" / "hopper"
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("hopper_table", TABLE)
+def loaded(name: str) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"hopper_{name}", HOPPER / f"{name}.py")
     assert spec and spec.loader
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    """table.py."""
+    return loaded("table")
 
 
 def rows_of(seq: int, times: dict[str, float | None], dtype: str = "bfloat16", causal: bool = False) -> list[Row]:
@@ -69,3 +77,24 @@ def test_the_command_writes_what_it_prints(script: ModuleType, tmp_path: Path) -
     other = tmp_path / "other"
     append_row(other / "results.csv", rows_of(512, {"fa3": 1.0})[0])
     assert CliRunner().invoke(script.main, [str(other / "results.csv")]).exit_code == 2
+
+
+def test_runs_of_a_sweep_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and samples of all under the first one's run_id, its ceilings only; another GPU, or a test twice, is refused."""
+    merge = loaded("merge")
+    monkeypatch.setattr(merge, "SWEEPS", tmp_path / "experiments")
+    for name, seq, device in (("a", 512, "x"), ("b", 1024, "x"), ("c", 2048, "y")):
+        for each in [row("ceiling-copy", "ceiling", 1.0, Problem.of()), *rows_of(seq, {"hopper": 1.0}, dtype="float16")]:
+            append_row(tmp_path / name / "results.csv", replace(each, run_id=name))
+        (tmp_path / name / "samples.jsonl").write_text(json.dumps({"run_id": name, "Kernel": "hopper"}) + "\n")
+        (tmp_path / name / "env.json").write_text(json.dumps({"run_id": name, "command": [name], "device_name": device}))
+    run = partial(CliRunner().invoke, merge.main)
+    done = run(["s", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert done.exit_code == 0, done.output
+    found = read_rows(tmp_path / "experiments" / "s" / "results.csv")
+    assert {each.run_id for each in found} == {"a"} and [each.Kernel for each in found].count("ceiling-copy") == 1
+    assert [each.SeqLen for each in found if each.Kernel == "hopper"] == [512, 512, 1024, 1024]
+    samples = (tmp_path / "experiments" / "s" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run_id"] for line in samples] == ["a", "a"]
+    assert "another device_name" in run(["s", str(tmp_path / "a"), str(tmp_path / "c")]).output
+    assert "another folder has: S512" in run(["s", str(tmp_path / "a"), str(tmp_path / "a")]).output
