@@ -2,8 +2,8 @@
 
 Each FOLDER holds the run of some tests of the sweep (`fa-cli experiment SWEEP --only … --output-dir …`), of one kind of GPU and one
 commit. All contenders of a test were timed in turn in one of them, so their ratios are those of one GPU. The rows go to experiments/SWEEP
-under one run_id, with the first folder's ceilings and env.json; `fa-cli experiment SWEEP --record --resume` then measures what is
-missing and draws the figures.
+under one run_id, with the ceilings of the part that measured them and the env.json of the first; figures and summary.md are drawn, and
+table.py's table.md is written.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import table
+
+from harness import report, results
 from harness.files import json_bytes, make_folder, write_files
 from harness.row import CEILING, Row, encoded, read_rows
-from harness.sweep import SWEEPS
+from harness.sweep import SWEEPS, load
 
 #: What must be the same in the runs.
 SAME = ("device_name", "git_commit", "driver", "cuda_runtime", "packages", "power_limit_w")
@@ -28,27 +32,34 @@ SAME = ("device_name", "git_commit", "driver", "cuda_runtime", "packages", "powe
 @click.command()
 @click.argument("sweep")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-def main(sweep: str, folders: tuple[Path, ...]) -> None:
-    """Write experiments/SWEEP/results.csv, samples.jsonl and env.json."""
+@click.option("--figures/--no-figures", default=True)
+def main(sweep: str, folders: tuple[Path, ...], figures: bool) -> None:
+    """Write experiments/SWEEP, and figures into plots/."""
     envs = [json.loads((folder / "env.json").read_text()) for folder in folders]
     first, run_id = envs[0], envs[0]["run_id"]
     for env, folder in zip(envs, folders, strict=True):
         if differ := [name for name in SAME if env.get(name) != first.get(name)]:
             raise click.UsageError(f"{folder} is of another {', '.join(differ)} than {folders[0]}")
     rows: list[Row] = []
+    ceilings: list[Row] = []
     samples = b""
     for folder in folders:
-        found = [row for row in read_rows(folder / "results.csv") if folder == folders[0] or not row.Kernel.startswith(CEILING)]
+        whole = [replace(row, run_id=run_id) for row in read_rows(folder / "results.csv")]
+        found = [row for row in whole if not row.Kernel.startswith(CEILING)]
         if twice := {row.Test for row in found} & {row.Test for row in rows}:
             raise click.UsageError(f"{folder} has tests that another folder has: {', '.join(sorted(map(str, twice)))}")
-        rows += [replace(row, run_id=run_id) for row in found]
+        rows += found
+        ceilings = ceilings or [row for row in whole if row.Kernel.startswith(CEILING)]
         for line in (folder / "samples.jsonl").read_text().splitlines():
             samples += json.dumps(json.loads(line) | {"run_id": run_id}).encode() + b"\n"
+    rows = [*ceilings, *results.with_peak(rows, ceilings)]
     target = SWEEPS / sweep
     make_folder(target)
-    env = first | {"parts": [{"command": env["command"], "run_id": env["run_id"]} for env in envs]}
+    env = first | {"sweep": sweep, "parts": [{"command": env["command"], "run_id": env["run_id"]} for env in envs]}
     contents = {"results.csv": encoded(target / "results.csv", rows, anew=True), "samples.jsonl": samples, "env.json": json_bytes(env)}
-    write_files(target, contents)
+    write_files(target, contents | {"table.md": table.table(rows, table.ours_of(rows)).encode()})
+    if figures:
+        report.redraw(target, SWEEPS.parent / "plots", sweep, load(sweep).title, texts=target)
     click.echo(f"{len(rows)} rows of {len(folders)} runs in {target}")
 
 

@@ -89,10 +89,11 @@ def test_runs_of_a_sweep_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / name / "samples.jsonl").write_text(json.dumps({"run_id": name, "Kernel": "hopper"}) + "\n")
         (tmp_path / name / "env.json").write_text(json.dumps({"run_id": name, "command": [name], "device_name": device}))
     run = partial(CliRunner().invoke, merge.main)
-    done = run(["s", str(tmp_path / "a"), str(tmp_path / "b")])
+    done = run(["s", "--no-figures", str(tmp_path / "a"), str(tmp_path / "b")])
     assert done.exit_code == 0, done.output
     found = read_rows(tmp_path / "experiments" / "s" / "results.csv")
     assert {each.run_id for each in found} == {"a"} and [each.Kernel for each in found].count("ceiling-copy") == 1
+    assert (tmp_path / "experiments" / "s" / "table.md").read_text().startswith("hopper over")
     assert [each.SeqLen for each in found if each.Kernel == "hopper"] == [512, 512, 1024, 1024]
     samples = (tmp_path / "experiments" / "s" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["run_id"] for line in samples] == ["a", "a"]
