@@ -238,13 +238,13 @@ def same_bits(wanted: bool) -> Iterator[None]:
         return
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms(True) is the same, and imports the compiler for seconds
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
