@@ -125,10 +125,12 @@ def time_together(
     timing: str,
     policy: measure.Policy | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, dict[str, measure.Ready]] | None = None,
 ) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
 
-    timing: warm or cold, in round-robin turns; burst or energy, one after the other.
+    timing: warm or cold, in round-robin turns; burst or energy, one after the other. ready: what an earlier timing of the same results
+    has warmed up, by pass; it is filled.
     """
     take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
     done = list(results)
@@ -141,7 +143,8 @@ def time_together(
         def tell(text: str, what: str = f"{names} {pass_}") -> None:
             progress(f"{text}: {what}")
 
-        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell).items():
+        warm = ready.setdefault(pass_, {}) if ready is not None else None
+        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell, ready=warm).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done

@@ -19,6 +19,7 @@
 // DIRECT = "1 if HEAD_DIM == 256 and head_dim % 8 == 0 else 0"  # O goes from registers to global memory, not through Q's shared memory
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
+// SECTION = "64 if HEAD_DIM == 256 else 16"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -120,8 +121,8 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
     Work work;
 #if CAUSAL
-    // Sections of heads with at most 16 MB of K and V; in a section the tiles that see the most keys first, over all its heads.
-    const int kv_heads = max(1, int((16 << 20) / (4ll * HEAD_DIM * args.seq_kv)));
+    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
+    const int kv_heads = max(1, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv)));
     const int heads = kv_heads * (args.heads_q / args.heads_kv);
     const int section = number / (q_tiles * heads), inside = number - section * q_tiles * heads;
     const int width = min(heads, args.heads_q * args.batch - section * heads);  // the last section may have fewer

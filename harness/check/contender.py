@@ -175,6 +175,8 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     oracle.progress(f"runs {peer.name} {pass_}")
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
+    if peer.deterministic and pass_ == "backward" and any(outputs[name].tobytes() != a.tobytes() for name, a in prepared.outputs().items()):
+        raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)
     judged = oracle.judge(outputs, arithmetic, 64)
     verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
