@@ -15,7 +15,6 @@
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
-// PREFETCH = "1 if HEAD_DIM == 256 else 0"  # which until then comes to the L2 cache
 // DIRECT = "1 if HEAD_DIM == 256 and head_dim % 8 == 0 else 0"  # O goes from registers to global memory, not through Q's shared memory
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
@@ -63,7 +62,7 @@
 // At head dim 256 shared memory has room for one tile of queries. If O left through it, the next Q would wait until O is stored, and
 // the first scores for Q: a chain that grows no shorter with fewer keys. So O goes from registers to global memory (DIRECT), and Q's
 // piece is empty behind the last scores: the next arrives under the last softmax, product and epilogue. The next tile's first keys, whose
-// stage is empty earlier still, go ahead of it (K_FIRST), and Q, which no other block has read, comes to the L2 cache meanwhile (PREFETCH).
+// stage is empty earlier still, go ahead of it (K_FIRST).
 //
 // One step of a consumer, over a tile of keys n:
 //
@@ -206,9 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             while (number < works) {
                 const Work work = work_of(args, number);
                 const int kv_head = fa::kv_head_of(args, work.head);
-                if (PREFETCH)
-                    for (int i = 0; i < CONSUMERS * SLABS; ++i)
-                        fa::tma_prefetch_4d(&q_map, i % SLABS * 64, work.q_first + i / SLABS * 64, work.head, work.batch);
                 if (!K_FIRST) hand_over(work);
                 number = gridDim.x + atomicAdd(counters, 1);
                 for (int n = 0; n < work.tiles; ++n) {
