@@ -15,7 +15,6 @@
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
-// DIRECT = "1 if HEAD_DIM == 256 and head_dim % 8 == 0 else 0"  # O goes from registers to global memory, not through Q's shared memory
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "64 if HEAD_DIM == 256 else 16"  # MB of K and V of the heads that run at the same time, under the causal mask
@@ -172,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < PIECES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
-            fa::mbarrier_init(q_empty + i, DIRECT ? 4 : 1);  // each warp, or the storer
+            fa::mbarrier_init(q_empty + i, 1);
         }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
@@ -220,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hand_over(Work{});
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (!DIRECT && threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
             // A storer. Q's stage, which holds O by then, is empty when the store has read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
@@ -377,7 +376,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     while (take_work()) {
         first_tile();
         for (int n = 1; n < tiles; ++n) next_tile(n);
-        if (DIRECT) release(q_empty + piece());  // behind the last scores, computed again or not
         issue_output(tiles > 1);
         fa::wgmma_wait<0>(out_reg, p_reg);
         release(v_empty + v.stage);
@@ -393,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             v.next();
         }
 
-        // Epilogue: the logsumexp, and O / row sum, to global memory or to the shared memory of Q
+        // Epilogue: O / row sum to the shared memory of Q, and the logsumexp
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
         float inverse[2];
 #pragma unroll
@@ -403,16 +401,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (lane % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
         }
-        if (DIRECT) {
-            const int first = work.q_first + 64 * consumer + 16 * warp;
-            fa::write_rows(fa::row_pointer<scalar>(args.O, work.batch, work.head, first), args.O.row, args.seq_q - first, args.head_dim,
-                           out_reg, inverse);
-        } else {
-            fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            release(o_full + piece());
-        }
+        fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(o_full + piece());
         q.next();
     }
 }
