@@ -17,7 +17,7 @@
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
-// SECTION = "64 if HEAD_DIM == 256 else 16"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "16 if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -55,13 +55,12 @@
 //     storers      a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
 // Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
-// and V of the next arrive. Under the causal mask long tiles come first, within a section of heads whose K and V fit in the L2 cache.
+// and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that
+// K and V stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet.
 // Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
 //
-// At head dim 256 shared memory has room for one tile of queries. If O left through it, the next Q would wait until O is stored, and
-// the first scores for Q: a chain that grows no shorter with fewer keys. So O goes from registers to global memory (DIRECT), and Q's
-// piece is empty behind the last scores: the next arrives under the last softmax, product and epilogue. The next tile's first keys, whose
-// stage is empty earlier still, go ahead of it (K_FIRST).
+// At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The
+// next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
 //
 // One step of a consumer, over a tile of keys n:
 //
