@@ -1,0 +1,211 @@
+// /// kernel
+// title = "float32 on tensor cores: every operand as two float16, three products for one"
+// dtypes = ["float32"]
+// head_dims = [64, 128, 256]
+// arch = ">=sm_80"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// auto = false  # it has not run on a GPU yet
+// [tile]
+// WARP_ROWS = "16 if HEAD_DIM == 256 else 32"  # queries of a warp
+// WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"
+// BLOCK_K = "64 if HEAD_DIM == 64 else 16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
+// STAGES = "2 if HEAD_DIM == 128 and shared_optin < 200000 or HEAD_DIM == 256 and shared_optin < 163840 else 3"
+// BLOCKS = "1 if HEAD_DIM == 256 or WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
+// [workspace.operands]
+// dtype = "float32"
+// size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
+// init = "none"
+// [[launch]]
+// entry = "prepare"
+// grid = ["2 * ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
+// block = 256
+// shared = 32
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, WARPS * WARP_ROWS)", "heads_q", "batch"]
+// block = "32 * WARPS"
+// shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
+// ///
+//
+// ESSAY
+#include <fa/split.cuh>
+
+constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
+constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8, STEPS = HEAD_DIM / 16;
+constexpr fa::uint32_t Q_LOW = BLOCK_Q * HEAD_DIM * 2, LOW = BLOCK_K * HEAD_DIM * 2;  // bytes of a tile of high parts; low ones follow
+constexpr int FACTORS = BLOCK_K < 32 ? 32 : BLOCK_K;                                  // floats behind the low parts of a tile
+constexpr fa::uint32_t ITEM = 2 * LOW + 4 * FACTORS;                                  // bytes of a tile of K or V with all its parts
+static_assert(ITEM % 128 == 0, "the swizzle is an XOR of addresses");
+
+// Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory.
+__device__ __forceinline__ unsigned char* items_of(const fa::Args& args, int batch, int kv_head) {
+    const fa::int64_t tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K;
+    return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + (batch * args.heads_kv + kv_head) * tiles * 2 * ITEM;
+}
+
+// K and V, split. A block writes a tile; rows behind the last key are zero.
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
+    using Row = fa::SplitRow<HEAD_DIM>;
+    constexpr int step = 8 * Row::rows_of_warp, count = BLOCK_K / step;
+    static_assert(count * step == BLOCK_K);
+    float* largest_smem = fa::dynamic_shared<float>();  // [8]
+    const bool is_v = blockIdx.x % 2;
+    const int first = blockIdx.x / 2 * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
+    unsigned char* item = items_of(args, batch, kv_head) + fa::int64_t(blockIdx.x) * ITEM;
+    float* factors = reinterpret_cast<float*>(item + 2 * LOW);
+    const float* from = fa::row_pointer<float>(is_v ? args.V : args.K, batch, kv_head, first);
+    const int pitch = int(is_v ? args.V.row : args.K.row), own = threadIdx.x / Row::lanes;
+
+    Row rows[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const int row = own + i * step;
+        rows[i].load(from + row * pitch, args.head_dim, first + row < args.seq_kv);
+    }
+    if (!is_v) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const float factor = rows[i].store_scaled(item, LOW, own + i * step);
+            if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = factor * 0x1p-14f;
+        }
+        return;
+    }
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) largest = max(largest, rows[i].largest_finite());
+    largest = fa::group_max<32>(largest);
+    if (fa::lane_id() == 0) largest_smem[fa::warp_id()] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = max(largest, largest_smem[i]);
+    const float scale = fa::split_scale(largest);
+#pragma unroll
+    for (int i = 0; i < count; ++i) rows[i].store(item, LOW, own + i * step, scale);
+    if (threadIdx.x < FACTORS) factors[threadIdx.x] = fa::inverse_power(scale) * (1 / fa::SplitSoftmax<M>::scale_of_p);
+}
+
+// Starts to copy a tile of K or V, all its parts.
+__device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const unsigned char* from) {
+    constexpr int chunks = ITEM / 16;
+#pragma unroll
+    for (int i = 0; i < chunks / THREADS; ++i)
+        fa::cp_async_16(to_smem + (threadIdx.x + i * THREADS) * 16, from + (threadIdx.x + i * THREADS) * 16);
+    constexpr int rest = chunks / THREADS * THREADS;
+    if (rest < chunks && threadIdx.x < chunks - rest) fa::cp_async_16(to_smem + (threadIdx.x + rest) * 16, from + (threadIdx.x + rest) * 16);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
+    unsigned char* smem = fa::dynamic_shared();                      // [BLOCK_Q][HEAD_DIM] high parts of Q, and low parts
+    const fa::uint32_t q_smem = fa::smem_u32(smem), ring_smem = q_smem + 2 * Q_LOW;  // STAGES items
+    float* q_factors = reinterpret_cast<float*>(smem + 2 * Q_LOW + STAGES * ITEM);   // [BLOCK_Q]
+
+    // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
+    const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
+    const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
+    const int warp_row = fa::warp_id() * WARP_ROWS;
+    const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
+    const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
+
+    // Prologue: the first copies start; each warp splits its own rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
+    const unsigned char* next_gmem = items_of(args, batch, kv_head);  // the next item to be copied
+    const auto start_copy = [&](fa::uint32_t slot, bool there) {
+        if (there) copy_item(ring_smem + slot, next_gmem);
+        fa::cp_async_commit_group();
+        next_gmem += ITEM;
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) start_copy(i * ITEM, i / 2 * BLOCK_K < keys);
+
+    const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale));  // its sign, and 0, go into Q
+    const float sign = args.scale == 0 ? 0.0f : args.scale < 0 ? -1.0f : 1.0f;
+    {
+        using Row = fa::SplitRow<HEAD_DIM>;
+        const float* q_gmem = fa::row_pointer<float>(args.Q, batch, head, q_first);
+#pragma unroll 4
+        for (int i = 0; i < WARP_ROWS; i += Row::rows_of_warp) {
+            const int row = warp_row + i + fa::lane_id() / Row::lanes;
+            Row part;
+            part.load(q_gmem + fa::int64_t(row) * args.Q.row, args.head_dim, q_first + row < q_end);
+            part.multiply(sign);
+            const float factor = part.store_scaled(smem, Q_LOW, row);
+            if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * 0x1p14f;
+        }
+        __syncwarp();
+    }
+    fa::SplitSoftmax<M> softmax;
+    float out_reg[M][COLUMNS][4] = {};
+
+    // Main loop over tiles of keys
+    fa::uint32_t slot = 0;  // of the item that is multiplied with
+    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+        // The next item arrives. All warps have read the one before, whose slot is filled again: STAGES - 1 items ahead.
+        const auto arrive = [&](int ahead) {
+            fa::cp_async_wait_group<STAGES - 2>();
+            __syncthreads();
+            start_copy(slot == 0 ? (STAGES - 1) * ITEM : slot - ITEM, k_first + ahead / 2 * BLOCK_K < keys);
+        };
+        const auto release = [&] { slot = slot == (STAGES - 1) * ITEM ? 0 : slot + ITEM; };
+
+        // This lane's addresses, from an opaque thread index: the compiler would keep each XOR of them in a register through the loop.
+        const int lane = fa::opaque_thread_id() % 32, warp_row = fa::opaque_thread_id() / 32 * WARP_ROWS;
+        const fa::uint32_t of_a = fa::chunk_at<HEAD_DIM>(lane % 16, lane / 16);
+        const fa::uint32_t of_b = fa::chunk_at<HEAD_DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        const fa::uint32_t q_lane = q_smem + warp_row * (HEAD_DIM * 2) + of_a;
+
+        // S = Q K^T, times the power of two of each key
+        arrive(STAGES - 1);
+        float score_reg[M][KEYS][4];
+        {
+            float small_reg[M][KEYS][4] = {};
+            fa::clear(score_reg);
+            fa::split_multiply_abt<HEAD_DIM, 0, (STEPS < 8 ? STEPS : 8)>(score_reg, small_reg, q_lane, Q_LOW, ring_smem + slot + of_b, LOW);
+            if constexpr (STEPS > 8) {
+                float large_reg[M][KEYS][4] = {};
+                fa::split_multiply_abt<HEAD_DIM, 8, STEPS>(large_reg, small_reg, q_lane, Q_LOW, ring_smem + slot + of_b, LOW);
+                fa::add(score_reg, large_reg);
+            }
+            fa::add(score_reg, small_reg);
+        }
+        const float* factors = reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);
+        fa::multiply_columns(score_reg, factors);
+        release();
+
+        if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
+        softmax.step(score_reg, out_reg, q_factors + warp_row + lane / 4, scale * fa::log2e);  // S becomes P, unnormalised
+        fa::uint32_t high_reg[KEYS / 2][M][4], low_reg[KEYS / 2][M][4];
+        fa::split_a(high_reg, low_reg, score_reg);
+
+        // O += P V
+        arrive(STAGES);
+        const float factor = *reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);
+        fa::split_multiply_ab<HEAD_DIM>(out_reg, high_reg, low_reg, ring_smem + slot + of_a, LOW, factor);
+        release();
+    }
+    softmax.finish();
+
+    // Epilogue: O / row sum and the logsumexp, straight to global memory: a quad writes a sector.
+    float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
+            if (q_first + row >= q_end) continue;
+            const bool empty = fa::visible_keys(args, q_first + row) <= 0;
+            const float sum = softmax.row_sum[m][half], inverse = 1.0f / sum;
+            if (fa::lane_id() % 4 == 0)
+                logsumexp[row] = empty ? -fa::infinity() : softmax.row_max[m][half] * (q_factors[row] * scale) + fa::log(sum);
+            float* out = fa::row_pointer<float>(args.O, batch, head, q_first + row) + fa::fragment_column();
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) {
+                const fa::Vec<float, 2> two = {empty ? 0.0f : out_reg[m][c][2 * half] * inverse,
+                                               empty ? 0.0f : out_reg[m][c][2 * half + 1] * inverse};
+                fa::store_vec_upto(out + 8 * c, two, args.head_dim - 8 * c - fa::fragment_column());
+            }
+        }
+}
