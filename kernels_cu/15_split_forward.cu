@@ -41,10 +41,14 @@ constexpr int FACTORS = BLOCK_K < 32 ? 32 : BLOCK_K;                            
 constexpr fa::uint32_t ITEM = 2 * LOW + 4 * FACTORS;                                  // bytes of a tile of K or V with all its parts
 static_assert(ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
-// Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory.
-__device__ __forceinline__ unsigned char* items_of(const fa::Args& args, int batch, int kv_head) {
-    const fa::int64_t tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K;
-    return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + (batch * args.heads_kv + kv_head) * tiles * 2 * ITEM;
+// Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory. In units
+// of 16 bytes, so that an address in the main loop is one register.
+__device__ __forceinline__ fa::uint32_t items_of(const fa::Args& args, int batch, int kv_head) {
+    const int tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K;
+    return fa::uint32_t(batch * args.heads_kv + kv_head) * (2 * tiles) * (ITEM / 16);
+}
+__device__ __forceinline__ unsigned char* item_at(const fa::Args& args, fa::uint32_t unit) {
+    return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + fa::int64_t(unit) * 16;
 }
 
 // K and V, split. A block writes a tile; rows behind the last key are zero.
@@ -55,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     float* largest_smem = fa::dynamic_shared<float>();  // [8]
     const bool is_v = blockIdx.x % 2;
     const int first = blockIdx.x / 2 * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
-    unsigned char* item = items_of(args, batch, kv_head) + fa::int64_t(blockIdx.x) * ITEM;
+    unsigned char* item = item_at(args, items_of(args, batch, kv_head) + blockIdx.x * (ITEM / 16));
     float* factors = reinterpret_cast<float*>(item + 2 * LOW);
     const float* from = fa::row_pointer<float>(is_v ? args.V : args.K, batch, kv_head, first);
     const int pitch = int(is_v ? args.V.row : args.K.row), own = threadIdx.x / Row::lanes;
@@ -89,13 +93,14 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
 }
 
 // Starts to copy a tile of K or V, all its parts.
-__device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const unsigned char* from) {
-    constexpr int chunks = ITEM / 16;
+__device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const fa::Args& args, fa::uint32_t unit) {
+    constexpr int chunks = ITEM / 16, rest = chunks % THREADS;
+    const fa::uint32_t thread = fa::opaque_thread_id();
+    to_smem += thread * 16;
+    const unsigned char* from = item_at(args, unit + thread);
 #pragma unroll
-    for (int i = 0; i < chunks / THREADS; ++i)
-        fa::cp_async_16(to_smem + (threadIdx.x + i * THREADS) * 16, from + (threadIdx.x + i * THREADS) * 16);
-    constexpr int rest = chunks / THREADS * THREADS;
-    if (rest < chunks && threadIdx.x < chunks - rest) fa::cp_async_16(to_smem + (threadIdx.x + rest) * 16, from + (threadIdx.x + rest) * 16);
+    for (int i = 0; i < chunks / THREADS; ++i) fa::cp_async_16(to_smem + i * THREADS * 16, from + i * THREADS * 16);
+    if (thread < rest) fa::cp_async_16(to_smem + (chunks - rest) * 16, from + (chunks - rest) * 16);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
@@ -112,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
 
     // Prologue: the first copies start; each warp splits its own rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
-    const unsigned char* next_gmem = items_of(args, batch, kv_head);  // the next item to be copied
+    fa::uint32_t next_unit = items_of(args, batch, kv_head);  // the next item to be copied
     const auto start_copy = [&](fa::uint32_t slot, bool there) {
-        if (there) copy_item(ring_smem + slot, next_gmem);
+        if (there) copy_item(ring_smem + slot, args, next_unit);
         fa::cp_async_commit_group();
-        next_gmem += ITEM;
+        next_unit += ITEM / 16;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) start_copy(i * ITEM, i / 2 * BLOCK_K < keys);
@@ -133,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             part.load(q_gmem + fa::int64_t(row) * args.Q.row, args.head_dim, q_first + row < q_end);
             part.multiply(sign);
             const float factor = part.store_scaled(smem, Q_LOW, row);
-            if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * 0x1p14f;
+            if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * 0x1p14f * scale;
         }
         __syncwarp();
     }
@@ -152,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         const auto release = [&] { slot = slot == (STAGES - 1) * ITEM ? 0 : slot + ITEM; };
 
         // This lane's addresses, from an opaque thread index: the compiler would keep each XOR of them in a register through the loop.
-        const int lane = fa::opaque_thread_id() % 32, warp_row = fa::opaque_thread_id() / 32 * WARP_ROWS;
+        const fa::uint32_t lane = fa::opaque_thread_id() % 32u, warp_row = fa::opaque_thread_id() / 32u * WARP_ROWS;
         const fa::uint32_t of_a = fa::chunk_at<HEAD_DIM>(lane % 16, lane / 16);
         const fa::uint32_t of_b = fa::chunk_at<HEAD_DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         const fa::uint32_t q_lane = q_smem + warp_row * (HEAD_DIM * 2) + of_a;
@@ -163,20 +168,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         {
             float small_reg[M][KEYS][4] = {};
             fa::clear(score_reg);
-            fa::split_multiply_abt<HEAD_DIM, 0, (STEPS < 8 ? STEPS : 8)>(score_reg, small_reg, q_lane, Q_LOW, ring_smem + slot + of_b, LOW);
-            if constexpr (STEPS > 8) {
-                float large_reg[M][KEYS][4] = {};
-                fa::split_multiply_abt<HEAD_DIM, 8, STEPS>(large_reg, small_reg, q_lane, Q_LOW, ring_smem + slot + of_b, LOW);
-                fa::add(score_reg, large_reg);
-            }
+#pragma unroll
+            for (fa::uint32_t column = 0; column < 2 * HEAD_DIM; column += 128)
+                fa::split_multiply_abt<HEAD_DIM>(score_reg, small_reg, q_lane + column, Q_LOW, ring_smem + slot + of_b + column, LOW);
             fa::add(score_reg, small_reg);
         }
         const float* factors = reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);
         fa::multiply_columns(score_reg, factors);
         release();
 
-        if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + fa::fragment_row(), k_first);
-        softmax.step(score_reg, out_reg, q_factors + warp_row + lane / 4, scale * fa::log2e);  // S becomes P, unnormalised
+        if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + lane / 4, k_first);
+        softmax.step(score_reg, out_reg, q_factors + warp_row + lane / 4);  // S becomes P, unnormalised
         fa::uint32_t high_reg[KEYS / 2][M][4], low_reg[KEYS / 2][M][4];
         fa::split_a(high_reg, low_reg, score_reg);
 
@@ -194,12 +196,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
+            const fa::uint32_t thread = fa::opaque_thread_id();
+            const int row = thread / 32 * WARP_ROWS + 16 * m + 8 * half + thread % 32 / 4;
             if (q_first + row >= q_end) continue;
             const bool empty = fa::visible_keys(args, q_first + row) <= 0;
             const float sum = softmax.row_sum[m][half], inverse = 1.0f / sum;
             if (fa::lane_id() % 4 == 0)
-                logsumexp[row] = empty ? -fa::infinity() : softmax.row_max[m][half] * (q_factors[row] * scale) + fa::log(sum);
+                logsumexp[row] = empty ? -fa::infinity() : softmax.row_max[m][half] * q_factors[row] + fa::log(sum);
             float* out = fa::row_pointer<float>(args.O, batch, head, q_first + row) + fa::fragment_column();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {

@@ -122,37 +122,34 @@ template <int Width> struct SplitRow {
     }
 };
 
-// d += A B^T over columns [16 * First, 16 * Last), large and small products in accumulators of their own. A and B: swizzled tiles of Width,
+// d += A B^T over 64 columns, which begin `column_bytes` behind the first; large and small products in accumulators of their own. A and B: swizzled tiles of Width,
 // the low parts a_low and b_low bytes behind the high ones; A: 16 * M rows (lane_of_a), B: 8 * N rows (lane_of_b).
-template <int Width, int First, int Last, int M, int N>
+template <int Width, int M, int N>
 __device__ __forceinline__ void split_multiply_abt(float (&large)[M][N][4], float (&small)[M][N][4], uint32_t a_smem, uint32_t a_low,
                                                    uint32_t b_smem, uint32_t b_low) {
 #pragma unroll
-    for (int k = First; k < Last; ++k) {
-        uint32_t a[2][M][4];
+    for (int k = 0; k < 4; ++k) {
+        uint32_t a[M][4], b[N / 2][4];
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            ldmatrix_x4(a[0][m], step_16<Width>(a_smem, k) + m * rows_16<Width>);
-            ldmatrix_x4(a[1][m], step_16<Width>(a_smem, k) + m * rows_16<Width> + a_low);
-        }
+        for (int n = 0; n < N / 2; ++n) ldmatrix_x4(b[n], step_16<Width>(b_smem, k) + n * rows_16<Width>);
 #pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t b[2][4];
-            ldmatrix_x4(b[0], step_16<Width>(b_smem, k) + n / 2 * rows_16<Width>);
-            ldmatrix_x4(b[1], step_16<Width>(b_smem, k) + n / 2 * rows_16<Width> + b_low);
+        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width>(a_smem, k) + m * rows_16<Width> + a_low);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n + i], a[1][m], b[0][2 * i], b[0][2 * i + 1]);
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width>(a_smem, k) + m * rows_16<Width>);
 #pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(large[m][n + i], a[0][m], b[0][2 * i], b[0][2 * i + 1]);
+        for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(large[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n + i], a[0][m], b[1][2 * i], b[1][2 * i + 1]);
-        }
+        for (int n = 0; n < N / 2; ++n) ldmatrix_x4(b[n], step_16<Width>(b_smem, k) + n * rows_16<Width> + b_low);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
     }
 }
 
@@ -247,12 +244,12 @@ template <int M> struct SplitSoftmax {
 
     // One tile of scores: S becomes P. Rescaling is lazy, as in Softmax::step_lazily.
     template <int N, int C>
-    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&out)[M][C][4], const float* factors_smem, float scale) {
+    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&out)[M][C][4], const float* factors_smem) {
         float tile_max[M][2], scale_log2e[M][2];
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) scale_log2e[m][half] = factors_smem[16 * m + 8 * half] * scale;
+            for (int half = 0; half < 2; ++half) scale_log2e[m][half] = factors_smem[16 * m + 8 * half] * log2e;
         Softmax<M>::local_row_max(tile_max, s);
         bool grows = false;
 #pragma unroll
