@@ -12,9 +12,10 @@
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 else 32"  # queries of a warp
 // WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"
-// BLOCK_K = "64 if HEAD_DIM == 64 else 16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
-// STAGES = "2 if HEAD_DIM == 128 and shared_optin < 200000 or HEAD_DIM == 256 and shared_optin < 163840 else 3"
-// BLOCKS = "1 if HEAD_DIM == 256 or WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
+// BLOCK_K = "16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
+// STAGES = "4 if HEAD_DIM == 64 else 2 if HEAD_DIM == 128 and shared_optin < 200000 or HEAD_DIM == 256 and shared_optin < 163840 else 3"
+// BLOCKS = "1 if WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
+// FENCE = 1  # the compiler keeps the groups of columns of P V apart: no spills, less overlap
 // [workspace.operands]
 // dtype = "float32"
 // size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
@@ -31,7 +32,53 @@
 // shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
 // ///
 //
-// ESSAY
+// Step 15, read against step 14. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of
+// these parts take the place of one. CUDA cores multiply at 51 TFLOP/s on an H200 (cuBLAS), mma.sync at 649 in float16: a third of that is
+// still four times as much. The structure is step 14's; what is new are the parts, their scales, and short chains of additions.
+//
+//     x = 2^e (high + low)      S = (Q_high + Q_low) (K_high + K_low)^T, without Q_low K_low^T      O += P V likewise
+//
+// fa/split.cuh has the arithmetic. high and low have 11 bits each, 22 to 24 together. What is left out is below 2^-22 of a score. The error
+// against float64 stays below that of step 07 in nearly all cases, because a sum of 16 products is exact in a tensor core up to one
+// truncation, where a CUDA core rounds 16 times.
+//
+// Which split (errors in budgets of float32, the largest of 13 families of inputs on an emulated tensor core; NOTES.md has them all):
+//
+//     float16 x 3, scaled          0.16     the kernel
+//     float16 x 3, not scaled      inf      V of 10^6 overflows
+//     float16 x 2 (Q_low left out) 195
+//     bfloat16 x 3                 2.7      16 bits are too few
+//     bfloat16 x 6                 0.19     three parts, twice the products
+//     tf32 x 3                     0.38     half the rate, and no transposed 32-bit operand for P V
+//
+// Scales. A power of two for each row of Q and of K, and for each tile of V, brings the largest element to 2^14. float16 then holds
+// elements down to 2^-40 of it. S is multiplied by the key's power, exactly; the query's is part of the softmax scale; V's is applied where
+// the sum of a tile is added to O. P is at most 2^8 (lazy rescaling) and is multiplied by 2^7 for the same reason.
+//
+// Chains. A tensor core truncates the accumulator with each mma, always towards zero. Over 4096 keys in one accumulator O would lose 0.4 of
+// its budget, and S, with all three products in one chain of head dim 256, exceeds the limit on its bias. So the small products of S have
+// accumulators of their own, and P V of a tile starts from zero and is added to O in float32.
+//
+// prepare splits K and V once, into a workspace, as the tiles will lie in shared memory. Otherwise each of the seq_q / BLOCK_Q blocks would
+// convert them again, about 3.5 instructions an element, and cp.async could not be used. It reads and writes 8 bytes an element: 3 % of the
+// time at 4096 keys. Q is split in the prologue, where each tile is read once.
+//
+//     prologue            copies of K(0), V(0) start; Q is read, scaled and split into shared memory
+//     main loop, tile n   1. wait for K(n); the copy two items ahead starts; S = Q K(n)^T times the keys' powers
+//                         2. online softmax; P is split in registers
+//                         3. wait for V(n); the next copy starts; O += P V(n), 32 columns at a time
+//     epilogue            O / row sum and the logsumexp to global memory
+//
+// K and V pass through one ring of STAGES slots, K(0), V(0), K(1), …: three slots of 16 KB beside Q's 64 KB let two blocks share a
+// multiprocessor at head dim 128, so that one multiplies while the other is in its softmax.
+//
+// The limits, a warp's tile of 32 queries x 32 keys at head dim 128: 384 mma of 6.3 cycles each, 2430 cycles on its tensor core; meanwhile
+// shared memory delivers 96 ldmatrix for each of 4 warps, 1540 cycles, and the schedulers issue some 1100 instructions. Registers: O takes
+// 128 of 255, S and its small products 64, Q's and K's fragments 24. Nothing is left for 64 keys. At head dim 256 a warp has 16 queries, as
+// O would not fit otherwise, and shared memory becomes the limit: 160 ldmatrix for 384 mma.
+//
+// Not finite inputs: an infinity or NaN in Q or K makes the scores of its row infinite or NaN, as in float32. One in V makes its column of
+// O NaN, also where float32 would give an infinity: low parts of both signs meet it.
 #include <fa/split.cuh>
 
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
@@ -113,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int warp_row = fa::warp_id() * WARP_ROWS;
-    const int keys = fa::visible_keys(args, q_end - 1);    // what the last query sees is what any query of the block sees
-    const int unmasked = fa::visible_keys(args, q_first);  // what every query of the block sees
+    const int keys = fa::visible_keys(args, q_end - 1);           // what the last query sees is what any query of the block sees
+    const int unmasked = CAUSAL ? keys - (BLOCK_Q - 1) : keys;  // every query of the block sees at least so many: one register less
 
     // Prologue: the first copies start; each warp splits its own rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
     fa::uint32_t next_unit = items_of(args, batch, kv_head);  // the next item to be copied
@@ -177,7 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::multiply_columns(score_reg, factors);
         release();
 
-        if (k_first + BLOCK_K > unmasked) fa::mask_scores(score_reg, args, q_first + warp_row + lane / 4, k_first);
+        if (k_first + BLOCK_K > unmasked) {
+            fa::schedule_fence();  // a branch, and no selection for each score of every tile
+            fa::mask_scores(score_reg, args, q_first + warp_row + lane / 4, k_first);
+        }
         softmax.step(score_reg, out_reg, q_factors + warp_row + lane / 4);  // S becomes P, unnormalised
         fa::uint32_t high_reg[KEYS / 2][M][4], low_reg[KEYS / 2][M][4];
         fa::split_a(high_reg, low_reg, score_reg);
@@ -185,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         // O += P V
         arrive(STAGES);
         const float factor = *reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);
-        fa::split_multiply_ab<HEAD_DIM>(out_reg, high_reg, low_reg, ring_smem + slot + of_a, LOW, factor);
+        fa::split_multiply_ab<HEAD_DIM, FENCE>(out_reg, high_reg, low_reg, ring_smem + slot + of_a, LOW, factor);
         release();
     }
     softmax.finish();

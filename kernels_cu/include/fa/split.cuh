@@ -14,6 +14,7 @@
 // ones in another; of P V, one tile of keys. The sums of chains are added in float32.
 #pragma once
 
+#include <fa/barrier.cuh>
 #include <fa/softmax.cuh>
 
 namespace fa {
@@ -189,40 +190,40 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
             }
 }
 
-// d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width. 32 columns at a time are
-// summed from zero, and their sum is added in float32.
-template <int Width, int M, int N, int K>
+// d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width. A group of columns is
+// summed from zero in 32 registers, and the sum is added in float32. Fenced: the compiler does not begin a group before the last one ends.
+template <int Width, bool Fenced, int M, int N, int K>
 __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
                                                   uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
+    constexpr int group = 8 / M;
 #pragma unroll
-    for (int first = 0; first < N; first += 4) {
-        float sum[M][4][4] = {};
+    for (int first = 0; first < N; first += group) {
+        if (Fenced) schedule_fence();
+        float sum[M][group][4] = {};
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            uint32_t b[2][2][4];
+            uint32_t b[2][group / 2][4];
 #pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
+            for (int pair = 0; pair < group / 2; ++pair) {
                 const uint32_t at = step_16<Width>(b_smem, first / 2 + pair) + k * rows_16<Width>;
                 ldmatrix_x4_trans(b[0][pair], at);
                 ldmatrix_x4_trans(b[1][pair], at + b_low);
             }
+            // Small products first. Neighbouring instructions add to different accumulators, so none waits for the one before.
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
+            for (int product = 0; product < 3; ++product)
 #pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(sum[m][n], low[k][m], b[0][n / 2][n % 2 * 2], b[0][n / 2][n % 2 * 2 + 1]);
+                for (int n = 0; n < group; ++n)
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(sum[m][n], high[k][m], b[1][n / 2][n % 2 * 2], b[1][n / 2][n % 2 * 2 + 1]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int m = 0; m < M; ++m) mma_m16n8k16_f16(sum[m][n], high[k][m], b[0][n / 2][n % 2 * 2], b[0][n / 2][n % 2 * 2 + 1]);
+                    for (int m = 0; m < M; ++m) {
+                        const uint32_t(&part)[4] = b[product == 1][n / 2];
+                        mma_m16n8k16_f16(sum[m][n], product == 0 ? low[k][m] : high[k][m], part[n % 2 * 2], part[n % 2 * 2 + 1]);
+                    }
         }
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
+            for (int n = 0; n < group; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) d[m][first + n][e] += factor * sum[m][n][e];
     }
