@@ -84,8 +84,8 @@
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8, STEPS = HEAD_DIM / 16;
 constexpr fa::uint32_t Q_LOW = BLOCK_Q * HEAD_DIM * 2, LOW = BLOCK_K * HEAD_DIM * 2;  // bytes of a tile of high parts; low ones follow
-constexpr int FACTORS = BLOCK_K < 32 ? 32 : BLOCK_K;                                  // floats behind the low parts of a tile
-constexpr fa::uint32_t ITEM = 2 * LOW + 4 * FACTORS;                                  // bytes of a tile of K or V with all its parts
+constexpr int FACTORS = BLOCK_K < 32 ? 32 : BLOCK_K;  // floats behind the low parts of a tile
+constexpr fa::uint32_t ITEM = 2 * LOW + 4 * FACTORS;  // bytes of a tile of K or V with all its parts
 static_assert(ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
 // Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory. In units
@@ -151,16 +151,16 @@ __device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const fa::Args& 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
-    unsigned char* smem = fa::dynamic_shared();                      // [BLOCK_Q][HEAD_DIM] high parts of Q, and low parts
+    unsigned char* smem = fa::dynamic_shared();  // [BLOCK_Q][HEAD_DIM] high parts of Q, and low parts
     const fa::uint32_t q_smem = fa::smem_u32(smem), ring_smem = q_smem + 2 * Q_LOW;  // STAGES items
-    float* q_factors = reinterpret_cast<float*>(smem + 2 * Q_LOW + STAGES * ITEM);   // [BLOCK_Q]
+    float* q_factors = reinterpret_cast<float*>(smem + 2 * Q_LOW + STAGES * ITEM);  // [BLOCK_Q]
 
     // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     const int warp_row = fa::warp_id() * WARP_ROWS;
-    const int keys = fa::visible_keys(args, q_end - 1);           // what the last query sees is what any query of the block sees
+    const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
     const int unmasked = CAUSAL ? keys - (BLOCK_Q - 1) : keys;  // every query of the block sees at least so many: one register less
 
     // Prologue: the first copies start; each warp splits its own rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
@@ -251,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             if (q_first + row >= q_end) continue;
             const bool empty = fa::visible_keys(args, q_first + row) <= 0;
             const float sum = softmax.row_sum[m][half], inverse = 1.0f / sum;
-            if (fa::lane_id() % 4 == 0)
-                logsumexp[row] = empty ? -fa::infinity() : softmax.row_max[m][half] * q_factors[row] + fa::log(sum);
+            if (fa::lane_id() % 4 == 0) logsumexp[row] = empty ? -fa::infinity() : softmax.row_max[m][half] * q_factors[row] + fa::log(sum);
             float* out = fa::row_pointer<float>(args.O, batch, head, q_first + row) + fa::fragment_column();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {

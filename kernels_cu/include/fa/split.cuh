@@ -29,7 +29,7 @@ __device__ __forceinline__ float split_scale(float largest) {
 // 1 / a power of two, exactly.
 __device__ __forceinline__ float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
-// Two numbers as high and low parts, packed as operands are.
+// Two numbers as high and low parts, packed as operands are. Beyond float16's range the high part is infinite.
 __device__ __forceinline__ void split_pair(uint32_t& high, uint32_t& low, float first, float second) {
     high = cvt_rn_f16x2_f32(second, first);
     const float16 one{uint16_t(high & 0xffff)}, other{uint16_t(high >> 16)};
@@ -123,8 +123,8 @@ template <int Width> struct SplitRow {
     }
 };
 
-// d += A B^T over 64 columns, which begin `column_bytes` behind the first; large and small products in accumulators of their own. A and B: swizzled tiles of Width,
-// the low parts a_low and b_low bytes behind the high ones; A: 16 * M rows (lane_of_a), B: 8 * N rows (lane_of_b).
+// d += A B^T over 64 columns, large and small products in accumulators of their own. A and B: swizzled tiles of Width, the low parts a_low
+// and b_low bytes behind the high ones; A: 16 * M rows (lane_of_a), B: 8 * N rows (lane_of_b), both plus 128 bytes for each 64 columns.
 template <int Width, int M, int N>
 __device__ __forceinline__ void split_multiply_abt(float (&large)[M][N][4], float (&small)[M][N][4], uint32_t a_smem, uint32_t a_low,
                                                    uint32_t b_smem, uint32_t b_low) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float(&pair)[4] = d[m][2 * k + i / 2];
+                const float (&pair)[4] = d[m][2 * k + i / 2];
                 split_pair(high[k][m][i], low[k][m][i], pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
             }
 }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uin
                 for (int n = 0; n < group; ++n)
 #pragma unroll
                     for (int m = 0; m < M; ++m) {
-                        const uint32_t(&part)[4] = b[product == 1][n / 2];
+                        const uint32_t (&part)[4] = b[product == 1][n / 2];
                         mma_m16n8k16_f16(sum[m][n], product == 0 ? low[k][m] : high[k][m], part[n % 2 * 2], part[n % 2 * 2 + 1]);
                     }
         }
@@ -229,7 +229,7 @@ __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uin
     }
 }
 
-// The online softmax of scores that have a scale for each row, exact at any size of the scores: P = scale_of_p * exp2(scale * (S - row_max)).
+// The online softmax of scores that have a scale for each row, at any size of the scores: P = scale_of_p * exp2(scale * (S - row_max)).
 // The difference is exact where it matters; 2^7 brings P, at most 2^8 here, into the range that float16 splits best.
 template <int M> struct SplitSoftmax {
     static constexpr float scale_of_p = 128, slack = 8;
@@ -275,7 +275,8 @@ template <int M> struct SplitSoftmax {
             }
     }
 
-    template <int C> __device__ __forceinline__ void rescale(const float (&tile_max)[M][2], float (&out)[M][C][4], const float (&scale_log2e)[M][2]) {
+    template <int C> __device__ __forceinline__ void rescale(const float (&tile_max)[M][2], float (&out)[M][C][4],
+                                                             const float (&scale_log2e)[M][2]) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
