@@ -211,15 +211,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
         // S = Q K^T, times the power of two of each key
         arrive(STAGES - 1);
-        float score_reg[M][KEYS][4];
-        {
-            float small_reg[M][KEYS][4] = {};
-            fa::clear(score_reg);
-#pragma unroll
-            for (fa::uint32_t column = 0; column < 2 * HEAD_DIM; column += 128)
-                fa::split_multiply_abt<HEAD_DIM>(score_reg, small_reg, q_lane + column, Q_LOW, ring_smem + slot + of_b + column, LOW);
-            fa::add(score_reg, small_reg);
+        float score_reg[M][KEYS][4] = {}, small_reg[M][KEYS][4] = {};
+        const auto multiply = [&](float (&large_reg)[M][KEYS][4], int first) {  // over 64 columns
+            const fa::uint32_t k_lane = ring_smem + slot + of_b;
+            fa::split_multiply_abt<HEAD_DIM>(large_reg, small_reg, q_lane + 2 * first, Q_LOW, k_lane + 2 * first, LOW);
+        };
+        multiply(score_reg, 0);
+        if constexpr (HEAD_DIM > 64) multiply(score_reg, 64);
+        if constexpr (HEAD_DIM > 128) {
+            float more_reg[M][KEYS][4] = {};  // a chain has no more than 128 columns
+            multiply(more_reg, 128);
+            multiply(more_reg, 192);
+            fa::add(score_reg, more_reg);
         }
+        fa::add(score_reg, small_reg);
         const float* factors = reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);
         fa::multiply_columns(score_reg, factors);
         release();
