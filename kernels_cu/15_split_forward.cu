@@ -15,7 +15,7 @@
 // BLOCK_K = "16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
 // STAGES = "4 if HEAD_DIM == 64 else 2 if HEAD_DIM == 128 and shared_optin < 200000 or HEAD_DIM == 256 and shared_optin < 163840 else 3"
 // BLOCKS = "1 if WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
-// FENCE = 1  # the compiler keeps the groups of columns of P V apart: no spills, less overlap
+// FENCE = 1  # groups of columns of P V that the compiler may overlap; with more, registers spill
 // [workspace.operands]
 // dtype = "float32"
 // size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
     const int unmasked = CAUSAL ? keys - (BLOCK_Q - 1) : keys;  // every query of the block sees at least so many: one register less
 
-    // Prologue: the first copies start; each warp splits its own rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
+    // Prologue: the first copies start; each warp splits some rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
     fa::uint32_t next_unit = items_of(args, batch, kv_head);  // the next item to be copied
     const auto start_copy = [&](fa::uint32_t slot, bool there) {
         if (there) copy_item(ring_smem + slot, args, next_unit);
@@ -187,8 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             const float factor = part.store_scaled(smem, Q_LOW, row);
             if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * 0x1p14f * scale;
         }
-        __syncwarp();
-    }
+    }  // read behind the barrier of the first item
     fa::SplitSoftmax<M> softmax;
     float out_reg[M][COLUMNS][4] = {};
 

@@ -131,7 +131,7 @@ template <int W, int M> __device__ void products(const float* a, const float* b,
     get(p, p_from);
     uint32_t high[2][M][4], low[2][M][4];
     fa::split_a(high, low, p);
-    fa::split_multiply_ab<W, true>(o, high, low, fa::lane_of_a<W>(b_smem), 2 * 32 * W, 0x1p-11f);
+    fa::split_multiply_ab<W, 1>(o, high, low, fa::lane_of_a<W>(b_smem), 2 * 32 * W, 0x1p-11f);
     put(out + 3072, o);
 }
 """

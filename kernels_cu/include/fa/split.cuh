@@ -191,14 +191,15 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
 }
 
 // d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width. A group of columns is
-// summed from zero in 32 registers, and the sum is added in float32. Fenced: the compiler does not begin a group before the last one ends.
-template <int Width, bool Fenced, int M, int N, int K>
+// summed from zero in 32 registers, and the sum is added in float32. The compiler moves nothing across the beginning of every Fence-th
+// group: left alone it overlaps so many that registers spill.
+template <int Width, int Fence, int M, int N, int K>
 __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
                                                   uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
     constexpr int group = 8 / M;
 #pragma unroll
     for (int first = 0; first < N; first += group) {
-        if (Fenced) schedule_fence();
+        if (first / group % Fence == 0) schedule_fence();
         float sum[M][group][4] = {};
 #pragma unroll
         for (int k = 0; k < K; ++k) {
