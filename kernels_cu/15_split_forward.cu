@@ -38,9 +38,9 @@
 //
 //     x = 2^e (high + low)      S = (Q_high + Q_low) (K_high + K_low)^T, without Q_low K_low^T      O += P V likewise
 //
-// fa/split.cuh has the arithmetic. high and low have 11 bits each, 22 to 24 together. What is left out is below 2^-22 of a score. The error
-// against float64 stays below that of step 07 in nearly all cases, because a sum of 16 products is exact in a tensor core up to one
-// truncation, where a CUDA core rounds 16 times.
+// fa/split.cuh has the arithmetic. high and low have 11 bits each, 22 to 24 together. What is left out is below 2^-22 of a score. The
+// largest error of O is 0.5 to 1.2 of step 07's: a tensor core adds 16 products exactly up to one truncation, where a CUDA core rounds 16
+// times.
 //
 // Which split (errors in budgets of float32, the largest of 13 families of inputs on an emulated tensor core; NOTES.md has them all):
 //
@@ -52,12 +52,14 @@
 //     tf32 x 3                     0.38     half the rate, and no transposed 32-bit operand for P V
 //
 // Scales. A power of two for each row of Q and of K, and for each tile of V, brings the largest element to 2^14. float16 then holds
-// elements down to 2^-40 of it. S is multiplied by the key's power, exactly; the query's is part of the softmax scale; V's is applied where
-// the sum of a tile is added to O. P is at most 2^8 (lazy rescaling) and is multiplied by 2^7 for the same reason.
+// elements down to 2^-40 of it. S is multiplied by the key's power; the query's is part of the softmax scale; V's is applied where the sum
+// of a tile is added to O. P is at most 2^8 (lazy rescaling) and is multiplied by 2^7 for the same reason.
 //
-// Chains. A tensor core truncates the accumulator with each mma, always towards zero. Over 4096 keys in one accumulator O would lose 0.4 of
-// its budget, and S, with all three products in one chain of head dim 256, exceeds the limit on its bias. So the small products of S have
-// accumulators of their own, and P V of a tile starts from zero and is added to O in float32.
+// Chains. A tensor core truncates the accumulator with each mma, always towards zero. Over 8192 keys in one accumulator O exceeds its
+// budget, and S, with all three products in one chain of head dim 256, the limit on its bias. So the small products of S have accumulators
+// of their own, a chain of large ones has 128 columns (64 where registers allow), and P V of a tile starts from zero and is added to O in
+// float32. A chain of 8 still loses 2.4 * 2^-24 of S in the mean, 0.8 of the limit; the key's power times 1 + 2^-23 gives most of it back,
+// for nothing.
 //
 // prepare splits K and V once, into a workspace, as the tiles will lie in shared memory. Otherwise each of the seq_q / BLOCK_Q blocks would
 // convert them again, about 3.5 instructions an element, and cp.async could not be used. It reads and writes 8 bytes an element: 3 % of the
@@ -82,10 +84,12 @@
 #include <fa/split.cuh>
 
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
-constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8, STEPS = HEAD_DIM / 16;
+constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;
 constexpr fa::uint32_t Q_LOW = BLOCK_Q * HEAD_DIM * 2, LOW = BLOCK_K * HEAD_DIM * 2;  // bytes of a tile of high parts; low ones follow
 constexpr int FACTORS = BLOCK_K < 32 ? 32 : BLOCK_K;  // floats behind the low parts of a tile
 constexpr fa::uint32_t ITEM = 2 * LOW + 4 * FACTORS;  // bytes of a tile of K or V with all its parts
+// S comes with the scales of Q and K, 2^28 at most; and truncation has taken some 2^-23 of it, which is given back.
+constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;
 static_assert(ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
 // Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory. In units
@@ -121,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             const float factor = rows[i].store_scaled(item, LOW, own + i * step);
-            if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = factor * 0x1p-14f;
+            if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = factor * KEY_FACTOR;
         }
         return;
     }
@@ -185,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             part.load(q_gmem + fa::int64_t(row) * args.Q.row, args.head_dim, q_first + row < q_end);
             part.multiply(sign);
             const float factor = part.store_scaled(smem, Q_LOW, row);
-            if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * 0x1p14f * scale;
+            if (fa::lane_id() % Row::lanes == 0) q_factors[row] = factor * Q_FACTOR * scale;
         }
     }  // read behind the barrier of the first item
     fa::SplitSoftmax<M> softmax;
@@ -216,12 +220,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             fa::split_multiply_abt<HEAD_DIM>(large_reg, small_reg, q_lane + 2 * first, Q_LOW, k_lane + 2 * first, LOW);
         };
         multiply(score_reg, 0);
-        if constexpr (HEAD_DIM > 64) multiply(score_reg, 64);
-        if constexpr (HEAD_DIM > 128) {
-            float more_reg[M][KEYS][4] = {};  // a chain has no more than 128 columns
-            multiply(more_reg, 128);
-            multiply(more_reg, 192);
-            fa::add(score_reg, more_reg);
+        if constexpr (HEAD_DIM == 128) multiply(score_reg, 64);
+        if constexpr (HEAD_DIM == 256) {  // shorter chains: there are registers for another
+#pragma unroll
+            for (int first = 64; first < HEAD_DIM; first += 64) {
+                float more_reg[M][KEYS][4] = {};
+                multiply(more_reg, first);
+                fa::add(score_reg, more_reg);
+            }
         }
         fa::add(score_reg, small_reg);
         const float* factors = reinterpret_cast<const float*>(smem + 2 * Q_LOW + slot + 2 * LOW);

@@ -10,8 +10,8 @@
 // With it, an element is held to 2^-24 of itself or to 2^-40 of the largest element of its row, whichever is more.
 //
 // A tensor core truncates each sum of 16 products and the accumulator, where float32 arithmetic rounds. The error of an accumulator thus
-// grows with the number of additions, always towards zero. So chains are short: of S, at most 8 large products in an accumulator, the small
-// ones in another; of P V, one tile of keys. The sums of chains are added in float32.
+// grows with the number of additions, always towards zero: by 0.7 * 2^-24 of it in the mean for each. So chains should be short, small
+// products should have accumulators of their own or come first, and the sums of chains are added in float32.
 #pragma once
 
 #include <fa/barrier.cuh>
