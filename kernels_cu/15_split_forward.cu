@@ -93,13 +93,13 @@ constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;
 static_assert(ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
 // Where the tiles of a head's keys lie: K(0), V(0), K(1), V(1), …, each [high][low][factors], as they will lie in shared memory. In units
-// of 16 bytes, so that an address in the main loop is one register.
+// of 128 bytes, so that an address in the main loop is one register.
 __device__ __forceinline__ fa::uint32_t items_of(const fa::Args& args, int batch, int kv_head) {
     const int tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K;
-    return fa::uint32_t(batch * args.heads_kv + kv_head) * (2 * tiles) * (ITEM / 16);
+    return fa::uint32_t(batch * args.heads_kv + kv_head) * (2 * tiles) * (ITEM / 128);
 }
 __device__ __forceinline__ unsigned char* item_at(const fa::Args& args, fa::uint32_t unit) {
-    return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + fa::int64_t(unit) * 16;
+    return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + fa::int64_t(unit) * 128;
 }
 
 // K and V, split. A block writes a tile; rows behind the last key are zero.
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     float* largest_smem = fa::dynamic_shared<float>();  // [8]
     const bool is_v = blockIdx.x % 2;
     const int first = blockIdx.x / 2 * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
-    unsigned char* item = item_at(args, items_of(args, batch, kv_head) + blockIdx.x * (ITEM / 16));
+    unsigned char* item = item_at(args, items_of(args, batch, kv_head) + blockIdx.x * (ITEM / 128));
     float* factors = reinterpret_cast<float*>(item + 2 * LOW);
     const float* from = fa::row_pointer<float>(is_v ? args.V : args.K, batch, kv_head, first);
     const int pitch = int(is_v ? args.V.row : args.K.row), own = threadIdx.x / Row::lanes;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const fa::Args& 
     constexpr int chunks = ITEM / 16, rest = chunks % THREADS;
     const fa::uint32_t thread = fa::opaque_thread_id();
     to_smem += thread * 16;
-    const unsigned char* from = item_at(args, unit + thread);
+    const unsigned char* from = item_at(args, unit) + thread * 16;
 #pragma unroll
     for (int i = 0; i < chunks / THREADS; ++i) fa::cp_async_16(to_smem + i * THREADS * 16, from + i * THREADS * 16);
     if (thread < rest) fa::cp_async_16(to_smem + (chunks - rest) * 16, from + (chunks - rest) * 16);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const auto start_copy = [&](fa::uint32_t slot, bool there) {
         if (there) copy_item(ring_smem + slot, args, next_unit);
         fa::cp_async_commit_group();
-        next_unit += ITEM / 16;
+        next_unit += ITEM / 128;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) start_copy(i * ITEM, i / 2 * BLOCK_K < keys);
