@@ -17,7 +17,7 @@
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
-// SECTION = "16 if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "(16 if seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers
