@@ -17,6 +17,8 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
 // DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
+// DQ_FIRST = 1  # dQ before dK, so that dK and the next S run while dQ is added; 0: after it
+// EARLY = 4  # eighths of dQ that are added before the next dP is issued; the rest after it
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -445,11 +447,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::fence_proxy_async_shared();
         fa::bar_sync(1, 256);
     };
-    // A tile of queries whose scores are in flight, until all its products are.
-    auto begin_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+    auto issue_dp = [&]() {
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
+    };
+    // A tile of queries whose S and dP are in flight, until all its products are.
+    auto begin_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask();
@@ -460,10 +464,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         share(ds_smem, ds16_reg);
-        if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        if (!SHARED_KEYS && !DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         wait_for_other();
-        if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        if (SHARED_KEYS && !DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
+        if (DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
     };
@@ -481,31 +486,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_dq();
         q.next();
     };
-    // dQ is there, and all products but the next scores are complete.
-    auto end_tile = [&]() {
-        release(q_empty + (q.stage() ^ 1));
+    // dQ of a tile is complete. Where its first group of 8 columns is added:
+    auto begin_sum = [&]() {
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
-        float* dq = own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
-        if (STAGED) {
-            dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
-            fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
-        }
+        if (STAGED) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
+        at.next(work);
+        return (STAGED ? dq_smem + consumer * OWN_PARTS * PART : own_dq(args, number, consumer)) + threadIdx.x % 128 * 4;
+    };
+    // Adds some of its groups, counted in eighths.
+    auto add = [&](float* dq, int first, int end) {
 #pragma unroll
-        for (int j = 0; j < OWN_PARTS * 8; ++j)
+        for (int j = OWN_PARTS * first; j < OWN_PARTS * end; ++j)
             if (STAGED)
                 fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
             else fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
-        if (STAGED) {
+        if (STAGED && end == 8) {
             fa::fence_proxy_async_shared();
             __syncwarp();
             release(dq_full + consumer);
         }
-        at.next(work);
+    };
+    // The last tile of a work: all its products are complete.
+    auto end_last = [&]() {
+        release(q_empty + (q.stage() ^ 1));
+        add(begin_sum(), 0, 8);
     };
 
     while (true) {
@@ -518,21 +527,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            end_tile();
+            end_last();
         }
         const bool seen = n < work.count;
         if (seen) {
             issue_scores();
             fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+            issue_dp();
             for (bool accumulate = false;; accumulate = true) {
                 begin_tile(accumulate);
                 if (++n == work.count) break;
                 issue_scores();
-                fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                end_tile();
+                if (DQ_FIRST) fa::wgmma_wait<2>(dq_reg);
+                else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                float* dq = begin_sum();
+                add(dq, 0, EARLY);
+                fa::wgmma_wait<1>(ds16_reg);
+                release(q_empty + (q.stage() ^ 1));
+                issue_dp();
+                add(dq, EARLY, 8);
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-            end_tile();
+            end_last();
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
         last_number = -1;
