@@ -383,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        const uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128));
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
         fa::discard(d);
         fa::wgmma_fence();
@@ -469,7 +469,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (SHARED_KEYS && !DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
         if (DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-        fa::wgmma_wait<2>(p16_reg);  // P's registers are free
+        if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
+        else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
     };
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
@@ -542,7 +543,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 else fa::wgmma_wait<1>(dq_reg, ds16_reg);
                 float* dq = begin_sum();
                 add(dq, 0, EARLY);
-                fa::wgmma_wait<1>(ds16_reg);
+                if constexpr (SHARED_KEYS) fa::wgmma_wait<1>();
+                else fa::wgmma_wait<1>(ds16_reg);
                 release(q_empty + (q.stage() ^ 1));
                 issue_dp();
                 add(dq, EARLY, 8);

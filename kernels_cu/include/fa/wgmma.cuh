@@ -26,6 +26,12 @@ __device__ __forceinline__ uint64_t smem_descriptor_k_major(const void* slab_sme
 __device__ __forceinline__ uint64_t smem_descriptor_mn_major(const void* slab_smem, uint32_t slab_bytes) {
     return smem_descriptor(slab_smem, slab_bytes, 1024);
 }
+// The same, opaque to the compiler: the descriptors that follow from it are made where they are needed. Those of a tile that stays are
+// loop-invariant; hoisted, they would take registers through the whole loop, or be spilled, and go back to uniform registers one by one.
+__device__ __forceinline__ uint64_t descriptor_here(uint64_t descriptor) {
+    asm volatile("" : "+l"(descriptor));
+    return descriptor;
+}
 __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 // Before the first product, and whenever other instructions have written D or A's registers.
