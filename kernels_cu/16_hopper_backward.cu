@@ -144,6 +144,8 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 constexpr bool SHARED_KEYS = BLOCK_K == 64;
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
 
+constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+
 constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
@@ -373,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
     Walk at{};
@@ -499,14 +501,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         at.next(work);
         return (STAGED ? dq_smem + consumer * OWN_PARTS * PART : own_dq(args, number, consumer)) + threadIdx.x % 128 * 4;
     };
-    // Adds some of its groups, counted in eighths.
-    auto add = [&](float* dq, int first, int end) {
+    // Adds some of its groups of 8 columns.
+    auto add = [&](float* dq, int first, int end, auto& values) {
 #pragma unroll
-        for (int j = OWN_PARTS * first; j < OWN_PARTS * end; ++j)
+        for (int j = first; j < end; ++j)
             if (STAGED)
-                fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
-            else fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
-        if (STAGED && end == 8) {
+                fa::store_vec(dq + j * 512, fa::Vec<float, 4>{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]});
+            else fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+        if (STAGED && end == GROUPS) {
             fa::fence_proxy_async_shared();
             __syncwarp();
             release(dq_full + consumer);
@@ -515,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The last tile of a work: all its products are complete.
     auto end_last = [&]() {
         release(q_empty + (q.stage() ^ 1));
-        add(begin_sum(), 0, 8);
+        add(begin_sum(), 0, GROUPS, dq_reg);
     };
 
     while (true) {
@@ -542,12 +544,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (DQ_FIRST) fa::wgmma_wait<2>(dq_reg);
                 else fa::wgmma_wait<1>(dq_reg, ds16_reg);
                 float* dq = begin_sum();
-                add(dq, 0, EARLY);
+                add(dq, 0, EARLY_GROUPS, dq_reg);
+                fa::schedule_fence();
+                if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
                 if constexpr (SHARED_KEYS) fa::wgmma_wait<1>();
                 else fa::wgmma_wait<1>(ds16_reg);
                 release(q_empty + (q.stage() ^ 1));
                 issue_dp();
-                add(dq, EARLY, 8);
+                fa::schedule_fence();
+                add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
             end_last();

@@ -66,6 +66,9 @@ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes)
 
 // The host compiler knows that a wait may write what a product was given.
 template <class T, int N> __forceinline__ void ready(T (&)[N]) {}
+template <int N> __forceinline__ void moved(float (&to)[N], const float (&from)[N], int first) {
+    for (int i = first; i < N; ++i) to[i] = from[i];
+}
 template <int N> __forceinline__ void discard(float (&)[N]) {}
 
 __forceinline__ void wgmma_fence() { fa_host_wgmma_fence(); }

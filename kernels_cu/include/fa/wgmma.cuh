@@ -58,6 +58,12 @@ template <int N> __device__ __forceinline__ void discard(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "=f"(x[i]));
 }
+// to[first..] = from[first..], in other registers. A plain copy would not do: the compiler lets both have the same, and a product's
+// accumulators are one block. An instruction that computes, a permutation of bytes, is out of its sight.
+template <int N> __device__ __forceinline__ void moved(float (&to)[N], const float (&from)[N], int first) {
+#pragma unroll
+    for (int i = first; i < N; ++i) asm volatile("prmt.b32 %0, %1, %1, 0x7610;" : "=f"(to[i]) : "f"(from[i]));
+}
 // Waits until all but the latest PENDING groups are complete: `readable` are the accumulators, and the registers of A, that may be used
 // after it.
 template <int PENDING, class... Arrays> __device__ __forceinline__ void wgmma_wait(Arrays&... readable) {
