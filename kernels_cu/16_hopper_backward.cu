@@ -19,6 +19,7 @@
 // DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
 // DQ_FIRST = 1  # dQ before dK, so that dK and the next S run while dQ is added; 0: after it
 // EARLY = 4  # eighths of dQ that are added before the next dP is issued; the rest after it
+// LAG = 0  # 1: dQ of a tile is made in the next, so that no consumer waits for the other's dS (not at head dim 256)
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -74,7 +75,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 112"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -146,7 +147,8 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_
 
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
-constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC;
+constexpr bool LAGS = LAG && !SHARED_KEYS;
+constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !LAGS;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -284,7 +286,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* do_full = q_empty + STAGES;
     uint64_t* dq_full = do_full + STAGES;  // [2]
     uint64_t* dq_empty = dq_full + 2;  // [2]
-    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+    uint64_t* ds_full = dq_empty + 2;  // [STAGES]
+    uint64_t* ds_empty = ds_full + STAGES;  // [STAGES]
+    int* numbers = reinterpret_cast<int*>(ds_empty + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -295,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
+            fa::mbarrier_init(ds_full + i, 8), fa::mbarrier_init(ds_empty + i, 8);
         }
         fa::mbarrier_init_fence();
     }
@@ -378,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
-    Walk at{};
+    Walk at{}, sum_at{};  // the tile at hand, and the one whose dQ is to be added
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
@@ -416,8 +421,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     // This consumer's part of dQ = dS K
-    auto issue_dq = [&]() {
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+    auto issue_dq = [&](uint32_t stage) {
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + stage * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         fa::discard(dq_reg);
         fa::wgmma_fence();
@@ -427,8 +432,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                              step > 0);
         fa::wgmma_commit();
     };
+    // dS of this tile is in shared memory; of the tile before
+    auto give_ds = [&]() {
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(ds_full + q.stage());
+    };
+    auto issue_last_dq = [&]() {
+        fa::mbarrier_wait_parity(ds_full + (q.stage() ^ 1), (q.position - 1) / STAGES % 2);
+        issue_dq(q.stage() ^ 1);
+    };
     auto mask = [&]() {
-        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
+        const int q_first = (LAGS ? at : sum_at).queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
@@ -465,12 +480,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_wait<1>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        if (LAGS) fa::mbarrier_wait_parity(ds_empty + q.stage(), q.parity() ^ 1);
         share(ds_smem, ds16_reg);
-        if (!SHARED_KEYS && !DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-        wait_for_other();
-        if (SHARED_KEYS && !DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-        issue_dq();
-        if (DQ_FIRST) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        if (LAGS) give_ds();
+    };
+    auto issue_dk = [&](bool accumulate) { issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate); };
+    auto finish_tile = [&](bool accumulate) {
+        if (LAGS) {
+            if (accumulate) issue_last_dq();
+            issue_dk(accumulate);
+        } else {
+            if (!SHARED_KEYS && !DQ_FIRST) issue_dk(accumulate);
+            wait_for_other();
+            if (SHARED_KEYS && !DQ_FIRST) issue_dk(accumulate);
+            issue_dq(q.stage());
+            if (DQ_FIRST) issue_dk(accumulate);
+        }
         if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
         else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
@@ -484,21 +509,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         const uint32_t zeros[QUERIES / 16][4] = {};
+        if (LAGS) fa::mbarrier_wait_parity(ds_empty + q.stage(), q.parity() ^ 1);
         share(ds_smem, zeros);
-        wait_for_other();
-        issue_dq();
+        if (LAGS) give_ds();
+        else wait_for_other();
+        if (LAGS) fa::mbarrier_wait_parity(ds_full + q.stage(), q.parity());
+        issue_dq(q.stage());
         q.next();
     };
     // dQ of a tile is complete. Where its first group of 8 columns is added:
-    auto begin_sum = [&]() {
-        const int number = tile_number(args, work.batch, at.head, at.queries(work));
+    auto begin_sum = [&](uint32_t stage) {
+        if (LAGS) release(ds_empty + stage);
+        const int number = tile_number(args, work.batch, sum_at.head, sum_at.queries(work));
         if (STAGED) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
-        at.next(work);
+        sum_at.next(work);
         return (STAGED ? dq_smem + consumer * OWN_PARTS * PART : own_dq(args, number, consumer)) + threadIdx.x % 128 * 4;
     };
     // Adds some of its groups of 8 columns.
@@ -514,48 +543,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             release(dq_full + consumer);
         }
     };
-    // The last tile of a work: all its products are complete.
-    auto end_last = [&]() {
-        release(q_empty + (q.stage() ^ 1));
-        add(begin_sum(), 0, GROUPS, dq_reg);
-    };
-
     while (true) {
         fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
         const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
         at.begin(args, work);
+        sum_at = at;
         int n = work.count > 0 && sees_nothing();
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            end_last();
+            release(q_empty + (q.stage() ^ 1));
+            add(begin_sum(q.stage() ^ 1), 0, GROUPS, dq_reg);
+            if (LAGS) at.next(work);
         }
         const bool seen = n < work.count;
         if (seen) {
+            if (LAGS) fa::discard(dk_reg), fa::discard(dv_reg);
             issue_scores();
             fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
             issue_dp();
-            for (bool accumulate = false;; accumulate = true) {
-                begin_tile(accumulate);
-                if (++n == work.count) break;
-                issue_scores();
-                if (DQ_FIRST) fa::wgmma_wait<2>(dq_reg);
-                else fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                float* dq = begin_sum();
-                add(dq, 0, EARLY_GROUPS, dq_reg);
-                fa::schedule_fence();
-                if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
-                if constexpr (SHARED_KEYS) fa::wgmma_wait<1>();
-                else fa::wgmma_wait<1>(ds16_reg);
-                release(q_empty + (q.stage() ^ 1));
-                issue_dp();
-                fa::schedule_fence();
-                add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
-            }
+            auto run = [&]() {
+                for (bool accumulate = LAGS;; accumulate = true) {
+                    begin_tile(accumulate);
+                    finish_tile(accumulate);
+                    if (++n == work.count) break;
+                    issue_scores();
+                    if (DQ_FIRST) fa::wgmma_wait<2>(dq_reg);
+                    else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                    float* dq = begin_sum(q.stage());
+                    add(dq, 0, EARLY_GROUPS, dq_reg);
+                    fa::schedule_fence();
+                    if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                    if constexpr (SHARED_KEYS) fa::wgmma_wait<1>();
+                    else fa::wgmma_wait<1>(ds16_reg);
+                    release(q_empty + (q.stage() ^ 1));
+                    issue_dp();
+                    fa::schedule_fence();
+                    add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
+                    if (LAGS) at.next(work);
+                }
+            };
+            bool lags = false;
+            if constexpr (LAGS) {
+                begin_tile(false);
+                issue_dk(false);
+                fa::wgmma_wait<1>(p16_reg);
+                q.next();
+                lags = ++n < work.count;
+                if (lags) {
+                    issue_scores();
+                    fa::wgmma_wait<1>(ds16_reg);
+                    release(q_empty + (q.stage() ^ 1));
+                    issue_dp();
+                    at.next(work);
+                    run();
+                }
+            } else run();
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-            end_last();
+            release(q_empty + (q.stage() ^ 1));
+            if (!LAGS || lags) add(begin_sum(q.stage()), 0, GROUPS, dq_reg);
+            if (LAGS) {
+                issue_last_dq();
+                fa::wgmma_wait<0>(dq_reg);
+                add(begin_sum(q.stage() ^ 1), 0, GROUPS, dq_reg);
+            }
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
         last_number = -1;
