@@ -18,7 +18,7 @@
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
 // DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
 // DQ_FIRST = 1  # dQ before dK, so that dK and the next S run while dQ is added; 0: after it
-// EARLY = 4  # eighths of dQ that are added before the next dP is issued; the rest after it
+// EARLY = "8 if HEAD_DIM == 64 else 4"  # eighths of dQ that are added before the next dP is issued; the rest after it
 // LAG = 0  # 1: dQ of a tile is made in the next, so that no consumer waits for the other's dS (not at head dim 256)
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -380,7 +380,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
+    float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
     Walk at{}, sum_at{};  // the tile at hand, and the one whose dQ is to be added
