@@ -55,7 +55,7 @@ def choose(
 def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, tiles: Mapping[str, int] | None = None) -> Contender:
     """The contender of one name, number, alias or path. Raises UsageFault and NoSuchPass as :func:`choose` does."""
     if peer := peers.find(spec):
-        return Contender(peer.name, peer=peer, deterministic=deterministic)
+        return Contender(peer.name, peer=peer.made_deterministic() if deterministic else peer, deterministic=deterministic)
     kernels = {pass_: find(spec, pass_, deterministic) for pass_ in passes}
     return Contender(
         "+".join(dict.fromkeys(kernel.name for kernel in kernels.values())), kernels, tiles=dict(tiles or {}), deterministic=deterministic

@@ -25,7 +25,7 @@ from .choose import AUTO, choose
 from .fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from .kernel import catalogue
 from .measure import ceilings
-from .measure.sampling import POLICY, Policy
+from .measure.sampling import POLICY, Policy, Ready
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
 from .row import CEILING, TYPES, Row, Rows, read_rows
@@ -203,8 +203,9 @@ def _shape(
             yield results.rows_without(test, contender, mode, problem, backend, run_id, SEED, status, str(error)), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(run_id) from error
+    ready: dict[str, dict[str, Ready]] = {}
     for timing in timings:
-        good = run.time_together(good, backend, timing, policy, progress=lambda text: tell(text, len(contenders)))
+        good = run.time_together(good, backend, timing, policy, lambda text: tell(text, len(contenders)), ready)
     found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples

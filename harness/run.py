@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from . import choose, dataset
 from .array import Array
 from .backends import Backend, pick
 from .check import budget, memory
 from .check.ahead import ahead
 from .check.contender import Contender, PassResult
-from .check.oracle import Oracle, oracle_for
+from .check.oracle import Oracle, oracle_for, small
 from .dataset.generate import INPUTS
 from .fault import UsageFault
 from .files import disk_fault, locked
@@ -123,10 +125,12 @@ def time_together(
     timing: str,
     policy: measure.Policy | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, dict[str, measure.Ready]] | None = None,
 ) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
 
-    timing: warm or cold, in round-robin turns; burst or energy, one after the other.
+    timing: warm or cold, in round-robin turns; burst or energy, one after the other. ready: what an earlier timing of the same results
+    has warmed up, by pass; it is filled.
     """
     take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
     done = list(results)
@@ -139,7 +143,8 @@ def time_together(
         def tell(text: str, what: str = f"{names} {pass_}") -> None:
             progress(f"{text}: {what}")
 
-        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell).items():
+        warm = ready.setdefault(pass_, {}) if ready is not None else None
+        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell, ready=warm).items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done
@@ -207,9 +212,9 @@ def run(
         progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
         forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
-        progress("compiles the checks")
-        compiling.checks()
-        oracle = Oracle(problem, inputs, tolerance, backend.xp, progress)
+        if not small(problem):
+            compiling.checks(progress)
+        oracle = Oracle(problem, inputs, tolerance, np if small(problem) else backend.xp, progress)
         progress("compiles the kernels")
         compiling.kernels()
         results: list[Result] = []

@@ -4,7 +4,7 @@
     mode = "forward"                  # unless --mode says otherwise
     kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range: its kernels that take the shape
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
-    deterministic = true              # optional: as --deterministic
+    deterministic = true              # optional: as --deterministic; peers too, where they have such a form
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     cold = false                      # optional, on a GPU: no times with the L2 cache flushed
     burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true

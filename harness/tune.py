@@ -30,7 +30,7 @@ from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from .files import json_bytes, locked, make_folder, read_text, write_files
 from .kernel import Kernel, Plan
 from .measure import alone
-from .measure.sampling import POLICY, Timing, measure
+from .measure.sampling import POLICY, Ready, Timing, measure
 from .problem import Problem
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
@@ -110,21 +110,23 @@ def tune(
     seed: int = 42,
     deterministic: bool = False,
     by: str = "time",
+    one_by_one: bool = False,
     output_dir: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
-    The default is among them, as the baseline. by: one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json
-    beside. Raises UsageFault for an unknown or refused kernel or tile, EnvironmentFault where the device does not count the energy that
-    is asked for, KernelFault where a variant loses the CUDA context, DiskFault.
+    The default is among them, as the baseline. one_by_one: a value at a time in place of the product, all others at their defaults. by:
+    one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json beside. Raises UsageFault for an unknown or
+    refused kernel or tile, EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant
+    loses the CUDA context, DiskFault.
     """
     backend = pick(device)
     if by == "energy" and backend.meter() is None:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
         raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
     kernel = _chosen(spec, pass_, problem, backend, deterministic)
-    default, swept = _swept(kernel, problem, backend, tiles or {})
+    default, swept = _swept(kernel, problem, backend, tiles or {}, one_by_one)
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
     oracle = oracle_for(problem, backend, pass_, seed, progress)
     inputs = oracle.inputs_of(pass_)
@@ -137,12 +139,13 @@ def tune(
             if checked:
                 right[i] = checked
     contenders = {str(i): checked.timed for i, checked in right.items()}
-    timings = measure(contenders, backend, "warm", POLICY[backend.name], progress) if right else {}
+    ready: dict[str, Ready] = {}
+    timings = measure(contenders, backend, "warm", POLICY[backend.name], progress, ready) if right else {}
     base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
     for i in right:
         found[i] = _timed(found[i], timings[str(i)], base, problem)
     metered = sorted((i for i in right if found[i].ms), key=lambda i: found[i].ms or 0.0)[: None if by == "energy" else FASTEST]
-    for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, POLICY[backend.name], progress).items():
+    for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, POLICY[backend.name], progress, ready).items():
         found[int(name)] = _metered(found[int(name)], timing, problem)
     progress("")
     tuned = Tuned(kernel, problem, backend.name, backend.device().name, sorted(found, key=lambda row: _order(row, by)), by)
@@ -176,9 +179,9 @@ def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
 
 
 def _swept(
-    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]]
+    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]], one_by_one: bool = False
 ) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """The default's values of the tiles that are swept, and all combinations, the default first."""
+    """The default's values of the tiles that are swept, and all combinations (one_by_one: a value at a time), the default first."""
     kernel.refuse(problem)
     if not kernel.tile:
         raise UsageFault(f"{kernel.label} has no tile values", "its header has no [tile]", "tune a kernel that has: fa-cli list")
@@ -186,7 +189,10 @@ def _swept(
     names = kernel.names(problem, backend.device())
     lists = tiles or {name: sorted({max(1, names[name] // 2), names[name], 2 * names[name]}) for name in kernel.tile}
     default = {name: names[name] for name in lists}
-    every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    if one_by_one:
+        every = [default | {name: value} for name, values in lists.items() for value in values]
+    else:
+        every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
     return default, [default, *(each for each in every if each != default)]
 
 

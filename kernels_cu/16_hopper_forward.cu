@@ -14,8 +14,12 @@
 // BLOCK_K = "128 if HEAD_DIM <= 128 else 80 if seq_kv > 1024 else 64"
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
+// K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
+// PREFETCH = "1 if HEAD_DIM == 256 else 0"  # which until then comes to the L2 cache
+// DIRECT = "1 if HEAD_DIM == 256 and head_dim % 8 == 0 else 0"  # O goes from registers to global memory, not through Q's shared memory
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
+// SECTION = "64 if HEAD_DIM == 256 else 16"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -23,7 +27,7 @@
 // init = "zero_once"
 // [tensor_map.q]
 // tensor = "Q"
-// box = [64, "64 * CONSUMERS", 1, 1]
+// box = [64, 64, 1, 1]
 // swizzle = 128
 // [tensor_map.k]
 // tensor = "K"
@@ -41,7 +45,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (Q_STAGES * (4 + CONSUMERS) + 4 * STAGES)"
+// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
 // ///
 //
 // Step 16, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
@@ -50,10 +54,16 @@
 //     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
 //     consumers    two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
-//     storers      a thread for each consumer sends O away by TMA, so that no consumer waits for a store
+//     storers      a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
 // Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
 // and V of the next arrive. Under the causal mask long tiles come first, within a section of heads whose K and V fit in the L2 cache.
+// Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
+//
+// At head dim 256 shared memory has room for one tile of queries. If O left through it, the next Q would wait until O is stored, and
+// the first scores for Q: a chain that grows no shorter with fewer keys. So O goes from registers to global memory (DIRECT), and Q's
+// piece is empty behind the last scores: the next arrives under the last softmax, product and epilogue. The next tile's first keys, whose
+// stage is empty earlier still, go ahead of it (K_FIRST), and Q, which no other block has read, comes to the L2 cache meanwhile (PREFETCH).
 //
 // One step of a consumer, over a tile of keys n:
 //
@@ -85,9 +95,9 @@ using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
-constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
-constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
-constexpr uint32_t OWN_ROWS = 64 * 128;  // bytes of a slab from one consumer's rows to the next's
+constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
+constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
+constexpr uint32_t Q_PIECE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
 
 template <class T> constexpr bool wide_exponent = false;
 template <> constexpr bool wide_exponent<fa::bfloat16> = true;
@@ -111,8 +121,8 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
     Work work;
 #if CAUSAL
-    // Sections of heads with at most 16 MB of K and V; in a section the tiles that see the most keys first, over all its heads.
-    const int kv_heads = max(1, int((16 << 20) / (4ll * HEAD_DIM * args.seq_kv)));
+    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
+    const int kv_heads = max(1, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv)));
     const int heads = kv_heads * (args.heads_q / args.heads_kv);
     const int section = number / (q_tiles * heads), inside = number - section * q_tiles * heads;
     const int width = min(heads, args.heads_q * args.batch - section * heads);  // the last section may have fewer
@@ -148,21 +158,23 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::Te
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
-    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][SLABS][BLOCK_Q][64]; O in the end
-    unsigned char* k_smem = q_smem + Q_STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_K][64]
+    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][64][64]; O in the end
+    unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][BLOCK_K][64]
     unsigned char* v_smem = k_smem + STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_K][64]
     uint64_t* q_full = reinterpret_cast<uint64_t*>(v_smem + STAGES * K_TILE);
-    uint64_t* q_empty = q_full + Q_STAGES;
-    uint64_t* o_full = q_empty + Q_STAGES;  // [Q_STAGES][CONSUMERS]
-    uint64_t* k_full = o_full + Q_STAGES * CONSUMERS;
+    uint64_t* q_empty = q_full + PIECES;
+    uint64_t* o_full = q_empty + PIECES;
+    uint64_t* k_full = o_full + PIECES;
     uint64_t* k_empty = k_full + STAGES;
     uint64_t* v_full = k_empty + STAGES;
     uint64_t* v_empty = v_full + STAGES;
-    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [Q_STAGES]: whose Q is there
+    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [PIECES]: whose Q is there
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Q_STAGES; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, CONSUMERS);
-        for (int i = 0; i < Q_STAGES * CONSUMERS; ++i) fa::mbarrier_init(o_full + i, 4);
+        for (int i = 0; i < PIECES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
+            fa::mbarrier_init(q_empty + i, DIRECT ? 4 : 1);  // each warp, or the storer
+        }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
             fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(v_empty + i, 4 * CONSUMERS);
@@ -180,44 +192,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
-            int number = blockIdx.x;
-            while (true) {
-                fa::mbarrier_wait_parity(q_empty + q.stage, q.parity ^ 1);
-                if (number >= works) break;
-                const Work work = work_of(args, number);
-                works_smem[q.stage] = work;
-                const int kv_head = fa::kv_head_of(args, work.head);
-                load_tile<Q_SLAB>(q_smem + q.stage * Q_TILE, q_map, q_full + q.stage, work.q_first, work.head, work.batch);
+            auto hand_over = [&](const Work& work) {
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    const int piece = q.stage * CONSUMERS + consumer, row = work.q_first + 64 * consumer;
+                    fa::mbarrier_wait_parity(q_empty + piece, q.parity ^ 1);
+                    works_smem[piece] = work;
+                    if (work.tiles) load_tile<Q_SLAB>(q_smem + piece * Q_PIECE, q_map, q_full + piece, row, work.head, work.batch);
+                    else fa::mbarrier_arrive(q_full + piece);
+                }
                 q.next();
+            };
+            int number = blockIdx.x;
+            while (number < works) {
+                const Work work = work_of(args, number);
+                const int kv_head = fa::kv_head_of(args, work.head);
+                if (PREFETCH)
+                    for (int i = 0; i < CONSUMERS * SLABS; ++i)
+                        fa::tma_prefetch_4d(&q_map, i % SLABS * 64, work.q_first + i / SLABS * 64, work.head, work.batch);
+                if (!K_FIRST) hand_over(work);
                 number = gridDim.x + atomicAdd(counters, 1);
                 for (int n = 0; n < work.tiles; ++n) {
                     fa::mbarrier_wait_parity(k_empty + k.stage, k.parity ^ 1);
                     load_tile<K_SLAB>(k_smem + k.stage * K_TILE, k_map, k_full + k.stage, n * BLOCK_K, kv_head, work.batch);
                     k.next();
+                    if (K_FIRST && n == 0) hand_over(work);
                     fa::mbarrier_wait_parity(v_empty + v.stage, v.parity ^ 1);
                     load_tile<K_SLAB>(v_smem + v.stage * K_TILE, v_map, v_full + v.stage, n * BLOCK_K, kv_head, work.batch);
                     v.next();
                 }
             }
-            works_smem[q.stage].tiles = 0;
-            fa::mbarrier_arrive(q_full + q.stage);
+            hand_over(Work{});
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
+        } else if (!DIRECT && threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
             // A storer. Q's stage, which holds O by then, is empty when the store has read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
-                fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-                const Work work = works_smem[q.stage];
+                const int piece = q.stage * CONSUMERS + consumer;
+                fa::mbarrier_wait_parity(q_full + piece, q.parity);
+                const Work work = works_smem[piece];
                 if (work.tiles == 0) break;
-                fa::mbarrier_wait_parity(o_full + q.stage * CONSUMERS + consumer, q.parity);
-                const unsigned char* out_smem = q_smem + q.stage * Q_TILE + consumer * OWN_ROWS;
+                fa::mbarrier_wait_parity(o_full + piece, q.parity);
+                const unsigned char* out_smem = q_smem + piece * Q_PIECE;
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab)
                     fa::tma_store_4d(&o_map, out_smem + slab * Q_SLAB, 64 * slab, work.q_first + 64 * consumer, work.head, work.batch);
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(q_empty + q.stage);
+                fa::mbarrier_arrive(q_empty + piece);
                 q.next();
             }
         }
@@ -235,13 +257,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Work work;
     int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
 
-    auto own_q = [&]() { return q_smem + q.stage * Q_TILE + consumer * OWN_ROWS; };
+    auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
+    auto own_q = [&]() { return q_smem + piece() * Q_PIECE; };
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
     };
     auto take_work = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage, q.parity);
-        work = works_smem[q.stage];
+        fa::mbarrier_wait_parity(q_full + piece(), q.parity);
+        work = works_smem[piece()];
         if (work.tiles == 0) return false;
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
@@ -358,6 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     while (take_work()) {
         first_tile();
         for (int n = 1; n < tiles; ++n) next_tile(n);
+        if (DIRECT) release(q_empty + piece());  // behind the last scores, computed again or not
         issue_output(tiles > 1);
         fa::wgmma_wait<0>(out_reg, p_reg);
         release(v_empty + v.stage);
@@ -373,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             v.next();
         }
 
-        // Epilogue: O / row sum to the shared memory of Q, and the logsumexp
+        // Epilogue: the logsumexp, and O / row sum, to global memory or to the shared memory of Q
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
         float inverse[2];
 #pragma unroll
@@ -383,10 +407,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (lane % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
         }
-        fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
-        fa::fence_proxy_async_shared();
-        __syncwarp();
-        release(o_full + q.stage * CONSUMERS + consumer);
+        if (DIRECT) {
+            const int first = work.q_first + 64 * consumer + 16 * warp;
+            fa::write_rows(fa::row_pointer<scalar>(args.O, work.batch, work.head, first), args.O.row, args.seq_q - first, args.head_dim,
+                           out_reg, inverse);
+        } else {
+            fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
+            fa::fence_proxy_async_shared();
+            __syncwarp();
+            release(o_full + piece());
+        }
         q.next();
     }
 }

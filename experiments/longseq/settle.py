@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends
 from harness.check.oracle import oracle_for
-from harness.choose import contender
+from harness.choose import AUTO, choose
 from harness.problem import Problem
 
 SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)
-NAMES = ("fa3", "fa4", "torch-cudnn", "torch-flash", "mma_qreg_async")
+NAMES = ("fa3", "fa4", "torch-cudnn", "torch-flash", AUTO)
 
 
 def main() -> None:
@@ -31,10 +31,9 @@ def main() -> None:
     oracle = oracle_for(problem, backend, "forward")
     click.echo(f"{problem.folder} forward on {backend.device().name}: TFLOP/s (MHz at the end) after settling for … seconds")
     click.echo(f"{'':16}" + "".join(f"{seconds:>14}" for seconds in SETTLE))
-    for name in NAMES:
-        one = contender(name, ["forward"])
+    for one in choose(NAMES, ["forward"], [problem], backend.device())[0]:
         if one.peer and one.peer.absent("cuda"):
-            click.echo(f"{name:16}absent")
+            click.echo(f"{one.name:16}absent")
             continue
         timed = one.run(backend, oracle, "forward").timed
         cells = []
@@ -46,7 +45,7 @@ def main() -> None:
                 bursts.append([finish() for finish in waiting])
             clock = backend.state().get("sm_clock_mhz")
             cells.append(f"{problem.flops('forward') / statistics.median(bursts[1]) / 1e12:.0f} ({clock})")
-        click.echo(f"{name:16}" + "".join(f"{cell:>14}" for cell in cells))
+        click.echo(f"{one.name:16}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 if __name__ == "__main__":

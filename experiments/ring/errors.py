@@ -1,7 +1,7 @@
 """Does the error grow with the number of ranks? python experiments/ring/errors.py --device cpu --ranks 1 2 3 4 8 (16 s on two cores)
 
 Other rings have shipped silently wrong gradients. Here every tensor of rings of several sizes is compared with float64 on the whole problem,
-in float32 (fa2) and bfloat16 (mma_qreg_async): GQA, causal, zigzag shards of uneven length, real processes (MPI on the CPU, NCCL on GPUs),
+in float32 (fa2) and bfloat16 (what auto takes): GQA, causal, zigzag shards of uneven length, real processes (MPI on the CPU, NCCL on GPUs),
 deterministic forms. Prediction: float32 stays within twice the error of one rank; bfloat16 too, since each step's O and gradients are
 rounded to storage once and summed in float32. Outcome on the CPU, 1 to 8 ranks: at most 1.6 times (bfloat16 dV on four ranks, logsumexp in
 float32 on eight). A row of errors.csv is a tensor of a ring. Rows of another device, and of other numbers of ranks
@@ -18,13 +18,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from harness.choose import AUTO
 from harness.problem import Problem
 from harness.ring import job, start
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ("device", "compute", "dtype", "seq", "dim", "ranks", "tensor", "max_error", "mean_error", "budget", "passed", "repeated")
 SEQ = {"cpu": 389, "cuda": 4093}  # primes: no number of ranks divides them
-COMPUTES = {"float32": "fa2", "bfloat16": "mma_qreg_async"}
+COMPUTES = {"float32": "fa2", "bfloat16": AUTO}
 
 
 def rows(device: str, dtype: str, ranks: int, timeout: float) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str,
 
 def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, given: argparse.Namespace) -> None:
     """The ring on one problem, with and without overlap, judged, and one GPU beside it."""
-    contender = choose.contender(given.compute, PASSES)
+    contender = choose.choose([given.compute], PASSES, [problem], backend.device())[0][0]
     partition = Partition.of(problem, talk.size)
     refuse(partition, contender, PASSES, backend)
     if talk.rank == 0:
@@ -221,7 +221,7 @@ def main() -> None:
     """Every length, ours first; torch afterwards, so that two communicators are never in flight together."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", metavar="TEST", help="some of the sweep's shapes")
-    parser.add_argument("--compute", default="mma_qreg_async")
+    parser.add_argument("--compute", default=choose.AUTO)
     parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
     parser.add_argument("--no-torch", action="store_true")

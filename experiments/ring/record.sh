@@ -53,13 +53,13 @@ if [ "$device" = cpu ]; then
     start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
     started=(--gpus "$ranks" --device cpu) delay=2 dead="rank 1 died"
     long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both)
-    tensor=(--compute mma_qreg_async --heads 2 --dim 64) large=(--compute mma_qreg_async --heads 2 --seq 320 --dim 64) S=512
+    tensor=(--compute auto --heads 2 --dim 64) large=(--compute auto --heads 2 --seq 320 --dim 64) S=512
     silent="did not answer" errors="1 2"
 else
     start=("$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/measure.py)
     started=(--gpus "$ranks") delay=20 dead="rank 1 died: SIGKILL"
     long=("${started[@]}" --compute fa2 --heads $((16 * ranks)) --seq 131072 --dim 128)
-    tensor=(--compute mma_qreg_async --heads 8 --dim 128) large=(--compute mma_qreg_async --heads 16 --seq 32768 --dim 128) S=4096
+    tensor=(--compute auto --heads 8 --dim 128) large=(--compute auto --heads 16 --seq 32768 --dim 128) S=4096
     silent="rank 1 did not answer" errors="1 $ranks"
 fi
 

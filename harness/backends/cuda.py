@@ -179,6 +179,11 @@ class Cuda(Backend):
             what = f"{self._device.name} has no room for {size} more bytes"
             raise UsageFault(what, f"{free} of its {total} bytes are free", "use a smaller problem") from None
 
+    def fill(self, buffer: Bytes, value: int) -> None:
+        """As the protocol says, by the driver: what CuPy assigns is a kernel to compile."""
+        memory: Any = buffer.data  # CuPy's own object, not numpy's memoryview
+        memory.memset_async(value, buffer.nbytes)
+
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         found: Bytes = self.xp.asnumpy(buffer)

@@ -118,6 +118,10 @@ class Backend(Protocol):
         """What --check has watched in all launches so far; None without a check."""
         return None
 
+    def fill(self, buffer: Bytes, value: int) -> None:
+        """Enqueue a write of one value to all bytes of a device buffer, or of a part of one."""
+        buffer[:] = value
+
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
         ...

@@ -1,9 +1,10 @@
 """What a run compiles, compiled in threads while its inputs are drawn: the kernels under test, and on a GPU those of the checks.
 
-CuPy compiles a kernel for each operation, type and number of dimensions when it is first used, one after another: a hundred for a first
-run, at 0.1 s each. They depend on the code that judges, not on the values. So that code runs here on a few heads of random numbers, its
-parts at the same time, and CuPy keeps what they compiled. A marker in the cache folder says that this was done for such a problem, and
-the next run leaves it out. Nothing that is computed here is used, and what of it fails, fails again where it is needed.
+CuPy compiles a kernel for each operation, type and number of dimensions when it is first used, one after another: at 0.1 s each, a few
+for the trial of a kernel, and dozens where the oracle is computed on the GPU (oracle.small). They depend on the code that judges, not on
+the values. So that code runs here on a few heads of random numbers, its parts at the same time, and CuPy keeps what they compiled. A
+marker in the cache folder says that this was done for such a problem, and the next run leaves it out. Nothing that is computed here is
+used, and what of it fails, fails again where it is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ..array import Array
+from ..array import Array, copied, every
 from ..backends import Backend, Loaded
 from ..backends.protocol import cache_dir
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
 from ..fault import EnvironmentFault
 from ..problem import READS, WRITES, Problem
-from . import budget, reference, trial
+from . import budget, oracle, reference, trial
 from .contender import Contender, arithmetic_of
 from .tensors import Tensor, row_pitch
 
@@ -42,14 +43,16 @@ class Ahead:
     ) -> None:
         self._pool, self._kernels, self._checks, self._done = pool, kernels, checks, done
 
-    def checks(self) -> None:
-        """Wait for the kernels of the checks."""
+    def checks(self, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Wait for the kernels of the checks, which progress is told."""
+        progress("compiles the checks")
         fine = [each.result() for each in self._checks]
         if fine and all(fine):
             self._done()
 
     def kernels(self) -> None:
-        """Wait for the kernels under test, and for the threads to end. Raises as Backend.load does, for the first that does not load."""
+        """Wait for all, and for the threads to end. Raises as Backend.load does, for the first kernel that does not load."""
+        self.checks()
         for each in self._kernels:
             each.result()
         self._pool.shutdown()
@@ -66,7 +69,7 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
         with suppress(EnvironmentFault):  # no cache: nothing that is compiled would be kept
             marker = _marker(backend, problem, passes, classes)
     if marker and not marker.exists():
-        work = parts(backend, small(problem), passes, classes)
+        work = parts(backend, small(problem), passes, classes, not oracle.small(problem))
 
     def tried(job: Callable[[], object]) -> bool:
         with suppress(Exception), backend.current():
@@ -96,8 +99,10 @@ def small(problem: Problem) -> Problem:
     return Problem.of(min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys, problem.dtype, problem.causal, problem.scale)
 
 
-def parts(backend: Backend, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> list[Callable[[], object]]:
-    """Everything that judging does on a problem, in parts that share few operations: reference, baselines, verdicts, trial."""
+def parts(
+    backend: Backend, problem: Problem, passes: Sequence[str], classes: Sequence[str], judged: bool = True
+) -> list[Callable[[], object]]:
+    """Everything that judging does on a problem, in parts that share few operations: the trial and, where judged, all of the oracle."""
     xp, written = backend.xp, [name for pass_ in passes for name in WRITES[pass_]]
     inputs = generate(problem, 0, ("Q", "K", "V", *("dO" for pass_ in passes if pass_ == "backward")))
 
@@ -114,6 +119,8 @@ def parts(backend: Backend, problem: Problem, passes: Sequence[str], classes: Se
         near = [{name: each[name].astype(np.float32)} for each in near]
         budget.compare(problem, {name: values}, whole, near, None, on_device(), xp, 64, arithmetic)
 
+    if not judged:
+        return [lambda: _trial(backend, problem, passes, inputs)]
     found: list[Callable[[], object]] = [lambda: reference.reference(xp, problem, on_device())]
     found += [partial(lambda arithmetic: reference.baselines(xp, problem, on_device(), arithmetic), each) for each in classes]
     found += [partial(verdicts, name, classes[0]) for name in written if name in ("O", "logsumexp", "dQ")]
@@ -131,18 +138,19 @@ def _trial(backend: Backend, problem: Problem, passes: Sequence[str], inputs: Ma
         dtype = problem.tensor_dtype(name)
         tensor = Tensor(backend, problem.shape(name), dtype, row_pitch(problem, name))
         tensor.upload(inputs.get(name, np.zeros(problem.shape(name), STORAGE[dtype])))
-        before = tensor.buffer.copy()
+        before = copied(backend.xp, tensor.buffer)
         bits = trial._bits(tensor)
         moved = trial.Change.drawn(problem).of(backend.xp, name, bits)
-        trial._alike(moved, bits.copy())
+        every(moved == copied(backend.xp, bits))
         bits[:] = moved
         tensor.buffer[:] = before
-        assert tensor.intact() and bool((tensor.buffer == before).all())
+        assert tensor.intact() and every(tensor.buffer == before)
 
 
 def _marker(backend: Backend, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> Path:
     """The file that is there where such a problem was compiled ahead: for this GPU, by these versions, with this code."""
-    made = hashlib.sha256(repr((backend.device(), getattr(backend.xp, "__version__", ""), small(problem), passes, classes)).encode())
+    kind = small(problem), oracle.small(problem), passes, classes
+    made = hashlib.sha256(repr((backend.device(), getattr(backend.xp, "__version__", ""), *kind)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         made.update(path.read_bytes())
     made.update(os.environ.get("CUPY_CACHE_DIR", "").encode())

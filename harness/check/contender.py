@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,7 @@ from ..array import Array
 from ..backends import Backend, Loaded
 from ..dataset.storage import widen
 from ..fault import EnvironmentFault, UsageFault
+from ..files import each
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
 from ..peers import Peer
@@ -22,6 +24,8 @@ from .trial import Trial
 
 #: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
 PEER_BUDGETS = 8.0
+#: Elements of a piece of an input whose row norms are computed at once.
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,8 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     oracle.progress(f"runs {peer.name} {pass_}")
     prepared = peer.prepare(problem, oracle.inputs, pass_)
     outputs = prepared.outputs()
+    if peer.deterministic and pass_ == "backward" and any(outputs[name].tobytes() != a.tobytes() for name, a in prepared.outputs().items()):
+        raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)
     judged = oracle.judge(outputs, arithmetic, 64)
     verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
@@ -184,11 +190,10 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
     """
     if chosen.logits == float("inf"):
         return
-    q, k = (widen(np, inputs[name], problem.dtype, "float32") for name in ("Q", "K"))
-    q, k = (np.where(np.isfinite(x), x, np.float32(0)) for x in (q, k))  # where NaN and Inf are allowed, they come out as NaN
-    norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (q, k)]
+    norms = [_longest(inputs[name], problem.dtype) for name in ("Q", "K")]
     if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return
+    q, k = (_finite(inputs[name], problem.dtype) for name in ("Q", "K"))
     group = problem.heads_q // problem.heads_kv
     largest = max(
         float(np.abs(q[b, h] @ k[b, h // group].T).max()) * abs(problem.scale) for b in range(problem.batch) for h in range(problem.heads_q)
@@ -199,3 +204,21 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) 
             f"its header promises |q.k.scale| up to {chosen.logits:g}",
             'use a kernel whose header says logits = "any": fa-cli list',
         )
+
+
+def _finite(array: Array, dtype: str) -> Array:
+    """A storage array in float32, 0 for NaN and infinity."""
+    wide = widen(np, array, dtype, "float32")
+    return np.where(np.isfinite(wide), wide, np.float32(0))
+
+
+def _longest(array: Array, dtype: str) -> float:
+    """The largest Euclidean norm of a row, in float64, of what :func:`_finite` gives: piece by piece, each in a core's cache."""
+    rows = array.reshape(-1, array.shape[-1])
+    step = max(1, _PIECE // rows.shape[1])
+
+    def piece(first: int) -> float:
+        values = _finite(rows[first : first + step], dtype).astype(np.float64)
+        return float((values * values).sum(-1).max())
+
+    return math.sqrt(max(each(piece, range(0, len(rows), step), array.nbytes)))

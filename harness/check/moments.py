@@ -72,7 +72,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array, ArrayModule, to_host
+from ..array import Array, ArrayModule, every, to_host
 from ..problem import Problem
 
 #: Standard deviations t of the self-normalised sums; the docstring above has the rate of false alarms.
@@ -173,7 +173,7 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     for each in baselines:
         kept = kept & xp.isfinite(each)
     expected, error, *others = (xp.where(kept, each, 0.0) for each in (expected, error, *baselines))
-    number = int(xp.count_nonzero(kept))
+    number = int(xp.where(kept, 1.0, 0.0).sum())
     squares = (expected * expected).mean(axis=-1, keepdims=True)
     weight = squares + _FLOOR * float(squares.mean())
     weight = xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0)
@@ -208,7 +208,7 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
 def _one_value(xp: ArrayModule, expected: Array) -> bool:
     """Whether every element of a head is the same: a scale of 0 and equal columns of V. Rows and columns then share one error."""
     first = expected[:, :, :1, :1]
-    return bool((xp.abs(expected - first) <= 2.0**-18 * xp.abs(first)).all())
+    return every(xp.abs(expected - first) <= 2.0**-18 * xp.abs(first))
 
 
 def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -> float:

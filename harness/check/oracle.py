@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,19 @@ from . import budget, memory, reference
 
 #: Elements of the largest output up to which outputs are compared on the CPU: on a GPU a verdict is some 300 small kernels and 50 waits.
 ON_HOST = 1 << 16
+
+#: Scores, and elements of a tensor, up to which `run` computes the whole oracle on the CPU: those of the default problem.
+SMALL = 1 << 22
+
+
+def small(problem: Problem) -> bool:
+    """Whether `run` judges a problem on the CPU, by the same code on numpy, wherever its kernels run.
+
+    That takes seconds at most. On a GPU the reference, baselines and verdicts are dozens of CuPy's kernels, and a first run would wait
+    until NVRTC has compiled them, one after another. Verbs that judge many problems compute all of them on the device.
+    """
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    return max(scores, *(math.prod(problem.shape(name)) for name in ("Q", "K"))) <= SMALL
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from ..array import Array, Bytes
+from ..array import Array, Bytes, copied, every
 from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
@@ -80,7 +80,8 @@ class Tensor:
         xp = self.backend.xp
         view = self.rows()
         source = array if xp is np else xp.asarray(np.ascontiguousarray(array).view(view.dtype))
-        view.reshape(-1, *array.shape[:3], *view.shape[3:])[..., : array.shape[-1]] = source
+        for part in view.reshape(-1, *array.shape[:3], *view.shape[3:]):
+            part[..., : array.shape[-1]] = source
 
     def values(self) -> Array:
         """The tensor in its shape, without the columns beyond head_dim, as an array of the backend's module."""
@@ -89,12 +90,12 @@ class Tensor:
 
     def poison(self) -> None:
         """NaN everywhere, the guard bands included."""
-        self._raw[:] = POISON
+        self.backend.fill(self._raw, POISON)
 
     def intact(self) -> bool:
         """Whether the guard bands are unchanged."""
-        before, after = self._raw[: self._start], self._raw[self._start + self.bytes :]
-        return bool((before == POISON).all()) and bool((after == POISON).all())
+        bands = self._raw[: self._start], self._raw[self._start + self.bytes :]
+        return all(every(self.backend.get(band) == POISON) for band in bands)
 
     def view(self) -> View:
         """Its address and strides in elements; for a tensor of three or four dimensions."""
@@ -120,12 +121,12 @@ class Bound:
             self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch)
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])
-        self._originals = {name: self.tensors[name].buffer.copy() for name in READS[self.pass_]}
+        self._originals = {name: copied(backend.xp, self.tensors[name].buffer) for name in READS[self.pass_]}
         self._freeze(True)
         self.workspaces = [(w, Tensor(backend, (w.elements,), w.dtype, 1)) for w in loaded.plan.workspaces]
         for space, tensor in self.workspaces:
             if space.init != "none":
-                tensor.buffer[:] = 0
+                backend.fill(tensor.buffer, 0)
         views = {name: tensor.view() for name, tensor in self.tensors.items()}
         self.steps = launcher.steps(views, [tensor.address for _, tensor in self.workspaces])
         #: What --check has watched in its launches (Backend.watched); None without a check.
@@ -139,10 +140,10 @@ class Bound:
     def poison(self) -> None:
         """Poison the outputs, and the workspaces that a kernel does not find zeroed; their guard bands stay as they are."""
         for name in WRITES[self.pass_]:
-            self.tensors[name].buffer[:] = POISON
+            self.backend.fill(self.tensors[name].buffer, POISON)
         for space, tensor in self.workspaces:
             if space.init == "none":
-                tensor.buffer[:] = POISON
+                self.backend.fill(tensor.buffer, POISON)
 
     def launch(self) -> None:
         """Launch and wait. Raises KernelFault as Backend.launch does, and where an input was written or a thread goes on.
@@ -203,7 +204,7 @@ class Bound:
         loaded = self.loaded
         for space, tensor in self.workspaces:
             if space.init != "none":
-                tensor.buffer[:] = 0
+                self.backend.fill(tensor.buffer, 0)
         try:
             with self.backend.fresh(loaded) as self.loaded:
                 yield
@@ -257,4 +258,4 @@ class Bound:
 
 def _same(a: Bytes, b: Bytes) -> bool:
     """Whether buffers of one size are equal, compared in pieces: each comparison makes an array of its own."""
-    return all(bool((a[i : i + _PIECE] == b[i : i + _PIECE]).all()) for i in range(0, a.size, _PIECE))
+    return all(every(a[i : i + _PIECE] == b[i : i + _PIECE]) for i in range(0, a.size, _PIECE))

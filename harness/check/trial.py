@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array, ArrayModule
+from ..array import Array, ArrayModule, copied, every
 from ..dataset.storage import STORAGE
 from ..problem import READS, WRITES, Problem
 from . import budget
@@ -73,7 +73,8 @@ class Change:
         """A tensor changed: its elements' bits, unsigned integers (batch, heads, rows[, head_dim]), in a new array."""
         group = bits.shape[1] // len(self.heads)
         heads = (self.heads[:, None] * group + np.arange(group)).reshape(-1)
-        moved: Array = bits[xp.asarray(self.batches[:, None]), xp.asarray(heads[None, :])]
+        places = (self.batches[:, None] * bits.shape[1] + heads).reshape(-1)  # one index: CuPy compiles four kernels for two of them
+        moved: Array = bits.reshape(-1, *bits.shape[2:])[xp.asarray(places)].reshape(bits.shape)
         if name in _SIGNS:
             mask = np.repeat(self.signs[_SIGNS[name]], group, axis=1)[:, :, None, :]
             moved ^= xp.asarray(mask.astype(bits.dtype) << np.array(8 * bits.dtype.itemsize - 1, bits.dtype))
@@ -98,6 +99,7 @@ class Trial:
         self._last: tuple[Change, dict[str, Array]] | None = None
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
+        self._judged: dict[str, Array] | None = None  # of _first
 
     @property
     def elements(self) -> int:
@@ -136,7 +138,7 @@ class Trial:
     def judge(self) -> str:
         """Judge the outputs taken since the last time, and those of the last launch. Returns which rule is broken, or an empty text."""
         taken, self._taken = [*self._taken, (self._change, self._now())], []
-        first = {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
+        first = self._first()
         for change, found in taken:
             if why := self._wrong(change, found, first):
                 return why
@@ -151,7 +153,7 @@ class Trial:
         back = self._change.back()
         for name, array in self.inputs.items():
             now = back.of(self._xp, name, _bits(self.bound.tensors[name]))
-            if not bool((now == self._xp.asarray(_host_bits(array))).all()):
+            if not every(now == self._xp.asarray(_host_bits(array))):
                 return f"it changed its input {name} in a launch after its first"
         return ""
 
@@ -166,7 +168,7 @@ class Trial:
             self.bound.launch()
         found, back = self._now(), self._change.back()
         restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
-        first = {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
+        first = self._first()
         if not all(_alike(bits, first[name]) for name, bits in restored.items()) and (wrong := self._over_budget(restored)):
             return f"{_LEFT} ({wrong})"
         return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
@@ -196,7 +198,13 @@ class Trial:
                 bits[:] = change.of(self._xp, name, bits)
 
     def _now(self) -> dict[str, Array]:
-        return {name: _bits(self.bound.tensors[name]).copy() for name in WRITES[self.bound.pass_]}
+        return {name: copied(self._xp, _bits(self.bound.tensors[name])) for name in WRITES[self.bound.pass_]}
+
+    def _first(self) -> dict[str, Array]:
+        """The bits of the first launch's outputs, on the device, where they stay if they are few."""
+        found = self._judged or {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
+        self._judged = found if self.elements <= _KEPT else None
+        return found
 
     def _wrong(self, change: Change, found: dict[str, Array], first: Mapping[str, Array]) -> str:
         """Which rule outputs break, if any. first: bits of the first launch's, on the device."""
@@ -238,7 +246,7 @@ class Trial:
 
     def _named(self, wrong: str) -> str:
         """The rule that a wrong launch broke: from what six launches more do on new inputs, four over poison and two over answers."""
-        first = {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
+        first = self._first()
         right: dict[bool, list[bool]] = {True: [], False: []}
         kinds = set()
         for poison in (True, True, True, True, False, False):
@@ -292,19 +300,19 @@ def _host_bits(array: Array) -> Array:
 def _alike(a: Array, b: Array) -> bool:
     """Whether all values are the same, from their bits: NaN equals NaN, and -0 equals 0. 16 bits are taken for bfloat16, whose infinity is
     the larger number: two float16 NaNs of different bits are not alike, and judged again."""
-    if bool((a == b).all()):
+    if every(a == b):
         return True
     size = a.dtype.type((1 << (8 * a.dtype.itemsize - 1)) - 1)  # a scalar: CuPy's arrays take no array of numpy's
     infinity = a.dtype.type({2: 0x7F80, 4: 0x7F800000, 8: 0x7FF0000000000000}[a.dtype.itemsize])
     size_a, size_b = a & size, b & size
     same = (a == b) | ((size_a | size_b) == 0) | ((size_a > infinity) & (size_b > infinity))
-    return bool(same.all())
+    return every(same)
 
 
 def _same_bits(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
-    return all(bool((a[name] == b[name]).all()) for name in b)
+    return all(every(a[name] == b[name]) for name in b)
 
 
 def _untouched(found: Mapping[str, Array]) -> bool:
     """Whether outputs are still poison everywhere."""
-    return all(bool((~bits == 0).all()) for bits in found.values())
+    return all(every(~bits == 0) for bits in found.values())

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..files import (
     Kind,
     disk_fault,
     each,
+    gathered,
     json_bytes,
     locked,
     make_folder,
@@ -72,7 +72,8 @@ class Dataset:
     """A data folder that was opened. problem holds shape and dtype, not the mask and scale, which belong to a run.
 
     meta: meta.json, None where there is none. tensors: the names of the input files present. warnings: sentences for the user. hashes:
-    SHA-256 by tensor name, of the tensors read so far.
+    SHA-256 by tensor name, of the tensors read so far. held: tensors that were read and checked ahead of :meth:`read`, which takes them
+    from here, each with what :func:`_stamp` gave before.
     """
 
     folder: Path
@@ -82,6 +83,7 @@ class Dataset:
     tensors: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
+    held: dict[str, tuple[object, Array]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> Array:
         """An input tensor in the problem's shape and storage type, checked: a regular file of exact size and of meta.json's hash.
@@ -92,6 +94,10 @@ class Dataset:
         if name == "dO" and name not in self.tensors and f"{name}.bin" not in listed:
             self.hashes[name] = ONES
             return np.ones(self.problem.shape(name), STORAGE[self.problem.dtype])
+        if name in self.held:
+            stamp, array = self.held.pop(name)
+            if stamp == _stamp(path):
+                return array
         remake = _remake(self.problem, self.folder)
         data = read_exact(path, self.problem.tensor_bytes(name), remake)
         self.hashes[name] = sha256(data.data)
@@ -108,6 +114,7 @@ class Dataset:
         names = list(names)
         size = sum(map(self.problem.tensor_bytes, names))
         found = dict(zip(names, each(self.read, names, size), strict=True))
+        self.held.clear()
         finite = each(lambda name: allow_nonfinite or bool(np.isfinite(found[name]).all()), names, size)
         for (name, array), good in zip(found.items(), finite, strict=True):
             if not good:
@@ -145,20 +152,7 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False, progress
         if not force and _holds_data(folder):  # another run's, since it was looked at
             return _unchanged(folder, problem, seed, progress)
         try:
-            data, hashes = _drawn(problem, seed, progress)
-            meta = {
-                "format": FORMAT,
-                "shape": _shape(problem),
-                "dtype": problem.dtype,
-                "seed": seed,
-                "recipe": RECIPE,
-                "layout": LAYOUT,
-                "sha256": hashes,
-                "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
-            }
-            files: dict[str, bytes | memoryview] = {META: json_bytes(meta)}
-            progress(f"writes {folder}")
-            write_files(folder, files | {f"{name}.bin": array.view(np.uint8).reshape(-1).data for name, array in data.items()})
+            _generated(folder, problem, seed, progress)
         except BaseException:
             if created:  # by this run, which holds it: an empty folder of another run's is not removed
                 with suppress(OSError):
@@ -167,14 +161,25 @@ def write(problem: Problem, seed: int, root: Path, force: bool = False, progress
     return open_(folder)
 
 
-def _drawn(problem: Problem, seed: int, progress: Callable[[str], None]) -> tuple[dict[str, Array], dict[str, str]]:
-    """The inputs, and the SHA-256 of each file: a thread hashes a tensor while the next is drawn."""
-    data, hashing = dict[str, Array](), dict[str, Future[str]]()
-    with ThreadPoolExecutor(1) as pool:
-        for name, array in one_by_one(problem, seed, progress=progress):
-            data[name] = array
-            hashing[f"{name}.bin"] = pool.submit(sha256, array.view(np.uint8).data)
-        return data, {name: made.result() for name, made in hashing.items()}
+def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[str], None]) -> None:
+    """Draw the inputs, and write them with meta.json: a tensor is hashed and written while the next is drawn."""
+    with gathered(folder, (META, *(f"{name}.bin" for name in INPUTS))) as give:
+        given = {
+            f"{name}.bin": give(f"{name}.bin", array.view(np.uint8).reshape(-1).data)
+            for name, array in one_by_one(problem, seed, progress=progress)
+        }
+        progress(f"writes {folder}")
+        meta = {
+            "format": FORMAT,
+            "shape": _shape(problem),
+            "dtype": problem.dtype,
+            "seed": seed,
+            "recipe": RECIPE,
+            "layout": LAYOUT,
+            "sha256": {name: made.result()["sha256"] for name, made in given.items()},
+            "versions": {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__},
+        }
+        give(META, json_bytes(meta))
 
 
 def _holds_data(folder: Path) -> bool:
@@ -204,8 +209,19 @@ def _unchanged(folder: Path, problem: Problem, seed: int, progress: Callable[[st
         there = f"{found.problem.folder} of seed {found.seed}"
         raise DataFault(f"{folder} already holds other data", f"{there}; asked for {problem.folder} of seed {seed}", hint)
     progress(f"reads {folder}")
-    each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
+    stamps = {name: _stamp(folder / f"{name}.bin") for name in INPUTS}
+    arrays = each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
+    found.held.update({name: (stamps[name], array) for name, array in zip(INPUTS, arrays, strict=True) if stamps[name]})
     return found
+
+
+def _stamp(path: Path) -> object:
+    """What is another after a file was written to or replaced; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def open_(folder: Path) -> Dataset:

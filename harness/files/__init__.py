@@ -23,6 +23,7 @@ from .writing import JOURNAL as JOURNAL
 from .writing import READERS_SECONDS as READERS_SECONDS
 from .writing import append_files as append_files
 from .writing import disk_fault as disk_fault
+from .writing import gathered as gathered
 from .writing import locked as locked
 from .writing import make_folder as make_folder
 from .writing import settle as settle

@@ -16,12 +16,16 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..fault import DataFault, DiskFault
 from .reading import TABLE_LIMIT, Json, each, json_bytes, open_regular, read_exact, read_json, sha256
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 #: Lists what is staged whole in a folder, while it is renamed and appended.
 JOURNAL = ".journal"
@@ -48,7 +52,41 @@ def append_files(folder: Path, contents: Mapping[str, bytes | memoryview]) -> No
     _commit(folder, contents, append=True)
 
 
+@contextmanager
+def gathered(folder: Path, names: Sequence[str]) -> Iterator[Callable[[str, bytes | memoryview], Future[Json]]]:
+    """As :func:`write_files`, of files that are made one after the other: a thread stages each while the next is made.
+
+    The function takes a name and the bytes, which then stay as they are; of what it returns, once it is there, ["sha256"] is their hash.
+    At the end of the block all of `names`, each given once, are there, in this order; where it raises, none. Raises as write_files does.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # here, as in reading.each: `fa-cli list` starts without it
+
+    with _committed(folder) as (entry, commit), ThreadPoolExecutor(4) as pool:
+        made: dict[str, Future[Json]] = {}
+
+        def give(name: str, data: bytes | memoryview) -> Future[Json]:
+            made[name] = pool.submit(entry, name, data, None)
+            return made[name]
+
+        yield give
+        commit([made[name].result() for name in names], True)
+
+
 def _commit(folder: Path, contents: Mapping[str, bytes | memoryview], append: bool) -> None:
+    with _committed(folder) as (entry, commit):
+        size = sum(memoryview(data).nbytes for data in contents.values())
+        entries = each(lambda name: entry(name, contents[name], _size(folder / name) if append else None), contents, size)
+        commit(entries, append or len(contents) > 1)
+
+
+@contextmanager
+def _committed(
+    folder: Path,
+) -> Iterator[tuple[Callable[[str, bytes | memoryview, int | None], Json], Callable[[list[Json], bool], None]]]:
+    """What stages a file of a set, in any thread, and what commits all, with a journal or without; what is not committed is removed.
+
+    The first takes a name, the bytes and the offset to append them at, and returns the file's entry of the journal; the second takes these.
+    """
     staged: list[Path] = []
 
     def stage(name: str, data: memoryview) -> str:
@@ -57,14 +95,12 @@ def _commit(folder: Path, contents: Mapping[str, bytes | memoryview], append: bo
         _stage(path, data)
         return path.name
 
-    def entry(name: str) -> Json:
-        view = memoryview(contents[name]).cast("B")
-        offset = _size(folder / name) if append else None
-        return {"name": name, "staged": stage(name, view), "sha256": sha256(view) if append or len(contents) > 1 else "", "offset": offset}
+    def entry(name: str, data: bytes | memoryview, offset: int | None) -> Json:
+        view = memoryview(data).cast("B")
+        return {"name": name, "staged": stage(name, view), "sha256": sha256(view), "offset": offset}
 
-    try:
-        entries = each(entry, contents, sum(memoryview(data).nbytes for data in contents.values()))
-        if append or len(contents) > 1:
+    def commit(entries: list[Json], journal: bool) -> None:
+        if journal:
             os.replace(folder / stage(JOURNAL, memoryview(json_bytes({"files": entries}))), folder / JOURNAL)
         staged.clear()  # from here on the new files are what the next lock of the folder makes of it
         _sync(folder)
@@ -74,6 +110,9 @@ def _commit(folder: Path, contents: Mapping[str, bytes | memoryview], append: bo
             _undo(folder, entries)
             raise
         _finish(folder, entries)
+
+    try:
+        yield entry, commit
     except OSError as error:
         raise disk_fault(folder, error) from None
     finally:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from .judged import Judged, State, Watch
@@ -37,11 +38,16 @@ class Metered(Stage, Protocol):
 
 
 def burst(
-    contenders: Mapping[str, Timed], stage: Stage, policy: Policy, progress: Callable[[str], None] = lambda text: None
+    contenders: Mapping[str, Timed],
+    stage: Stage,
+    policy: Policy,
+    progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, Ready] | None = None,
 ) -> dict[str, Timing]:
     """The launches of each contender in the first BURST seconds after a rest of REST seconds. Raises what its runs raise.
 
-    What is Judged finds new inputs and poisoned outputs before the rest, and is judged after its last launch.
+    What is Judged finds new inputs and poisoned outputs before the rest, and is judged after its last launch. ready: as for
+    sampling.measure.
     """
 
     def one(run: Ready) -> Timing:
@@ -52,11 +58,15 @@ def burst(
         facts = throttling(before, after), before, after, (len(seconds),)
         return Timing("burst", tuple(seconds), run.calls, run.launch, *facts)
 
-    return _each(contenders, stage, policy, "burst", one, progress)
+    return _each(contenders, stage, policy, "burst", one, progress, ready)
 
 
 def energy(
-    contenders: Mapping[str, Timed], stage: Metered, policy: Policy, progress: Callable[[str], None] = lambda text: None
+    contenders: Mapping[str, Timed],
+    stage: Metered,
+    policy: Policy,
+    progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, Ready] | None = None,
 ) -> dict[str, Timing]:
     """The energy of each contender, as Timing.energy; none where the device does not say. Judged as for :func:`burst`."""
     if stage.meter() is None:
@@ -65,7 +75,7 @@ def energy(
     def one(run: Ready) -> Timing:
         return Timing("energy", (), run.calls, run.launch, energy=_metered(run, stage))
 
-    return _each(contenders, stage, policy, "energy", one, progress)
+    return _each(contenders, stage, policy, "energy", one, progress, ready)
 
 
 def _each(
@@ -75,22 +85,22 @@ def _each(
     timing: str,
     one: Callable[[Ready], Timing],
     progress: Callable[[str], None],
+    ready: dict[str, Ready] | None,
 ) -> dict[str, Timing]:
     found = {}
     for number, (name, each) in enumerate(contenders.items()):
         progress(f"{number}/{len(contenders)} times {timing}")
-        found[name] = _judged(each, stage, policy, timing, one)
+        found[name] = _judged(each, policy, timing, one, partial(Ready.kept, name, each, stage, policy, ready))
     return found
 
 
-def _judged(contender: Timed, stage: Stage, policy: Policy, timing: str, one: Callable[[Ready], Timing]) -> Timing:
+def _judged(contender: Timed, policy: Policy, timing: str, one: Callable[[Ready], Timing], ready: Callable[[], Ready]) -> Timing:
     watch = Watch(contender if isinstance(contender, Judged) else None, policy.apart)
     found = Timing(timing, (), ())
     with watch.guarded():
         if watch.contender:
             watch.prepare(State(fresh=True, poison=True))
-        run = Ready.of(contender, stage, policy)
-        found = one(run)
+        found = one(ready())
         if watch.contender:  # its times on new inputs, and a fresh load of its module, were looked at after its turns
             watch.broken = watch.contender.judge() or watch.contender.ended()
     return replace(found, broken=watch.broken)

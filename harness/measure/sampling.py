@@ -168,14 +168,20 @@ class Stage(Protocol):
 
 
 def measure(
-    contenders: Mapping[str, Timed], stage: Stage, timing: str, policy: Policy, progress: Callable[[str], None] = lambda text: None
+    contenders: Mapping[str, Timed],
+    stage: Stage,
+    timing: str,
+    policy: Policy,
+    progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, Ready] | None = None,
 ) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. Raises what the
-    contenders' runs raise.
+    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. ready: contenders
+    that are warmed up, by name, to which the others are added: another timing of the same contenders needs no second warm-up and no
+    second graph. Raises what the contenders' runs raise.
     """
     before = stage.state()
     watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
@@ -184,7 +190,7 @@ def measure(
     for name, each in contenders.items():
         progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
-            runs[name] = Ready.of(each, stage, policy)
+            runs[name] = Ready.kept(name, each, stage, policy, ready)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
@@ -228,6 +234,14 @@ class Ready:
     launch: str
     calls: tuple[float, ...]
     device: float
+
+    @classmethod
+    def kept(cls, name: str, contender: Timed, stage: Stage, policy: Policy, ready: dict[str, Ready] | None) -> Ready:
+        """The one that is in `ready`, or a new one, which is kept there."""
+        ready = {} if ready is None else ready
+        if name not in ready:
+            ready[name] = cls.of(contender, stage, policy)
+        return ready[name]
 
     @classmethod
     def of(cls, contender: Timed, stage: Stage, policy: Policy) -> Ready:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from ..array import Array
 from ..fault import UsageFault
@@ -54,6 +54,15 @@ class Peer(Protocol):
     @property
     def dtypes(self) -> tuple[str, ...]: ...
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether its backward pass runs in the form that gives the same bits on every run."""
+        ...
+
+    def made_deterministic(self) -> Peer:
+        """The same peer in that form."""
+        ...
+
     def absent(self, device: str) -> tuple[str, str] | None:
         """The reason why it cannot run on a device ("cpu" or "cuda") here, and a hint; None where it can. Imports nothing heavy."""
         ...
@@ -78,7 +87,8 @@ class Library:
     modules: they must be importable ("a.b" is found without importing a); install: the pip command for them. widest: the largest head
     dim; row_bytes: what a row of head_dim elements must be a multiple of. causal: which causal masks it supports: "any"; "seen", where
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
-    only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor.
+    only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
+    backward pass that is asked for; repeats: whether it has one that gives the same bits on every run.
     """
 
     name: str
@@ -93,6 +103,12 @@ class Library:
     causal: str = "any"
     bottom_right: bool = False
     arch: tuple[int, int] = (0, 999)
+    deterministic: bool = False
+    repeats: bool = True
+
+    def made_deterministic(self) -> Self:
+        """The same peer, its backward pass in the form that gives the same bits on every run."""
+        return replace(self, deterministic=True)
 
     def absent(self, device: str) -> tuple[str, str] | None:
         """The reason why this peer cannot run on a device here, and a hint; None where it can. Imports no library."""
@@ -117,6 +133,8 @@ class Library:
 
         if pass_ not in self.passes:
             raise no(f"it has only the {' and '.join(self.passes)} pass here", "leave it out: --peers")
+        if pass_ == "backward" and self.deterministic and not self.repeats:
+            raise no("it has no deterministic backward pass", "leave it out: --peers")
         if problem.dtype not in self.dtypes:
             raise no(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}", f"use --dtype {self.dtypes[0]}")
         if self.widest is not None and problem.head_dim > self.widest:

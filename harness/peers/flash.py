@@ -30,6 +30,8 @@ class Flash(TorchPeer):
         """The function; O and logsumexp of its results."""
         run = module(self, self.package).flash_attn_func
         options = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
+        if self.deterministic:
+            options["deterministic"] = True
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
             found: Sequence[Tensor] = run(q, k, v, **options)[:2]

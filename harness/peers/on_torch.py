@@ -98,6 +98,7 @@ class TorchPrepared:
         self._peer, self._problem, self._pass, self._torch = peer, problem, pass_, torch
         self.name = peer.name
         self._on_gpu = peer.device == "cuda"
+        self._same_bits = peer.deterministic and pass_ == "backward"
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
         if self._on_gpu:
             torch.cuda.empty_cache()  # returns the cached memory of earlier peers to the driver
@@ -110,6 +111,7 @@ class TorchPrepared:
             self.ran = peer.ran(self._step, pass_)
         if problem.dtype == "float32" and self._on_gpu:
             self.ran += ", TF32 off"
+        self.ran += ", deterministic" * self._same_bits
         self.peak_bytes = self._peak(before) if self._on_gpu else None
 
     def _layout(self, tensor: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class TorchPrepared:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        with self._torch.set_grad_enabled(self._pass == "backward"), self._peer.forced():
+        with self._torch.set_grad_enabled(self._pass == "backward"), self._peer.forced(), same_bits(self._same_bits):
             yield
 
     def _peak(self, before: int) -> int:
@@ -226,6 +228,24 @@ def to_host(tensor: Tensor, dtype: str) -> Array:
         return bits.view(ml_dtypes.bfloat16)
     found: Array = tensor.to(getattr(torch, dtype)).numpy()
     return found
+
+
+@contextlib.contextmanager
+def same_bits(wanted: bool) -> Iterator[None]:
+    """Where wanted, torch's deterministic algorithms. What they allocate is not filled first: that would be timed, and changes no bit."""
+    if not wanted:
+        yield
+        return
+    import torch
+
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms(True) is the same, and imports the compiler for seconds
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def operators(step: Step) -> tuple[str, ...]:

@@ -41,5 +41,6 @@ PEERS = (
         gqa=False,
         causal="seen",
         arch=(70, 999),
+        repeats=False,
     ),
 )

@@ -456,10 +456,11 @@ static const TensorMap& checked_map(Worker& w, const void* given, const void* sm
     return map;
 }
 
-// The ISA allows negative coordinates; on an H200 both a load and a store with one ended in an illegal instruction.
-static void not_negative(Worker& w, const int* at, int rank, const char* word, const char* file, int line) {
-    for (int i = 0; i < rank; ++i)
-        if (at[i] < 0) tma_fault(w, "a negative coordinate, at which an H200 stops with an illegal instruction", word, file, line);
+// The ISA knows no such rule; an H200 stops at such a load or store with an illegal instruction.
+static void aligned_column(Worker& w, const TensorMap& map, int column, const char* word, const char* file, int line) {
+    if (column * int(map.element_bytes) % 16)
+        tma_fault(w, "an innermost coordinate that is no multiple of 16 bytes, at which an H200 stops with an illegal instruction", word,
+                  file, line);
 }
 
 void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
@@ -467,7 +468,7 @@ void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, 
     abort_if_interrupted(w);
     void* code = __builtin_return_address(0);
     const TensorMap& map = checked_map(w, given, to, rank, "tma_load", file, line);
-    not_negative(w, at, rank, "tma_load", file, line);
+    aligned_column(w, map, at[0], "tma_load", file, line);
     const int number = mbarrier_at(w, barrier, code, "tma_load", file, line);
     if (!w.barrier[number].fenced)
         mbarrier_fault(w, "an mbarrier without mbarrier_init_fence after its initialisation", barrier, "tma_load", file, line);
@@ -479,7 +480,7 @@ void fa_host_tma_store(const void* given, const void* from, const int* at, int r
     Worker& w = *this_worker;
     abort_if_interrupted(w);
     const TensorMap& map = checked_map(w, given, from, rank, "tma_store", file, line);
-    not_negative(w, at, rank, "tma_store", file, line);
+    aligned_column(w, map, at[0], "tma_store", file, line);
     char* smem = const_cast<char*>(static_cast<const char*>(from));
     const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, nullptr};
     Async::of(w)->begin_store(w, map, smem, at, copy);

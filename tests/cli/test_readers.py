@@ -183,6 +183,10 @@ def test_what_is_not_finite_is_no_large_score(value: float) -> None:
     inputs = {name: np.ones((1, 1, 4, 4), np.float32) for name in "QKV"}
     inputs["K"][0, 0, 1, 2] = value
     check_logits(find("mma", "forward"), problem, inputs)
+    inputs["Q"][0, 0, 0, 0] = 1e-25  # its square, and that of 1e25, are beyond float32's
+    inputs["K"][0, 0, 0, 0] = 1e25
+    inputs["K"][0, 0, 1:, 0] = inputs["Q"][0, 0, 1:, 0] = 0
+    check_logits(find("mma", "forward"), problem, inputs)
     inputs["K"][0, 0, 2, 2] = 1e6
     with pytest.raises(UsageFault, match="scores as large as 5e"):
         check_logits(find("mma", "forward"), problem, inputs)

@@ -124,6 +124,8 @@ def test_the_default_sweep(planted: str, tmp_path: Path) -> None:
     assert default["HOW"] == 1 and default == swept[0] and len(swept) == 2 * 3 ** (len(found.tile) - 1)
     assert {each["HOW"] for each in swept} == {1, 2} and {each["MORE"] for each in swept} == {3, 7, 14}
     assert len({tuple(each.items()) for each in swept}) == len(swept)
+    _, swept = tune._swept(found, Problem.of(1, 1, 33, 16, causal=True), backend, {"HOW": [1, 2], "MORE": [3]}, one_by_one=True)
+    assert swept == [{"HOW": 1, "MORE": 7}, {"HOW": 2, "MORE": 7}, {"HOW": 1, "MORE": 3}], "one value changed, the default once"
 
 
 def test_registers_and_spills_prune(planted: str, tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const 
         for (int i = t; i < 64 * 2 * 32; i += 128) out[i] = reinterpret_cast<const float*>(tile_smem)[i];
         return;
     }
+    if (args.seq_q == 7) {
+        for (int i = t; i < 64 * 32; i += 128) reinterpret_cast<uint32_t*>(out)[i] = 0x7f7f7f7fu;
+        __syncthreads();
+        float first[32];
+        for (int i = 0; i < 32; ++i) first[i] = x[i];
+        fa::write_rows(static_cast<scalar*>(args.O.data) + 16 * warp * 64, 64, 41 - 16 * warp, 40, first, factor);
+        return;
+    }
     if (args.seq_q == 6) {
         uint64_t* full = reinterpret_cast<uint64_t*>(tile_smem + 2 * 64 * 128);
         if (t == 0) {
@@ -111,3 +119,6 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     assert np.array_equal(tile[0], wanted[:, :64]) and np.array_equal(tile[1][:, :16], wanted[:, 64:])
     assert (tile[1][:, 16:].copy().view(np.uint8) == 0x7F).all()
     assert np.array_equal(answers(6)[0][:, :32], registers(sum(head @ head.T for head in q)))
+    written = answers(7)[2][: 64 * 128].reshape(64, 128)
+    assert np.array_equal(written[:41, :80].copy().view(TYPES[dtype]), wanted[:41, :40])
+    assert (written[41:] == 0x7F).all() and (written[:, 80:] == 0x7F).all()

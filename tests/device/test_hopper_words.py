@@ -86,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_consta
     uint64_t* out = static_cast<uint64_t*>(args.O.data);
     float kept[4] = {1, 2, 3, 4};
     fa::tma_prefetch_map(&q_map);
+    fa::tma_prefetch_4d(&q_map, 0, 0, 0, 0);
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<24>();
         fa::schedule_fence();
@@ -174,11 +175,12 @@ def test_tma_loads(backend: Backend, tmp_path: Path) -> None:
     places = [
         (0, 0, 0, 0),
         (8, 100, 1, 0),
-        (3, 5, 3, 0),
-        (50, 505, 2, 0),
+        (-8, 5, 3, 0),
+        (48, 505, 2, 0),
         (0, 508, 0, 0),
-        (0, 0, 3, 0),
-        (1, 2, 5, 0),
+        (0, -3, 3, 0),
+        (8, 2, -1, 0),
+        (16, 2, 5, 0),
         (0, 0, 0, 1),
         (64, 0, 0, 0),
     ]
@@ -214,18 +216,18 @@ def test_tma_stores(backend: Backend, tmp_path: Path) -> None:
     numbers = np.arange(4096).astype(np.uint16).reshape(-1, 8)
     chunk = np.arange(512)
     tile = numbers[chunk ^ (chunk >> 3 & 7)].reshape(64, 64)
-    for column, row, head in ((0, 64, 1), (0, 470, 3), (16, 5, 0), (0, 0, 4)):
+    for column, row, head in ((0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)):
         got = with_fields(kernel, seq_q=column, seq_kv=row, head_dim=head).view(np.uint16).reshape(HEADS, ROWS, WIDTH)
-        wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 64), 0xFFFF, np.uint16)
-        wanted[head, 64 + row : 128 + row, column : column + 64] = tile
-        assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, :WIDTH]), (column, row, head)
+        wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 128), 0xFFFF, np.uint16)  # head -1 is its last
+        wanted[head, 64 + row : 128 + row, 64 + column : 128 + column] = tile
+        assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, 64 : 64 + WIDTH]), (column, row, head)
 
 
-def test_a_negative_coordinate_is_refused_on_the_cpu(tmp_path: Path) -> None:
+def test_a_column_that_is_not_aligned_is_refused_on_the_cpu(tmp_path: Path) -> None:
     """As an H200 stops at it."""
     kernel = bound(pick("cpu"), tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
-    with pytest.raises(KernelFault, match=r"negative coordinate.*\bword_forward.cu:"):
-        with_fields(kernel, seq_kv=-5)
+    with pytest.raises(KernelFault, match=r"innermost coordinate.*\bword_forward.cu:"):
+        with_fields(kernel, seq_q=3)
 
 
 # -- wgmma ------------------------------------------------------------------------------------------------------------

@@ -202,3 +202,15 @@ def test_nvml_counts_millijoules(monkeypatch: pytest.MonkeyPatch) -> None:
         assert nvml.meter("0") is None and nvml.state("0") == {}
     finally:
         nvml._handle.cache_clear()
+
+
+def test_what_is_warmed_up_is_not_warmed_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two timings of one contender the device does nothing but what is measured, and what is kept serves the next."""
+    gpu = Gpu(monkeypatch)
+    kernel, other, ready = Kernel(gpu, 1e-3, 700), Kernel(gpu, 1e-3, 700), dict[str, sampling.Ready]()
+    sampling.measure({"a": kernel}, gpu, "warm", POLICY, ready=ready)
+    assert set(ready) == {"a"}
+    launches = kernel.launches
+    found = alone.burst({"a": kernel, "b": other}, gpu, POLICY, ready=ready)
+    assert kernel.launches - launches == len(found["a"].seconds) < other.launches and set(ready) == {"a", "b"}
+    assert found["a"].call_seconds == ready["a"].calls

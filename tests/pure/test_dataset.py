@@ -81,6 +81,27 @@ def test_again_other_seed_and_force(tmp_path: Path, folder: Path) -> None:
     fails(UsageFault, "seed is -1", lambda: data.write(SMALL, -1, tmp_path, force=True))
 
 
+def test_what_was_compared_is_not_read_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on data that are there reads and hashes each file once; one that was changed meanwhile is read again, and found."""
+    read, real = list[str](), data.read_exact
+
+    def counted(path: Path, *given: Any) -> Any:
+        read.append(path.name)
+        return real(path, *given)
+
+    monkeypatch.setattr(data, "read_exact", counted)
+    found = data.write(SMALL, 42, tmp_path)
+    inputs = found.read_inputs(("Q", "K", "V"))
+    assert sorted(read) == ["K.bin", "Q.bin", "V.bin", "dO.bin"] and not found.held
+    assert all((inputs[name] == array).all() for name, array in generate(SMALL, 42, ("Q", "K", "V")).items())
+    assert found.read("Q").tobytes() == inputs["Q"].tobytes() and read[4:] == ["Q.bin"]
+    for change in (lambda path: path.write_bytes(bytes(path.stat().st_size)), lambda path: path.unlink()):
+        found = data.write(SMALL, 42, tmp_path)
+        change(folder / "K.bin")
+        fails(DataFault, "K.bin", lambda found=found: found.read_inputs(("Q", "K")))
+        data.write(SMALL, 42, tmp_path, force=True)
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 

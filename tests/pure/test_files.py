@@ -136,3 +136,37 @@ def test_a_fifo_is_not_appended_to(tmp_path: Path) -> None:
     with pytest.raises(DataFault, match="not a regular file"):
         files.append_files(tmp_path, {"b": b"1", "a": b"2"})
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_gathered_files_are_there_together(tmp_path: Path) -> None:
+    """Files that come one after the other, in any order: all at the end of the block, none before, none where it raises."""
+    (tmp_path / "a").write_bytes(b"old")
+    with files.gathered(tmp_path, ("a", "b")) as give:
+        made = give("b", b"second")
+        assert made.result()["sha256"] == files.sha256(b"second") and not (tmp_path / "b").exists()
+        give("a", bytearray(b"first"))  # type: ignore[arg-type]
+    assert contents(tmp_path) == {"a": b"first", "b": b"second"}
+    for raised in (ValueError, KeyboardInterrupt):
+        with pytest.raises(raised), files.gathered(tmp_path, ("a", "b")) as give:
+            give("a", b"third").result()
+            give("b", bytes(1 << 20))
+            raise raised
+        assert contents(tmp_path) == {"a": b"first", "b": b"second"}
+    with pytest.raises(KeyError), files.gathered(tmp_path, ("a", "b")) as give:
+        give("a", b"third")  # and b never
+    assert contents(tmp_path) == {"a": b"first", "b": b"second"}
+
+
+def test_gathered_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault of a thread is the caller's, whether it asks for the hash or not, and nothing is left."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for ask in (False, True):
+        with pytest.raises(DiskFault, match="no room"), files.gathered(tmp_path, ("a",)) as give:
+            made = give("a", b"first")
+            if ask:
+                made.result()
+        assert contents(tmp_path) == {}

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from harness import peers
+from harness.backends import pick
 from harness.check import budget, reference
+from harness.check.contender import run_peer
+from harness.check.oracle import oracle_for
 from harness.dataset import generate as draws
 from harness.dataset.storage import STORAGE
 from harness.fault import UsageFault
-from harness.peers import base, flash
+from harness.peers import base, flash, on_numpy
 from harness.problem import PASSES, Problem
 
 NAMES = (
@@ -253,3 +256,30 @@ def test_numpy_is_right(shape: dict[str, Any]) -> None:
         scores = 4 * problem.seq_q * problem.seq_kv
         assert prepared.peak_bytes is not None and prepared.peak_bytes > scores + 4 * 3 * int(np.prod(problem.shape("K")))
         assert prepared.name == "numpy" and prepared.ran.startswith("numpy 2")
+
+
+def test_the_deterministic_form() -> None:
+    """Who has none refuses the backward pass; who says so and gives other bits in a second run is refused too."""
+    problem, half = Problem.of(1, 1, 16, 16), Problem.of(dtype="bfloat16")
+    other = peer("xformers").made_deterministic()
+    with pytest.raises(UsageFault, match="xformers") as caught:
+        other.refuse(half, "backward")
+    assert "no deterministic backward pass" in caught.value.why
+    other.refuse(half, "forward")
+    assert not peer("fa4").deterministic and peer("fa4").made_deterministic().deterministic
+
+    class Changing(on_numpy.Numpy):
+        def prepare(self, problem: Problem, inputs: Any, pass_: str) -> Any:
+            made, runs = super().prepare(problem, inputs, pass_), iter(range(9))
+            outputs = made.outputs
+            made.outputs = lambda: {name: array + next(runs) for name, array in outputs().items()}  # type: ignore[method-assign]
+            return made
+
+    oracle = oracle_for(problem, pick("cpu"), "both")
+    facts: dict[str, Any] = {"name": "changing", "device": "cpu", "dtypes": ("float32",), "modules": (), "install": ""}
+    changing = Changing(**facts)
+    assert not run_peer(changing, oracle, "backward").passed
+    run_peer(changing.made_deterministic(), oracle, "forward")
+    with pytest.raises(UsageFault, match="changing gave other bits in a second run"):
+        run_peer(changing.made_deterministic(), oracle, "backward")
+    assert run_peer(on_numpy.Numpy(**facts).made_deterministic(), oracle, "backward").passed

@@ -194,3 +194,23 @@ def test_rows_first_layout_and_logsumexp() -> None:
     verdicts = budget.compare(shape, outputs, expected, reference.baselines(np, shape, inputs, "f32"), inputs=inputs)
     assert set(verdicts) == {"O", "logsumexp"} and all(v.passed for v in verdicts.values())
     assert (outputs["logsumexp"][:, :, :30] == -np.inf).all()
+
+
+def test_the_deterministic_form_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass runs under torch's deterministic algorithms, without the fill that would be timed; afterwards all is as it was."""
+    seen = []
+    real = torch.autograd.grad
+
+    def grad(*given: Any, **options: Any) -> Any:
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory))
+        return real(*given, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    shape = problem(seq=33, dim=16)
+    inputs = dataset.generate(shape, 1)
+    for made, state in ((SDPA["torch-cpu"].made_deterministic(), (True, False)), (SDPA["torch-cpu"], (False, True))):
+        seen.clear()
+        prepared = made.prepare(shape, inputs, "backward")
+        prepared.enqueue()()
+        assert set(seen) == {state} and prepared.ran.endswith(", deterministic") == state[0]
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory

@@ -1,0 +1,136 @@
+"""Ours beside the best peer of the same run, cell by cell: python experiments/hopper/table.py [RESULTS.CSV]
+
+Without a file it reads results.csv beside this one; those of hopper_backward and hopper_deterministic have the same form. It prints the
+table and writes it as table.md beside the rows. Settled speeds are those of the turns (warm), bursts those after a rest. The best peer of
+a cell is the fastest one, in the energy columns the one that takes the least. Means are geometric, over the cells of one dtype in which
+ours and a peer have a time; a cell in which ours has none is named below the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness import peers
+from harness.files import write_files
+from harness.kernel.kernel import catalogue
+from harness.report.summary import markdown_table
+from harness.report.views import geometric_mean, picojoules
+from harness.row import Row, read_rows
+
+COLUMNS = (
+    "cell",
+    "settled, TF",
+    "best peer",
+    "ours / peer",
+    "burst, TF",
+    "best peer",
+    "ours / peer",
+    "pJ/FLOP",
+    "least peer",
+    "ours / peer",
+)
+#: A cell: dtype, head dim, mask, length.
+Cell = tuple[str, int, bool, int]
+#: Ours, the best peer's and its name; None where one of them is missing.
+Pair = tuple[float, float, str] | None
+
+
+def ours_of(rows: Sequence[Row]) -> str:
+    """The kernel of the highest step among the rows, or the pair whose forward pass it is. Raises UsageError where there is none."""
+    steps = {kernel.name: kernel.number or 0 for kernel in catalogue()}
+    found = [row.Kernel for row in rows if row.Kernel.partition("+")[0] in steps]
+    if not found:
+        raise click.UsageError("no kernel of the ladder is among the rows; name ours: --ours NAME")
+    return max(found, key=lambda name: steps[name.partition("+")[0]])
+
+
+def cell_of(row: Row) -> Cell:
+    """The cell that a row is of."""
+    return row.dtype, row.HeadDim, row.causal, row.SeqLen
+
+
+def pair(rows: Sequence[Row], ours: str, value: Callable[[Row], float | None], best: Callable[..., float]) -> Pair:
+    """Ours and the best peer's value among the rows of a cell and timing."""
+    found = {row.Kernel: value(row) for row in rows if row.Status == "PASS"}
+    others = {each: name for name, each in found.items() if each and peers.find(name)}
+    mine = found.get(ours)
+    if not mine or not others:
+        return None
+    top = best(others)
+    return mine, top, others[top]
+
+
+def pairs(rows: Sequence[Row], ours: str) -> dict[Cell, tuple[Pair, Pair, Pair]]:
+    """For each cell: settled and burst in 10^12 FLOP/s, energy in 10^-12 J a FLOP."""
+    found = {}
+    for cell in sorted({cell_of(row) for row in rows if row.Kernel == ours}):
+        of = [row for row in rows if cell_of(row) == cell]
+        warm, burst = ([row for row in of if row.timing == timing] for timing in ("warm", "burst"))
+        found[cell] = (
+            pair(warm, ours, lambda row: row.TFLOPS, max),
+            pair(burst, ours, lambda row: row.TFLOPS, max),
+            pair(warm, ours, picojoules, min),
+        )
+    return found
+
+
+def name_of(cell: Cell) -> str:
+    """A cell in words."""
+    dtype, dim, causal, seq = cell
+    return f"{dtype.replace('bfloat16', '')} D{dim} S{seq}{' causal' if causal else ''}".strip()
+
+
+def means(found: dict[Cell, tuple[Pair, Pair, Pair]], which: int) -> list[str]:
+    """A line for each dtype: the geometric mean of ours over the best peer, those of head dims and masks, and the least cell."""
+    lines = []
+    for dtype in dict.fromkeys(cell[0] for cell in found):
+        ratios = {cell: each[0] / each[1] for cell, three in found.items() if cell[0] == dtype and (each := three[which])}
+        if not ratios:
+            continue
+        parts = [f"{dtype}, {len(ratios)} of {sum(cell[0] == dtype for cell in found)} cells: {geometric_mean(ratios.values()):.3f}"]
+        groups: dict[str, list[float]] = {}
+        for (_, dim, causal, _), ratio in ratios.items():
+            groups.setdefault(f"D{dim}{' causal' if causal else ''}", []).append(ratio)
+        parts += [f"{name} {geometric_mean(some):.3f}" for name, some in groups.items() if len(groups) > 1]
+        edge = (max if which == 2 else min)(ratios, key=lambda cell: ratios[cell])  # of energy the most is the worst
+        lines.append(f"{'; '.join(parts)}. Worst: {name_of(edge)}, {ratios[edge]:.3f}; {sum(r < 1 for r in ratios.values())} below 1.")
+    return lines
+
+
+def table(rows: Sequence[Row], ours: str) -> str:
+    """The table in Markdown, with its means below."""
+    found = pairs(rows, ours)
+    lines = []
+    for cell, three in found.items():
+        texts = [name_of(cell)]
+        for number, each in enumerate(three):
+            digits = ".3f" if number == 2 else ".0f"
+            texts += [f"{each[0]:{digits}}", f"{each[1]:{digits}} {each[2]}", f"{each[0] / each[1]:.3f}"] if each else ["", "", ""]
+        lines.append(texts)
+    parts = [f"{ours} over the best peer of the same run:", markdown_table(COLUMNS, lines)]
+    for which, what in enumerate(("Settled", "Burst", "Energy a FLOP (less is better)")):
+        parts += [f"{what}, geometric mean of ours over the best peer's. {line}" for line in means(found, which)]
+    missing = {cell_of(row): row for row in rows if row.Kernel == ours and row.Status != "PASS"}
+    parts += [f"{name_of(cell)}: {row.Status}, {row.ErrorMessage}" for cell, row in missing.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+@click.command()
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path(__file__).with_name("results.csv"))
+@click.option("--ours", help="The kernel; by default the highest step among the rows.")
+def main(path: Path, ours: str | None) -> None:
+    """Print the table of a results.csv and write it as table.md beside it."""
+    rows = read_rows(path)
+    text = table(rows, ours or ours_of(rows))
+    write_files(path.parent, {"table.md": text.encode()})
+    click.echo(text, nl=False)
+
+
+if __name__ == "__main__":
+    main()
