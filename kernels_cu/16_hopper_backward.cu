@@ -9,17 +9,13 @@
 // logits = 4096
 // deterministic = "optional"
 // arithmetic = "p16"
-// auto = false  # it has not run on a GPU yet
-// spill_bytes_allowed = 32  # of the producer, which has 24 registers, between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 16  # of the producer, which has 24 registers, or of a consumer between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
-// DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
-// DQ_FIRST = 1  # dQ before dK, so that dK and the next S run while dQ is added; 0: after it
-// EARLY = "8 if HEAD_DIM == 64 else 4"  # eighths of dQ that are added before the next dP is issued; the rest after it
-// LAG = 0  # 1: dQ of a tile is made in the next, so that no consumer waits for the other's dS (not at head dim 256)
+// EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -75,7 +71,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 112"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 48"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -94,28 +90,33 @@
 // the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
 // goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
 //
-// A tile of queries n, as a consumer runs it. S(n) is in flight when it begins:
+// A tile of queries n, as a consumer runs it. S(n) and dP(n) are in flight when it begins:
 //
 //     issue               wait for    compute, while the rest runs
-//     dP(n)               S(n)        P(n), an exponential a score
+//                         S(n)        P(n), an exponential a score
 //     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory too
 //     dK += dS(n) Q                   a barrier: the other consumer's dS(n) is there
 //     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
-//     S(n + 1)            dK, dQ      dQ(n) added in global memory; the stage of Q and dO is empty
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
+//     dP(n + 1)                       the rest of dQ(n) added
 //
 // Products run in the order of issue, so the tensor cores have at least one more to do whenever a consumer computes. It takes registers: at
 // head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same,
 // and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead.
+// What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too
+// many. That order gains 2 % at head dim 256, and at 64 without a mask. At 128 it loses 4 % under the mask.
 //
-// The limit is shared memory, 128 bytes a cycle. For 64 queries x 128 keys at head dim 128, in KB: S and dP 128, dV and dK 64, dQ 64, dS
-// 16, the copies of Q and dO 32: 304 KB, 2430 cycles, for 2560 cycles of products. Hence dQ: staged in shared memory for a bulk reduction
-// it would be 64 KB more, and shared memory would be what the block waits for (DQ_STAGED). Straight from the accumulators, in their own
-// layout, it is a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. All blocks
-// of one head begin at its first queries: their reductions meet at the same tile, but Q and dO are read once from memory for all of them.
+// What the order hides is no longer what the time is made of. 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB
+// of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16, the copies of Q and dO 32: 304 KB, 2430 cycles. An H200 takes 4700, and 3950
+// without the reductions, at its power limit: their 32 KB cost 80 pJ a byte, 18 % of a launch's energy. So dQ goes the shortest way, from
+// the accumulators in their own layout: a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales
+// and rounds. Tried, and as fast or slower: dQ before dK, dQ one tile late, dQ staged in shared memory for bulk reductions, one stage of K
+// and V, blocks of a head that begin at different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but
+// Q and dO are read once from memory for all of them. A cluster of two blocks that add once would halve the bytes.
 //
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
-// 2560 of products, and twice as many reductions. That is the price of one block a tile; a cluster of two would halve it.
+// 2560 of products, and twice as many reductions: without them it is half as fast again.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
@@ -147,8 +148,9 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_
 
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
-constexpr bool LAGS = LAG && !SHARED_KEYS;
-constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !LAGS;
+// Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
+// there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -276,19 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
     unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // of STAGED only: [2][OWN_PARTS * PART]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t* dq_full = do_full + STAGES;  // [2]
-    uint64_t* dq_empty = dq_full + 2;  // [2]
-    uint64_t* ds_full = dq_empty + 2;  // [STAGES]
-    uint64_t* ds_empty = ds_full + STAGES;  // [STAGES]
-    int* numbers = reinterpret_cast<int*>(ds_empty + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
+    int* numbers = reinterpret_cast<int*>(do_full + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -298,8 +295,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
-            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
-            fa::mbarrier_init(ds_full + i, 8), fa::mbarrier_init(ds_empty + i, 8);
         }
         fa::mbarrier_init_fence();
     }
@@ -340,25 +335,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer, also of dQ where it is staged. The stage of K and V, which holds dK and dV by then, is empty when
-            // the stores have read it.
+            // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                Walk at;
-                at.begin(args, work);
-#pragma unroll 1
-                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
-                    const float* staged = dq_smem + consumer * OWN_PARTS * PART;
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(own_dq(args, tile_number(args, work.batch, at.head, at.tile), consumer), staged, OWN_PARTS * PART);
-                    fa::bulk_commit();
-                    fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(dq_empty + consumer);
-                }
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
@@ -384,14 +367,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
-    Walk at{}, sum_at{};  // the tile at hand, and the one whose dQ is to be added
+    Walk at{};  // the first tile whose dQ has not been added
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
     };
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128));
+        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
         fa::discard(d);
         fa::wgmma_fence();
@@ -422,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     // This consumer's part of dQ = dS K
-    auto issue_dq = [&](uint32_t stage) {
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + stage * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+    auto issue_dq = [&]() {
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         fa::discard(dq_reg);
         fa::wgmma_fence();
@@ -433,18 +417,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                              step > 0);
         fa::wgmma_commit();
     };
-    // dS of this tile is in shared memory; of the tile before
-    auto give_ds = [&]() {
-        fa::fence_proxy_async_shared();
-        __syncwarp();
-        release(ds_full + q.stage());
-    };
-    auto issue_last_dq = [&]() {
-        fa::mbarrier_wait_parity(ds_full + (q.stage() ^ 1), (q.position - 1) / STAGES % 2);
-        issue_dq(q.stage() ^ 1);
-    };
     auto mask = [&]() {
-        const int q_first = (LAGS ? at : sum_at).queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
+        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
@@ -470,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_transposed(ds_reg, v_smem, do_smem);
     };
     // A tile of queries whose S and dP are in flight, until all its products are.
-    auto begin_tile = [&](bool accumulate) {
+    auto issue_tile = [&](bool accumulate) {
         const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
@@ -481,22 +455,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_wait<1>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
-        if (LAGS) fa::mbarrier_wait_parity(ds_empty + q.stage(), q.parity() ^ 1);
         share(ds_smem, ds16_reg);
-        if (LAGS) give_ds();
-    };
-    auto issue_dk = [&](bool accumulate) { issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate); };
-    auto finish_tile = [&](bool accumulate) {
-        if (LAGS) {
-            if (accumulate) issue_last_dq();
-            issue_dk(accumulate);
-        } else {
-            if (!SHARED_KEYS && !DQ_FIRST) issue_dk(accumulate);
-            wait_for_other();
-            if (SHARED_KEYS && !DQ_FIRST) issue_dk(accumulate);
-            issue_dq(q.stage());
-            if (DQ_FIRST) issue_dk(accumulate);
-        }
+        if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        wait_for_other();
+        if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+        issue_dq();
         if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
         else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
@@ -510,106 +473,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         const uint32_t zeros[QUERIES / 16][4] = {};
-        if (LAGS) fa::mbarrier_wait_parity(ds_empty + q.stage(), q.parity() ^ 1);
         share(ds_smem, zeros);
-        if (LAGS) give_ds();
-        else wait_for_other();
-        if (LAGS) fa::mbarrier_wait_parity(ds_full + q.stage(), q.parity());
-        issue_dq(q.stage());
+        wait_for_other();
+        issue_dq();
         q.next();
     };
-    // dQ of a tile is complete. Where its first group of 8 columns is added:
-    auto begin_sum = [&](uint32_t stage) {
-        if (LAGS) release(ds_empty + stage);
-        const int number = tile_number(args, work.batch, sum_at.head, sum_at.queries(work));
-        if (STAGED) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
+    // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
+    auto begin_sum = [&]() {
+        release(q_empty + (q.stage() ^ 1));
+        const int number = tile_number(args, work.batch, at.head, at.queries(work));
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
-        sum_at.next(work);
-        return (STAGED ? dq_smem + consumer * OWN_PARTS * PART : own_dq(args, number, consumer)) + threadIdx.x % 128 * 4;
+        at.next(work);
+        return own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
     };
-    // Adds some of its groups of 8 columns.
+    // Adds some of its groups.
     auto add = [&](float* dq, int first, int end, auto& values) {
 #pragma unroll
         for (int j = first; j < end; ++j)
-            if (STAGED)
-                fa::store_vec(dq + j * 512, fa::Vec<float, 4>{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]});
-            else fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
-        if (STAGED && end == GROUPS) {
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            release(dq_full + consumer);
-        }
+            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
     };
+
     while (true) {
         fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
         const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
         at.begin(args, work);
-        sum_at = at;
         int n = work.count > 0 && sees_nothing();
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            release(q_empty + (q.stage() ^ 1));
-            add(begin_sum(q.stage() ^ 1), 0, GROUPS, dq_reg);
-            if (LAGS) at.next(work);
+            add(begin_sum(), 0, GROUPS, dq_reg);
         }
         const bool seen = n < work.count;
         if (seen) {
-            if (LAGS) fa::discard(dk_reg), fa::discard(dv_reg);
             issue_scores();
             fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
             issue_dp();
-            auto run = [&]() {
-                for (bool accumulate = LAGS;; accumulate = true) {
-                    begin_tile(accumulate);
-                    finish_tile(accumulate);
-                    if (++n == work.count) break;
-                    issue_scores();
-                    if (DQ_FIRST) fa::wgmma_wait<2>(dq_reg);
-                    else fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                    float* dq = begin_sum(q.stage());
-                    add(dq, 0, EARLY_GROUPS, dq_reg);
-                    fa::schedule_fence();
-                    if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
-                    if constexpr (SHARED_KEYS) fa::wgmma_wait<1>();
-                    else fa::wgmma_wait<1>(ds16_reg);
-                    release(q_empty + (q.stage() ^ 1));
-                    issue_dp();
-                    fa::schedule_fence();
-                    add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
-                    if (LAGS) at.next(work);
-                }
-            };
-            bool lags = false;
-            if constexpr (LAGS) {
-                begin_tile(false);
-                issue_dk(false);
-                fa::wgmma_wait<1>(p16_reg);
-                q.next();
-                lags = ++n < work.count;
-                if (lags) {
-                    issue_scores();
-                    fa::wgmma_wait<1>(ds16_reg);
-                    release(q_empty + (q.stage() ^ 1));
-                    issue_dp();
-                    at.next(work);
-                    run();
-                }
-            } else run();
-            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-            release(q_empty + (q.stage() ^ 1));
-            if (!LAGS || lags) add(begin_sum(q.stage()), 0, GROUPS, dq_reg);
-            if (LAGS) {
-                issue_last_dq();
-                fa::wgmma_wait<0>(dq_reg);
-                add(begin_sum(q.stage() ^ 1), 0, GROUPS, dq_reg);
+            for (bool accumulate = false;; accumulate = true) {
+                issue_tile(accumulate);
+                if (++n == work.count) break;
+                issue_scores();
+                if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
+                else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                float* dq = begin_sum();
+                add(dq, 0, EARLY_GROUPS, dq_reg);
+                fa::schedule_fence();
+                if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                issue_dp();
+                fa::schedule_fence();
+                add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
             }
+            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
+            add(begin_sum(), 0, GROUPS, dq_reg);
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
         last_number = -1;
