@@ -2,8 +2,8 @@
 
 The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
-launcher's. The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem; what was
-judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
+launcher's. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
+problem, longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
 attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
 a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
@@ -99,7 +99,7 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
         if given.graph:
             for pass_ in PASSES:
                 replayed(log, talk, rank, pass_)
-        outputs = job._gathered([rank], spec, partition, talk) if not given.brief or problem.seq_kv < LONG else {}
+        outputs = job._gathered([rank], spec, partition, talk) if problem.seq_kv < LONG else {}  # gigabytes through a store
         mine = rank.outputs("forward") | rank.outputs("backward")
     most = max(talk.gather(rank.device_bytes))
     del rank
@@ -110,16 +110,17 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
         compared(log, problem, {pass_: found.median for pass_, (found, _) in times[True].items()}, alone, talk.size)
         apart = {name: difference(backend, problem, partition, name, mine[name], whole[name]) for name in mine}
         log(what="difference to one GPU, rows of the first rank", seq=problem.seq_q, causal=problem.causal, **apart)
-        used = inputs if mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
-        oracle = Oracle(problem, used, None, backend.xp)
-        verdicts = judged(log, problem, oracle, contender, outputs)
-        device = backend.device()
-        names = (contender.name, backend.name, device.name, talk.size, partition.kind)
-        for overlap, passes in times.items():
-            found = {pass_: passes[pass_][0] for pass_ in MODES[mode]}
-            repeated = all(passes[pass_][1] for pass_ in MODES[mode])
-            this = replace(spec, overlap=overlap)
-            record.write(given.output, job.Outcome(this, *names, verdicts, found, alone, apart, most, repeated, oracle.reference.share))
+        if outputs:
+            used = inputs if mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
+            oracle = Oracle(problem, used, None, backend.xp)
+            verdicts = judged(log, problem, oracle, contender, outputs)
+            device = backend.device()
+            names = (contender.name, backend.name, device.name, talk.size, partition.kind)
+            for overlap, passes in times.items():
+                found = {pass_: passes[pass_][0] for pass_ in MODES[mode]}
+                repeated = all(passes[pass_][1] for pass_ in MODES[mode])
+                this = replace(spec, overlap=overlap)
+                record.write(given.output, job.Outcome(this, *names, verdicts, found, alone, apart, most, repeated, oracle.reference.share))
     if backend.name == "cuda":
         backend.xp.get_default_memory_pool().free_all_blocks()
     talk.gather(None, 10)
