@@ -120,7 +120,8 @@
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
-// keys is one tile behind, and after the first tiles nobody waits. Those who come before have taken their number before, so they run.
+// keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
+// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
 //
 // Under the causal mask blocks take the longest tiles of keys first, begin at the diagonal and mask only there. Where the second consumer's
 // keys are behind all queries of the first tile, it leaves out all but its half of dQ.
@@ -309,14 +310,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
-            int number = blockIdx.x;
+            int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
             while (true) {
                 fa::mbarrier_wait_parity(kv_empty + kv.stage(), kv.parity() ^ 1);
                 numbers[kv.stage()] = number < works ? number : -1;
                 if (number >= works) break;
                 const Work work = work_of(args, number);
                 load_tile<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-                number = gridDim.x + atomicAdd(counters, 1);
+                number = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(counters, 1);
                 load_tile<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 kv.next();
                 Walk at;
