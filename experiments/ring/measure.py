@@ -11,6 +11,7 @@ a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
+    faulthandler.dump_traceback_later(TIMEOUT, repeat=True)  # says in the log where a run of minutes stands
     where = place.found()
     assert where, "start it with torch.distributed.run or mpiexec"
     talk = place.control(where, TIMEOUT)
