@@ -36,7 +36,7 @@ from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, St
 SHARED_DEFAULT = 48 << 10
 
 #: Errors with which the driver refuses a launch, so that nothing ran. Any other error destroys the CUDA context.
-_REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
+_REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "INVALID_CLUSTER_SIZE", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
 
 
 def pip_line() -> str:
