@@ -14,7 +14,8 @@
 namespace fa_host {
 
 constexpr int max_threads = 1024, max_warps = 32, max_warpgroups = 8;
-constexpr int named_barriers = 16, max_mbarriers = 128, cluster_barrier = named_barriers + max_mbarriers, max_barriers = cluster_barrier + 1;
+constexpr int named_barriers = 16, max_mbarriers = 128, cluster_barrier = named_barriers + max_mbarriers,
+              max_barriers = cluster_barrier + 1;
 constexpr int max_cluster = 8;  // blocks
 constexpr size_t arena_bytes = 256 << 10;  // the most dynamic shared memory of one block
 constexpr size_t fence_bytes = 4 << 20;    // inaccessible pages on each side of it

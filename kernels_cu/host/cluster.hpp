@@ -125,7 +125,8 @@ static inline Worker& living_block(Worker& w, unsigned rank, const char* word, c
 }
 
 // Where an address of map_shared points, if that many bytes are there and it is aligned.
-static inline Place place_of(Worker& w, unsigned address, unsigned bytes, unsigned alignment, const char* word, const char* file, int line) {
+static inline Place place_of(Worker& w, unsigned address, unsigned bytes, unsigned alignment, const char* word, const char* file,
+                             int line) {
     const unsigned rank = (address >> rank_shift) - 1, at = (address & ((1u << rank_shift) - 1)) - shared_base;
     const unsigned size = w.launch->dynamic_bytes;
     if (!(address >> rank_shift))
@@ -241,7 +242,8 @@ void fa_host_tma_multicast(const void* given, void* to, unsigned long long* barr
     void* code = __builtin_return_address(0);
     const TensorMap& map = checked_map(w, given, to, rank, word, file, line);
     aligned_column(w, map, at[0], word, file, line);
-    if (!blocks || blocks >> w.lead->own_cluster.blocks) tma_fault(w, "a multicast to a block outside the cluster, or to none", word, file, line);
+    if (!blocks || blocks >> w.lead->own_cluster.blocks)
+        tma_fault(w, "a multicast to a block outside the cluster, or to none", word, file, line);
     const Copy copy{{}, nullptr, nullptr, code, file, line, 0, 0, false, -1, 0, 0, nullptr};
     for (unsigned rest = blocks; rest; rest &= rest - 1) {
         Worker& b = living_block(w, unsigned(__builtin_ctz(rest)), word, file, line);

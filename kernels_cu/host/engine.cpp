@@ -81,7 +81,8 @@ static void fiber_main() {
         if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.lead->main_stack_bottom, w.lead->main_stack_bytes);
         fa_host_switch(&self.stack_pointer, w.lead->main_stack_pointer);
     }
-    if (w.live && w.barrier[0].arrived == unsigned(w.live) && !(w.used_named & 1)) {  // works on some hardware, but is undefined in CUDA C++
+    if (w.live && w.barrier[0].arrived == unsigned(w.live) &&
+        !(w.used_named & 1)) {  // works on some hardware, but is undefined in CUDA C++
         begin_report(w, "divergent barrier: threads ended without reaching a __syncthreads that others wait in");
         print("\n");
         print_waiters(w);
@@ -552,7 +553,8 @@ void* fa_host_code() { return __builtin_return_address(0); }
 
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code) {
     if (this_worker->race)
-        this_worker->race->access(static_cast<const char*>(address), bytes, writes, code, this_worker->first_clock + int(this_worker->current) / 32 * 32 + lane);
+        this_worker->race->access(static_cast<const char*>(address), bytes, writes, code,
+                                  this_worker->first_clock + int(this_worker->current) / 32 * 32 + lane);
 }
 
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {

@@ -22,10 +22,10 @@ namespace fa_host {
 enum Access_kind {
     plain,
     atomically,
-    copy_started,     // an asynchronous write begins: unordered until it has been waited for
+    copy_started,  // an asynchronous write begins: unordered until it has been waited for
     copy_waited_for,  // this thread has waited for its cp.async
-    by_async_proxy,   // of TMA and wgmma, at the wait
-    read_begun,       // the same at the issue: compared with the writes before it, not kept
+    by_async_proxy,  // of TMA and wgmma, at the wait
+    read_begun,  // the same at the issue: compared with the writes before it, not kept
 };
 
 struct Race {
@@ -33,7 +33,7 @@ struct Race {
         void* code;
         uint32_t clock;
         int16_t thread;  // or that of an mbarrier's clock
-        uint8_t bytes;   // a bit for each of the two bytes
+        uint8_t bytes;  // a bit for each of the two bytes
         bool atomic : 1, in_flight : 1, async_proxy : 1;
     };
     struct Shadow {  // of two bytes of shared memory
@@ -53,7 +53,7 @@ struct Race {
     Clocks* clocks;  // of the lead of a cluster
     Clocks own_clocks;
     Remote remote[max_threads];  // the last ones, of each thread of the cluster
-    Clocks::Vector ended;        // what the threads of this block knew when they ended
+    Clocks::Vector ended;  // what the threads of this block knew when they ended
     uint64_t watched;  // accesses to shared memory in this launch
     Shadow shadow[dynamic_cells + static_cells];
 
@@ -164,9 +164,10 @@ struct Race {
             if (job->outcome == ok) {
                 job->outcome = race;
                 Dim3 b = worker->fiber[0].self.block_idx;
-                print("an access to the shared memory of block (%u, %u, %u), which may have ended: thread %d of block %d at pc:%p, no "
-                      "cluster barrier or mbarrier lies between it and the end of that block\n",
-                      b.x, b.y, b.z, t % worker->threads, t / worker->threads, remote[t].code);
+                print(
+                    "an access to the shared memory of block (%u, %u, %u), which may have ended: thread %d of block %d at pc:%p, no "
+                    "cluster barrier or mbarrier lies between it and the end of that block\n",
+                    b.x, b.y, b.z, t % worker->threads, t / worker->threads, remote[t].code);
             }
             pthread_mutex_unlock(&job->lock);
             return;
@@ -199,17 +200,9 @@ struct Race {
             Dim3 b = worker->fiber[0].self.block_idx;
             print("race on shared memory byte %lld in block (%u, %u, %u): ", at, b.x, b.y, b.z);
             print_agent(before.thread);
-            print(" %s at pc:%p, ",
-                  before.in_flight ? "has a copy in flight, begun"
-                  : wrote          ? "writes"
-                                   : "reads",
-                  before.code);
+            print(" %s at pc:%p, ", before.in_flight ? "has a copy in flight, begun" : wrote ? "writes" : "reads", before.code);
             print_agent(now.thread);
-            print(" %s at pc:%p, %s\n",
-                  now.in_flight ? "starts to copy"
-                  : writes      ? "writes"
-                                : "reads",
-                  now.code, why);
+            print(" %s at pc:%p, %s\n", now.in_flight ? "starts to copy" : writes ? "writes" : "reads", now.code, why);
         }
         if (job->outcome == ok) job->outcome = race;
         pthread_mutex_unlock(&job->lock);

@@ -16,7 +16,7 @@ namespace fa_host {
 }
 
 static inline const TensorMap& checked_map(Worker& w, const void* given, const void* smem, int rank, const char* word, const char* file,
-                                    int line) {
+                                           int line) {
     auto& map = *static_cast<const TensorMap*>(given);
     if (map.magic != TensorMap::written) tma_fault(w, "no tensor map: the header's [tensor_map.NAME] makes one", word, file, line);
     if (int(map.rank) != rank) tma_fault(w, "a tensor map of another rank than the word", word, file, line);

@@ -60,16 +60,16 @@ __device__ __forceinline__ void bulk_copy_to_cluster(uint32_t to_cluster, const 
 
 // tma_load_4d for several blocks at once: L2 is read once, and the box lands at tile_smem in every block whose bit is set in `blocks`. In
 // each of them its bytes are taken off what the mbarrier at barrier_smem expects.
-__device__ __forceinline__ void tma_load_4d_multicast(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, uint32_t blocks, int c0,
-                                                      int c1, int c2, int c3) {
+__device__ __forceinline__ void tma_load_4d_multicast(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, uint32_t blocks,
+                                                      int c0, int c1, int c2, int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], "
         "%3;" ::"r"(smem_u32(tile_smem)),
         "l"(map), "r"(smem_u32(barrier_smem)), "h"(uint16_t(blocks)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
-__device__ __forceinline__ void tma_load_4d_multicast(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, uint32_t blocks, int c0,
-                                                      int c1, int c2, int c3, uint64_t cache_policy) {
+__device__ __forceinline__ void tma_load_4d_multicast(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, uint32_t blocks,
+                                                      int c0, int c1, int c2, int c3, uint64_t cache_policy) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%4, %5, "
         "%6, %7}], [%2], %3, %8;" ::"r"(smem_u32(tile_smem)),
