@@ -251,7 +251,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], bool, str]] = {
     "an access behind the last barrier, seen by the race check": (
         [(LAST, LAST + TOUCH.format(1, 0))],
         True,
-        r"the shared memory of block .0, 0, 0., which may have ended: thread 5 of block 1 at \S+:{// late}, no cluster barrier",
+        r"the shared memory of block .[02], 0, 0., which may have ended: thread 5 of block 1 at \S+:{// late}, no cluster barrier",
     ),
     "no barrier at the end": (
         [(LAST, "")],
