@@ -1,23 +1,20 @@
 """Thread-block clusters and their words on every backend that has them: ranks, the barrier, copies and arrivals between blocks, multicast.
 
-On the CPU also under random schedules and the race check, and with faults planted in a ring of two blocks.
+On the CPU also under random schedules and the race check.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import planted
 import pytest
 from hopper_kernel import HEADS, ROWS, WIDTH, bound, with_fields
 from test_hopper_words import MAP_PARAMETER, box_of, image_of
 
 from harness.backends import Backend
 from harness.backends.host.backend import Host
-from harness.fault import KernelFault
 from harness.selftest.mutant import edited
 
 ENTRY = """\
@@ -76,6 +73,16 @@ def test_rank_and_barrier(size: int, how: int | str | None, backend: Backend, tm
     got = with_fields(kernel).view(np.uint32)[:512].reshape(8, 64)
     block = np.arange(8)
     assert np.array_equal(got, np.broadcast_to((block % size + 10 * size + 100 * (block // size) + 10000)[:, None], got.shape))
+
+
+def test_a_cluster_of_two_dimensions(backend: Backend, tmp_path: Path) -> None:
+    """Ranks go along x first, then along y."""
+    code = RANKS.replace("__cluster_dims__(CLUSTER, 1, 1)", "__cluster_dims__(2, 2, 1)").partition("    const int wide")[0]
+    code += "    out[int(blockIdx.y * gridDim.x + blockIdx.x) * 64 + t] = rank + 10 * fa::cluster_size;\n    fa::cluster_sync();\n}\n"
+    kernel = bound(backend, tmp_path, code, {}, {}, block=64, shared=1024, grid="[4, 4]", cluster="[2, 2]")
+    got = with_fields(kernel).view(np.uint32)[:1024].reshape(4, 4, 64)
+    y, x = np.indices((4, 4))
+    assert np.array_equal(got[:, :, 0], 40 + x % 2 + 2 * (y % 2)) and (got == got[:, :, :1]).all()
 
 
 # -- copies between blocks --------------------------------------------------------------------------------------------
@@ -161,199 +168,83 @@ def test_multicast(how: int | str | None, backend: Backend, tmp_path: Path) -> N
         assert np.array_equal(got[0], told) and np.array_equal(got[1], told), (row, head)
 
 
-# -- a ring of two blocks, and the faults in it -----------------------------------------------------------------------
+# -- what the other block has computed -----------------------------------------------------------------------------------
 
-#: Block 0 produces tiles and sends them to block 1 through two stages; block 1 gives each stage back by a remote arrival.
-RING = (
-    entry("k")
+#: Block r multiplies its 64 rows of Q with K, which both have by multicast, and sends the product to the other block, which multiplies it
+#: with V: from shared memory by a bulk copy, or from registers. The exchange of dS in a backward pass has this form.
+PRODUCTS = (
+    entry("q", "k", "v").replace("unsigned char* smem", "constexpr int TILE = 8192;\n    unsigned char* smem")
     + """\
-    constexpr int BYTES = 2048, STAGES = 2;
-    uint32_t* tile_smem = reinterpret_cast<uint32_t*>(smem);       // [2][128][4]
-    uint64_t* full = reinterpret_cast<uint64_t*>(smem + 2 * BYTES);  // [2]
-    uint64_t* empty = full + 2;                                    // [2]
-    const int tiles = 6;
+    unsigned char *q_smem = smem, *k_smem = smem + TILE, *v_smem = smem + 2 * TILE;
+    unsigned char *own_smem = smem + 3 * TILE, *peer_smem = smem + 4 * TILE;
+    uint64_t *full = reinterpret_cast<uint64_t*>(smem + 5 * TILE), *received = full + 1;
+    const int warp = t / 32, lane = t % 32, peer = rank ^ 1;
     if (t == 0) {
-        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4);
+        fa::mbarrier_init(full, 1);
+        fa::mbarrier_init(received, 1);
         fa::mbarrier_init_fence();
     }
-    fa::cluster_sync();  // initialised
-    if (rank == 0) {
-        for (int n = 0; n < tiles; ++n) {
-            const int stage = n % STAGES;
-            fa::mbarrier_wait_parity(empty + stage, (n / STAGES & 1) ^ 1);  // free
-            for (int i = 0; i < 4; ++i) tile_smem[512 * stage + 4 * t + i] = 1000 * n + t + i;  // write the tile
-            fa::fence_proxy_async_shared();  // of the tile
-            fa::bar_sync(1, 128);
-            if (t == 0)
-                fa::bulk_copy_to_cluster(fa::map_shared(tile_smem + 512 * stage, 1), tile_smem + 512 * stage, BYTES, fa::map_shared(full + stage, 1));  // send
-        }
-    } else {
-        uint32_t sum = 0;
-        for (int n = 0; n < tiles; ++n) {
-            const int stage = n % STAGES;
-            if (t == 0) fa::mbarrier_arrive_expect_tx(full + stage, BYTES);
-            fa::mbarrier_wait_parity(full + stage, n / STAGES & 1);  // there
-            sum += tile_smem[512 * stage + 4 * (127 - t)];  // read the tile
-            __syncwarp();
-            if (t % 32 == 0) fa::mbarrier_arrive_remote(fa::map_shared(empty + stage, 0));  // give back
-        }
-        out[t] = sum;
+    fa::cluster_sync();
+    if (t == 0) {
+        fa::mbarrier_arrive_expect_tx(received, TILE);
+        fa::mbarrier_arrive_expect_tx(full, 3 * TILE);
+        fa::tma_load_4d(q_smem, &q_map, full, 0, 64 * rank, 0, 0);
+        if (rank == 0) fa::tma_load_4d_multicast(k_smem, &k_map, full, 3, 0, 0, 0, 0, fa::evict_last);
+        if (rank == 1) fa::tma_load_4d_multicast(v_smem, &v_map, full, 3, 0, 0, 0, 0);
     }
-    fa::cluster_sync();  // the end
+    float s_reg[32], o_reg[32];
+    fa::mbarrier_wait_parity(full, 0);
+    const uint64_t q_desc = fa::smem_descriptor_k_major(q_smem), k_desc = fa::smem_descriptor_k_major(k_smem);
+    fa::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) fa::wgmma_ss<scalar>(s_reg, q_desc + 2 * step, k_desc + 2 * step, step > 0);
+    fa::wgmma_commit();
+    fa::wgmma_wait<0>(s_reg);
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        const int row = 16 * warp + lane / 4 + i / 2 % 2 * 8, chunk = i / 4 ^ row % 8;
+        reinterpret_cast<uint32_t*>(own_smem)[row * 32 + chunk * 4 + lane % 4] = fa::pack<scalar>(s_reg[i], s_reg[i + 1]);  // write S
+    }
+    fa::fence_proxy_async_shared();  // of S
+    __syncthreads();
+    if (args.heads_kv == 0 && t == 0)
+        fa::bulk_copy_to_cluster(fa::map_shared(peer_smem, peer), own_smem, TILE, fa::map_shared(received, peer));  // send S
+    for (int i = t; args.heads_kv == 1 && i < 512; i += 128) {
+        const uint32_t *four = reinterpret_cast<const uint32_t*>(own_smem) + 4 * i, to = fa::map_shared(peer_smem, peer) + 16 * i;
+        fa::store_remote_16(to, four[0], four[1], four[2], four[3], fa::map_shared(received, peer));  // store S
+    }
+    fa::mbarrier_wait_parity(received, 0);
+    if (args.heads_kv == 1) fa::fence_proxy_async_shared();  // of the stores
+    const uint64_t p_desc = fa::smem_descriptor_k_major(peer_smem), v_desc = fa::smem_descriptor_mn_major(v_smem, TILE);
+    fa::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) fa::wgmma_ss<scalar, true>(o_reg, p_desc + 2 * step, v_desc + 128 * step, step > 0);  // S V
+    fa::wgmma_commit();
+    fa::wgmma_wait<0>(o_reg);
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        reinterpret_cast<float*>(out)[(64 * rank + 16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] =
+            o_reg[i];
+    fa::cluster_sync();
 }
 """
 )
-MAPS: dict[str, tuple[str, list[int], int]] = {"k": ("K", [64, 64, 1, 1], 128)}
+BOXES: dict[str, tuple[str, list[int], int]] = {name: (name.upper(), [64, 64, 1, 1], 128) for name in "qkv"}
+Q, K, V = (np.random.RandomState(8).randint(-1, 2, (3, 128, 64))).astype(float)
 
 
-def ring(backend: Backend, folder: Path, *edits: tuple[str, str], cluster: int = 2) -> Any:
-    """What RING with some edits gives."""
-    code = edited(RING, *edits) if edits else RING
-    kernel = bound(backend, folder, code, MAPS, {}, block=128, shared=16384, grid=4, cluster=cluster)
-    return with_fields(kernel).view(np.uint32)[:128]
+def products(backend: Backend, folder: Path, form: int, *edits: tuple[str, str]) -> Any:
+    """Rows of O of both blocks, of PRODUCTS with some edits."""
+    code = edited(PRODUCTS, *edits) if edits else PRODUCTS
+    inputs = {"Q": Q, "K": K[:64], "V": V[:64]}
+    kernel = bound(backend, folder, code, BOXES, inputs, shared=5 * 8192 + 64, grid=2, cluster=2)
+    return with_fields(kernel, heads_kv=form)[:32768].view(np.float32).reshape(128, 64)
 
 
-@pytest.mark.parametrize("how", [*RUNS, 3, 4, 5])
-def test_ring(how: int | str | None, backend: Backend, tmp_path: Path) -> None:
-    """Six tiles through two stages."""
-    assert np.array_equal(ring(on(backend, how), tmp_path), 15000 + 6 * (127 - np.arange(128)))
-
-
-FIRST, LAST = "    fa::cluster_sync();  // initialised\n", "    fa::cluster_sync();  // the end\n"
-GIVE = "            if (t % 32 == 0) fa::mbarrier_arrive_remote(fa::map_shared(empty + stage, 0));  // give back\n"
-SEND = (
-    "fa::bulk_copy_to_cluster(fa::map_shared(tile_smem + 512 * stage, 1), tile_smem + 512 * stage, BYTES, fa::map_shared(full + stage, 1));"
-)
-TOUCH = "    if (rank == {} && t == 5) fa::mbarrier_arrive_remote(fa::map_shared(empty, {}));  // late\n"
-#: name: edits of RING, whether the race check is needed, what the report says.
-FAULTS: dict[str, tuple[list[tuple[str, str]], bool, str]] = {
-    "no barrier behind the initialisation": (
-        [(FIRST, "    __syncthreads();\n")],
-        False,
-        r"no mbarrier: never initialised.*:{// send}.* of block 1",
-    ),
-    "no barrier behind the initialisation, seen by the race check": (
-        [
-            (FIRST, "    __syncthreads();\n"),
-            ("rank == 0", "rank == 1"),
-            ("map_shared(tile_smem + 512 * stage, 1)", "map_shared(tile_smem + 512 * stage, 0)"),
-            ("full + stage, 1));  // send", "full + stage, 0));  // send"),
-            ("empty + stage, 0)", "empty + stage, 1)"),
-        ],
-        True,
-        r"thread 0 of block 0 writes at .*, thread 0 of block 1 reads at \S+:{// send}, no barrier orders them",
-    ),
-    "an access behind the last barrier": (
-        [(LAST, LAST + TOUCH.format(0, 1))],
-        False,
-        "a block of the cluster that has ended.*:{// late}, to block 1",
-    ),
-    "an access behind the last barrier, seen by the race check": (
-        [(LAST, LAST + TOUCH.format(1, 0))],
-        True,
-        r"the shared memory of block .[02], 0, 0., which may have ended: thread 5 of block 1 at \S+:{// late}, no cluster barrier",
-    ),
-    "no barrier at the end": (
-        [(LAST, "")],
-        False,
-        r"a block ended while a copy from its shared memory .*thread 0 of block 0 of the cluster at \S+:{// send}",
-    ),
-    "the receiver ends": (
-        [
-            ("if (rank == 0) {", "if (rank == 1 && t >= 0) return;\n    if (rank == 0) {"),
-            (FIRST, FIRST + "    if (rank == 0) fa::mbarrier_test_parity(full, 0);\n"),
-        ],
-        False,
-        "a block of the cluster that has ended.*:{// send}, to block 1",
-    ),
-    "a stage given back too early": (
-        [(GIVE, ""), ("            sum += tile_smem", GIVE + "            sum += tile_smem")],
-        True,
-        r"thread \d+ of block 1 reads at \S+:{// read the tile}, thread 0 of block 0 starts to copy at \S+:{// send}, no barrier",
-    ),
-    "a tile written while it is sent": (
-        [("(n / STAGES & 1) ^ 1);  // free", "1);  // free")],
-        False,
-        r"shared memory was written while a copy from it to another block was in flight.*:{// send}|more arrivals|in another phase",
-    ),
-    "a tile written while it is sent, seen by the race check": (
-        [("(n / STAGES & 1) ^ 1);  // free", "1);  // free")],
-        True,
-        r"TMA reads at \S+:{// send}, thread \d+ of block 0 writes at \S+:{// write the tile}, no barrier",
-    ),
-    "no wait for the copy": (
-        [("            fa::mbarrier_wait_parity(full + stage, n / STAGES & 1);  // there\n", "")],
-        True,
-        r"TMA has a copy in flight, begun at \S+:{// send}, thread \d+ of block 1 reads at \S+:{// read|more arrivals",
-    ),
-    "no proxy fence": (
-        [("            fa::fence_proxy_async_shared();  // of the tile\n", "")],
-        True,
-        r"of block 0 writes at \S+:{// write the tile}, thread 0 of block 0 reads at \S+:{// send}, no fence_proxy_async",
-    ),
-    "no bytes expected": ([("full + stage, BYTES);", "full + stage, 0);")], False, "in another phase of its mbarrier.*:{// send}|deadlock"),
-    "too many bytes expected": (
-        [("full + stage, BYTES);", "full + stage, 2 * BYTES);")],
-        False,
-        "deadlock.*block 0 of the cluster.*block 1 of the cluster.*2048 bytes to come",
-    ),
-    "no arrival": (
-        [(GIVE, "")],
-        False,
-        r"deadlock.*block 0 of the cluster.*:{// free} for phase 0 .*0 of 4 arrivals.*block 1 .*:{// there}",
-    ),
-    "a block that stays away from the barrier": (
-        [(LAST, "    if (rank == 0) fa::cluster_sync();\n    else fa::mbarrier_wait_parity(full, tiles / STAGES & 1);  // for ever\n")],
-        False,
-        r"deadlock.*cluster_wait at \S+: 128 of the 256 threads of the cluster have arrived.*:{// for ever}",
-    ),
-    "two arrivals": ([(FIRST, "    fa::cluster_arrive();\n" + FIRST)], False, "a second cluster_arrive without a cluster_wait"),
-    "a wait alone": ([(FIRST, "    fa::cluster_wait();\n" + FIRST)], False, "a cluster_wait without a cluster_arrive"),
-    "a mapped address used as a local one": (
-        [(FIRST, FIRST + "    fa::cp_async_16(fa::map_shared(smem, 0), args.Q.data);  // here\n")],
-        False,
-        "an address of map_shared in a word that takes one of the own shared memory.*:{// here}",
-    ),
-    "a local address used as a mapped one": (
-        [(SEND, SEND.replace("fa::map_shared(tile_smem + 512 * stage, 1)", "fa::smem_u32(tile_smem + 512 * stage)"))],
-        False,
-        "an address of the own shared memory in a word that takes one of map_shared.*:{// send}",
-    ),
-    "an mbarrier of another block": (
-        [("map_shared(full + stage, 1));", "map_shared(full + stage, 0));")],
-        False,
-        "that an mbarrier of another is to count.*:{// send}",
-    ),
-    "a rank outside the cluster": (
-        [("map_shared(full + stage, 1));", "map_shared(full + stage, 2));")],
-        False,
-        "map_shared to a block outside the cluster.*:{// send}",
-    ),
-    "beyond shared memory": (
-        [("map_shared(tile_smem + 512 * stage, 1),", "map_shared(tile_smem, 1) + 15000,")],
-        False,
-        "address not aligned|outside shared memory",
-    ),
-    "a multicast outside the cluster": (
-        [(FIRST, FIRST + "    if (t == 0) fa::tma_load_4d_multicast(smem, &k_map, full, 4, 0, 0, 0, 0);  // here\n")],
-        False,
-        "a multicast to a block outside the cluster.*:{// here}",
-    ),
-    "a source that is not aligned": (
-        [("1), tile_smem + 512 * stage, BYTES", "1), tile_smem + 1, BYTES")],
-        False,
-        "from no 16-byte aligned place.*:{// send}",
-    ),
-    "no mbarrier_init_fence": ([("        fa::mbarrier_init_fence();\n", "")], False, "without mbarrier_init_fence.*:{// send}"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
-    """With file and line of what takes part, in index order."""
-    edits, race, told = FAULTS[name]
-    with pytest.raises(KernelFault) as caught:
-        ring(Host(check="race" if race else None), tmp_path, *edits)
-    told = re.sub(r"\{([^\d{}][^{}]*)\}", lambda m: str(planted.line_of(tmp_path / "word_forward.cu", m[1])), told)
-    assert re.search(told, caught.value.why, re.DOTALL), f"no {told!r} in {caught.value.why}"
-    assert "pc:" not in caught.value.why
+@pytest.mark.parametrize("how", RUNS)
+def test_products_of_the_other_block(how: int | str | None, backend: Backend, tmp_path: Path) -> None:
+    """Multicast, wgmma, exchange, wgmma: sums of whole numbers, to the bit."""
+    scores = Q @ K[:64].T
+    told = np.concatenate([scores[64:] @ V[:64], scores[:64] @ V[:64]])
+    for form in range(2):
+        assert np.array_equal(products(on(backend, how), tmp_path, form), told), form

@@ -59,12 +59,12 @@ def bound(
     dtype: str = "bfloat16",
     block: int = 128,
     shared: int = 65536,
-    grid: int = 1,
-    cluster: int = 0,
+    grid: int | str = 1,
+    cluster: int | str = 0,
 ) -> Bound:
     """A kernel file's code behind the header; maps: name -> tensor, box, swizzle. inputs: Q, K, V; zeros where one is left out.
 
-    cluster: blocks along x, none without clusters.
+    grid, cluster: in blocks, a number along x or a list; cluster 0: none.
     """
     needs_hopper(backend)
     tables = "".join(MAP.format(name=name, tensor=tensor, box=box, swizzle=swizzle) for name, (tensor, box, swizzle) in maps.items())
