@@ -9,14 +9,13 @@
 // logits = 4096
 // deterministic = "optional"
 // arithmetic = "p16"
-// auto = false  # it has not run on a GPU yet
-// spill_bytes_allowed = 32  # of the producer, which has 24 registers, between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 16  # of the producer, which has 24 registers, or of a consumer between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
-// DQ_STAGED = 0  # 1: dQ goes through shared memory and bulk reductions (head dims 64 and 128, with KV_STAGES = 1 at 128)
+// EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -72,7 +71,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 48"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -91,28 +90,33 @@
 // the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
 // goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
 //
-// A tile of queries n, as a consumer runs it. S(n) is in flight when it begins:
+// A tile of queries n, as a consumer runs it. S(n) and dP(n) are in flight when it begins:
 //
 //     issue               wait for    compute, while the rest runs
-//     dP(n)               S(n)        P(n), an exponential a score
+//                         S(n)        P(n), an exponential a score
 //     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory too
 //     dK += dS(n) Q                   a barrier: the other consumer's dS(n) is there
 //     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
-//     S(n + 1)            dK, dQ      dQ(n) added in global memory; the stage of Q and dO is empty
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
+//     dP(n + 1)                       the rest of dQ(n) added
 //
 // Products run in the order of issue, so the tensor cores have at least one more to do whenever a consumer computes. It takes registers: at
 // head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same,
 // and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead.
+// What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too
+// many. That order gains 2 % at head dim 256, and at 64 without a mask. At 128 it loses 4 % under the mask.
 //
-// The limit is shared memory, 128 bytes a cycle. For 64 queries x 128 keys at head dim 128, in KB: S and dP 128, dV and dK 64, dQ 64, dS
-// 16, the copies of Q and dO 32: 304 KB, 2430 cycles, for 2560 cycles of products. Hence dQ: staged in shared memory for a bulk reduction
-// it would be 64 KB more, and shared memory would be what the block waits for (DQ_STAGED). Straight from the accumulators, in their own
-// layout, it is a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales and rounds. All blocks
-// of one head begin at its first queries: their reductions meet at the same tile, but Q and dO are read once from memory for all of them.
+// What the order hides is no longer what the time is made of. 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB
+// of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16, the copies of Q and dO 32: 304 KB, 2430 cycles. An H200 takes 4700, and 3950
+// without the reductions, at its power limit: their 32 KB cost 80 pJ a byte, 18 % of a launch's energy. So dQ goes the shortest way, from
+// the accumulators in their own layout: a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales
+// and rounds. Tried, and as fast or slower: dQ before dK, dQ one tile late, dQ staged in shared memory for bulk reductions, one stage of K
+// and V, blocks of a head that begin at different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but
+// Q and dO are read once from memory for all of them. A cluster of two blocks that add once would halve the bytes.
 //
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
-// 2560 of products, and twice as many reductions. That is the price of one block a tile; a cluster of two would halve it.
+// 2560 of products, and twice as many reductions: without them it is half as fast again.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
@@ -142,7 +146,11 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 constexpr bool SHARED_KEYS = BLOCK_K == 64;
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
 
-constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC;
+constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+
+// Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
+// there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -270,17 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
     unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // of STAGED only: [2][OWN_PARTS * PART]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t* dq_full = do_full + STAGES;  // [2]
-    uint64_t* dq_empty = dq_full + 2;  // [2]
-    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+    int* numbers = reinterpret_cast<int*>(do_full + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -290,7 +295,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
-            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         }
         fa::mbarrier_init_fence();
     }
@@ -331,25 +335,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer, also of dQ where it is staged. The stage of K and V, which holds dK and dV by then, is empty when
-            // the stores have read it.
+            // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                Walk at;
-                at.begin(args, work);
-#pragma unroll 1
-                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
-                    const float* staged = dq_smem + consumer * OWN_PARTS * PART;
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(own_dq(args, tile_number(args, work.batch, at.head, at.tile), consumer), staged, OWN_PARTS * PART);
-                    fa::bulk_commit();
-                    fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(dq_empty + consumer);
-                }
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
@@ -371,17 +363,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
+    float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
-    Walk at{};
+    Walk at{};  // the first tile whose dQ has not been added
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
     };
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        const uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
         fa::discard(d);
         fa::wgmma_fence();
@@ -445,11 +439,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::fence_proxy_async_shared();
         fa::bar_sync(1, 256);
     };
-    // A tile of queries whose scores are in flight, until all its products are.
-    auto begin_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+    auto issue_dp = [&]() {
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
+    };
+    // A tile of queries whose S and dP are in flight, until all its products are.
+    auto issue_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask();
@@ -464,7 +460,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_for_other();
         if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         issue_dq();
-        fa::wgmma_wait<2>(p16_reg);  // P's registers are free
+        if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
+        else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
         q.next();
     };
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
@@ -481,31 +478,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_dq();
         q.next();
     };
-    // dQ is there, and all products but the next scores are complete.
-    auto end_tile = [&]() {
+    // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
+    auto begin_sum = [&]() {
         release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
-        float* dq = own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
-        if (STAGED) {
-            dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
-            fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // of the tile before
-        }
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
-#pragma unroll
-        for (int j = 0; j < OWN_PARTS * 8; ++j)
-            if (STAGED)
-                fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
-            else fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
-        if (STAGED) {
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            release(dq_full + consumer);
-        }
         at.next(work);
+        return own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
+    };
+    // Adds some of its groups.
+    auto add = [&](float* dq, int first, int end, auto& values) {
+#pragma unroll
+        for (int j = first; j < end; ++j)
+            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
     };
 
     while (true) {
@@ -518,21 +507,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            end_tile();
+            add(begin_sum(), 0, GROUPS, dq_reg);
         }
         const bool seen = n < work.count;
         if (seen) {
             issue_scores();
             fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+            issue_dp();
             for (bool accumulate = false;; accumulate = true) {
-                begin_tile(accumulate);
+                issue_tile(accumulate);
                 if (++n == work.count) break;
                 issue_scores();
-                fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                end_tile();
+                if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
+                else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                float* dq = begin_sum();
+                add(dq, 0, EARLY_GROUPS, dq_reg);
+                fa::schedule_fence();
+                if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                issue_dp();
+                fa::schedule_fence();
+                add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-            end_tile();
+            add(begin_sum(), 0, GROUPS, dq_reg);
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
         last_number = -1;

@@ -15,11 +15,9 @@
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
-// PREFETCH = "1 if HEAD_DIM == 256 else 0"  # which until then comes to the L2 cache
-// DIRECT = "1 if HEAD_DIM == 256 and head_dim % 8 == 0 else 0"  # O goes from registers to global memory, not through Q's shared memory
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
-// SECTION = "64 if HEAD_DIM == 256 else 16"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "(16 if seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -57,13 +55,12 @@
 //     storers      a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
 // Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
-// and V of the next arrive. Under the causal mask long tiles come first, within a section of heads whose K and V fit in the L2 cache.
+// and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that
+// K and V stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet.
 // Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
 //
-// At head dim 256 shared memory has room for one tile of queries. If O left through it, the next Q would wait until O is stored, and
-// the first scores for Q: a chain that grows no shorter with fewer keys. So O goes from registers to global memory (DIRECT), and Q's
-// piece is empty behind the last scores: the next arrives under the last softmax, product and epilogue. The next tile's first keys, whose
-// stage is empty earlier still, go ahead of it (K_FIRST), and Q, which no other block has read, comes to the L2 cache meanwhile (PREFETCH).
+// At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The
+// next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
 //
 // One step of a consumer, over a tile of keys n:
 //
@@ -173,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < PIECES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
-            fa::mbarrier_init(q_empty + i, DIRECT ? 4 : 1);  // each warp, or the storer
+            fa::mbarrier_init(q_empty + i, 1);
         }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
@@ -206,9 +203,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             while (number < works) {
                 const Work work = work_of(args, number);
                 const int kv_head = fa::kv_head_of(args, work.head);
-                if (PREFETCH)
-                    for (int i = 0; i < CONSUMERS * SLABS; ++i)
-                        fa::tma_prefetch_4d(&q_map, i % SLABS * 64, work.q_first + i / SLABS * 64, work.head, work.batch);
                 if (!K_FIRST) hand_over(work);
                 number = gridDim.x + atomicAdd(counters, 1);
                 for (int n = 0; n < work.tiles; ++n) {
@@ -224,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hand_over(Work{});
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (!DIRECT && threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
             // A storer. Q's stage, which holds O by then, is empty when the store has read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
@@ -381,7 +375,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     while (take_work()) {
         first_tile();
         for (int n = 1; n < tiles; ++n) next_tile(n);
-        if (DIRECT) release(q_empty + piece());  // behind the last scores, computed again or not
         issue_output(tiles > 1);
         fa::wgmma_wait<0>(out_reg, p_reg);
         release(v_empty + v.stage);
@@ -397,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             v.next();
         }
 
-        // Epilogue: the logsumexp, and O / row sum, to global memory or to the shared memory of Q
+        // Epilogue: O / row sum to the shared memory of Q, and the logsumexp
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
         float inverse[2];
 #pragma unroll
@@ -407,16 +400,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (lane % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
         }
-        if (DIRECT) {
-            const int first = work.q_first + 64 * consumer + 16 * warp;
-            fa::write_rows(fa::row_pointer<scalar>(args.O, work.batch, work.head, first), args.O.row, args.seq_q - first, args.head_dim,
-                           out_reg, inverse);
-        } else {
-            fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            release(o_full + piece());
-        }
+        fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(o_full + piece());
         q.next();
     }
 }

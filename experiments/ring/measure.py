@@ -2,8 +2,8 @@
 
 The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
-launcher's. The forward pass and, up to --judge-backward keys, the backward pass are judged against float64 on the whole problem; what was
-judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
+launcher's. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
+problem, longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
 attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
 a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
@@ -37,19 +37,24 @@ from harness.ring.partition import Partition
 from harness.ring.rank import Rank, kernels_of, refuse, run_together
 from harness.ring.transport import Control, Transport
 
-TIMEOUT, RUNS = 120.0, 7
+TIMEOUT, RUNS, LONG = 120.0, 7, 1 << 19  # from LONG keys on a pass takes seconds: fewer runs
+
+
+def runs(problem: Problem) -> int:
+    """Runs of a pass, the first of which is not counted."""
+    return RUNS if problem.seq_kv < LONG else 3
 
 
 class Log:
     """Lines of the first rank."""
 
-    def __init__(self, rank: int, path: Path) -> None:
-        self.rank, self.path, self.began = rank, path, time.monotonic()
+    def __init__(self, rank: int, ranks: int, path: Path) -> None:
+        self.rank, self.ranks, self.path, self.began = rank, ranks, path, time.monotonic()
 
     def __call__(self, **line: Any) -> None:
         """Print a line, and keep it."""
         if self.rank == 0:
-            text = json.dumps({**line, "at_s": round(time.monotonic() - self.began, 1)})
+            text = json.dumps({**line, "ranks": self.ranks, "at_s": round(time.monotonic() - self.began, 1)})
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
             with self.path.open("a") as file:
@@ -68,7 +73,10 @@ def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str,
         bound = Bound(backend, backend.load(contender.kernels[pass_], problem, contender.tiles), problem, given)
         given |= bound.run()
         bound.free_copies()
-        found[pass_] = sampling.measure({"": bound}, backend, "warm", sampling.POLICY[backend.name])[""].median_ms * 1e-3
+        if problem.seq_kv < LONG:
+            found[pass_] = sampling.measure({"": bound}, backend, "warm", sampling.POLICY[backend.name])[""].median_ms * 1e-3
+        else:
+            found[pass_] = min(backend.enqueue(bound.loaded, bound.steps)() for _ in range(2))
     return found, given
 
 
@@ -83,34 +91,61 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
     inputs = generate.inputs(problem, 42, generate.INPUTS)
     talk.gather(None, 5)
     mode = "both" if problem.seq_kv <= given.judge_backward else "forward"
+    overlaps = (True,) if given.brief else (False, True)
     spec = job.Spec(given.compute, mode, problem, device=given.device)
     with transport.scope():
         rank = Rank(backend, partition, contender, inputs, transport)
-        times = {overlap: {pass_: timed(log, talk, rank, pass_, overlap) for pass_ in PASSES} for overlap in (False, True)}
-        outputs = job._gathered([rank], spec, partition, talk)
+        times = {overlap: {pass_: timed(log, talk, rank, pass_, overlap) for pass_ in PASSES} for overlap in overlaps}
+        if given.graph:
+            for pass_ in PASSES:
+                replayed(log, talk, rank, pass_)
+        outputs = job._gathered([rank], spec, partition, talk) if problem.seq_kv < LONG else {}  # gigabytes through a store
         mine = rank.outputs("forward") | rank.outputs("backward")
     most = max(talk.gather(rank.device_bytes))
     del rank
-    if talk.rank == 0:
+    if talk.rank == 0 and given.brief and outputs:
+        judged(log, problem, Oracle(problem, {name: inputs[name] for name in "QKV"}, None, backend.xp), contender, outputs)
+    if talk.rank == 0 and not given.brief:
         alone, whole = single(backend, contender, problem, inputs)
         compared(log, problem, {pass_: found.median for pass_, (found, _) in times[True].items()}, alone, talk.size)
         apart = {name: difference(backend, problem, partition, name, mine[name], whole[name]) for name in mine}
         log(what="difference to one GPU, rows of the first rank", seq=problem.seq_q, causal=problem.causal, **apart)
-        used = inputs if mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
-        oracle = Oracle(problem, used, None, backend.xp)
-        verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
-        words = {v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()}
-        log(what="verdict", seq=problem.seq_q, causal=problem.causal, share=oracle.reference.share, **words)
-        device = backend.device()
-        names = (contender.name, backend.name, device.name, talk.size, partition.kind)
-        for overlap, passes in times.items():
-            found = {pass_: passes[pass_][0] for pass_ in MODES[mode]}
-            repeated = all(passes[pass_][1] for pass_ in MODES[mode])
-            this = replace(spec, overlap=overlap)
-            record.write(given.output, job.Outcome(this, *names, verdicts, found, alone, apart, most, repeated, oracle.reference.share))
+        if outputs:
+            used = inputs if mode == "both" else {name: inputs[name] for name in ("Q", "K", "V")}
+            oracle = Oracle(problem, used, None, backend.xp)
+            verdicts = judged(log, problem, oracle, contender, outputs)
+            device = backend.device()
+            names = (contender.name, backend.name, device.name, talk.size, partition.kind)
+            for overlap, passes in times.items():
+                found = {pass_: passes[pass_][0] for pass_ in MODES[mode]}
+                repeated = all(passes[pass_][1] for pass_ in MODES[mode])
+                this = replace(spec, overlap=overlap)
+                record.write(given.output, job.Outcome(this, *names, verdicts, found, alone, apart, most, repeated, oracle.reference.share))
     if backend.name == "cuda":
         backend.xp.get_default_memory_pool().free_all_blocks()
     talk.gather(None, 10)
+
+
+def judged(log: Log, problem: Problem, oracle: Oracle, contender: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+    """The verdict of each tensor, against float64 on the whole problem."""
+    outputs = {name: outputs[name] for name in outputs if "dO" in oracle.inputs or name in ("O", "logsumexp")}
+    verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
+    words = {v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()}
+    log(what="verdict", seq=problem.seq_q, causal=problem.causal, share=oracle.reference.share, **words)
+    return verdicts
+
+
+def replayed(log: Log, talk: Control, rank: Rank, pass_: str) -> None:
+    """A pass of all ranks as a CUDA graph, and whether it has the bits of the launches."""
+    problem, first = rank.problem, job._digest(rank.outputs(pass_))
+    talk.gather(None)
+    samples = timing.replay(rank, pass_, runs(problem), TIMEOUT)[1:]
+    about = talk.gather((samples, job._digest(rank.outputs(pass_)) == first))
+    if talk.rank == 0:
+        seconds = [max(run) for run in zip(*(each[0] for each in about), strict=True)]
+        words = {"what": "graph", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_}
+        found = rate(problem, pass_, statistics.median(seconds), talk.size)
+        log(**words, **found, range_ms=[min(seconds) * 1e3, max(seconds) * 1e3], same_bits=[each[1] for each in about])
 
 
 def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tuple[timing.PassTime, bool]:
@@ -123,7 +158,7 @@ def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tup
     run_together([getattr(rank, pass_)])
     host = time.perf_counter() - began
     rank.spans.clear()
-    samples = timing.run_pass([rank], pass_, RUNS, TIMEOUT)[0][1:]
+    samples = timing.run_pass([rank], pass_, runs(problem), TIMEOUT)[0][1:]
     digest = job._digest(rank.outputs(pass_))
     about = talk.gather((samples, digest[:12], digest == first, host))
     found = timing.together(pass_, [each[0] for each in about])
@@ -187,7 +222,7 @@ def torch_ring(log: Log, problem: Problem) -> None:
 
     def timed(work: Any) -> float:
         seconds = []
-        for _ in range(RUNS + 2):
+        for _ in range(runs(problem) + 2):
             dist.barrier()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[0].record()
@@ -224,13 +259,15 @@ def main() -> None:
     parser.add_argument("--compute", default=choose.AUTO)
     parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
+    parser.add_argument("--brief", action="store_true", help="the ring with overlap and context_parallel only; below LONG O is judged")
+    parser.add_argument("--graph", action="store_true", help="each pass also as a CUDA graph")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
     where = place.found()
     assert where, "start it with torch.distributed.run or mpiexec"
     talk = place.control(where, TIMEOUT)
-    log = Log(talk.rank, given.output / "ring.jsonl")
+    log = Log(talk.rank, talk.size, given.output / "ring.jsonl")
     backend = job.open_backend(given.device, where.local)
     transport = job.transport_of(backend, talk, TIMEOUT)
     asked = sweep.load("ring")

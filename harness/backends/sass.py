@@ -175,6 +175,8 @@ def _kind(each: Instruction) -> str:
         return "MUFU.EX2"
     if first == "DEPBAR" or each.name.startswith("WARPGROUP.DEPBAR"):
         return f"DEPBAR {int(each.operands.rpartition(',')[2], 0)}"
+    if first in ("RED", "REDG"):
+        return "REDG"
     if first == "SYNCS":
         return "SYNCS.wait" if "TRYWAIT" in more else "SYNCS.arrive" if more[0] == "ARRIVE" else ""
     return f"BAR.{more[0]}" if first == "BAR" else ""

@@ -8,6 +8,7 @@ There is one communicator: two of them in flight may deadlock.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,6 +79,17 @@ class Nccl:
         """The compute stream as CuPy's current one."""
         stream: AbstractContextManager[Any] = self.compute
         return stream
+
+    def captured(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """What `enqueue` puts on both streams as a CUDA graph; the function returned enqueues a replay. Both of a pair of ranks capture.
+
+        Marks within are no times any more. The graph goes before the communicator does.
+        """
+        with self.compute:
+            self.compute.begin_capture()
+            enqueue()
+            graph = self.compute.end_capture()
+        return lambda: graph.launch(self.compute)
 
     def close(self, failed: bool = False) -> None:
         """Free the communicator; where the rank failed, abort what is in flight."""

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,11 @@ def test_a_range_without_a_kernel_is_refused() -> None:
         ("float16", 256, ["forward"], "sm_90", "hopper"),
         ("bfloat16", 64, ["forward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 64, ["forward"], "sm_100", "mma_qreg_async"),  # wgmma is sm_90a's alone
-        ("bfloat16", 64, ["backward"], "sm_90", "mma_qreg_async"),
-        ("bfloat16", 64, ["forward", "backward"], "sm_90", "hopper+mma_qreg_async"),
-        ("bfloat16", 256, ["forward", "backward"], "sm_90", "naive"),  # no backward pass of that width on tensor cores
+        ("bfloat16", 64, ["backward"], "sm_90", "hopper"),
+        ("bfloat16", 64, ["forward", "backward"], "sm_90", "hopper"),
+        ("float16", 256, ["forward", "backward"], "sm_90", "hopper"),
+        ("bfloat16", 64, ["forward", "backward"], "sm_80", "mma_qreg_async"),
+        ("bfloat16", 256, ["forward", "backward"], "sm_80", "naive"),  # no backward pass of that width on tensor cores
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
         ("float32", 256, ["forward"], "sm_90", "naive"),
         ("float64", 64, ["backward"], "sm_90", "naive"),
@@ -92,17 +95,22 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
     problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (64, 128)]
     found, notes = choose([AUTO], passes, problems, device)
     assert [one.name for one in found] == [name] and len(notes) == 1 and len(found[0].kernels) == len(passes)
-    first, _, second = name.partition("+")
-    assert f" {first}, " in notes[0] or f" {first} forward and " in notes[0]
-    assert [kernel.name for kernel in found[0].kernels.values()] == [first, second or first][: len(passes)]
+    assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
     above = [k for k in catalogue() if k.auto and k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
     assert all(dtype not in k.dtypes or dim > k.head_dims[-1] or not k.runs_on(arch, dtype) for k in above)
 
 
-def test_auto_is_there_once() -> None:
-    """Beside the same kernels it adds nothing; beside one that shares a pass with it, it is another contender."""
+def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same kernels it adds nothing; beside one that shares a pass with it, it is another contender. `auto = false` in a header
+    keeps a kernel out: the forward pass is then of one kernel, the backward pass of another.
+    """
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 64, 64, dtype="bfloat16"), Device("cuda", "a GPU", "sm_90")
-    assert [one.name for one in choose(["hopper+14", AUTO], passes, [problem], device)[0]] == ["hopper+mma_qreg_async"]
+    assert [one.name for one in choose(["hopper", AUTO], passes, [problem], device)[0]] == ["hopper"]
+    kept_out = tuple(replace(k, auto=False) if (k.name, k.pass_) == ("hopper", "backward") else k for k in catalogue())
+    monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
+    found, notes = choose(["hopper+14", AUTO], passes, [problem], device)
+    assert [one.name for one in found] == ["hopper+mma_qreg_async"]
+    assert "auto is 16 hopper forward and 14 mma_qreg_async backward, the highest steps that take" in notes[0]
     assert [one.name for one in choose(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
 
 
@@ -133,17 +141,21 @@ def test_run_and_verify(fa_cli: Run) -> None:
 
 
 @needs_compiler
-def test_auto_of_two_kernels(fa_cli: Run) -> None:
-    """The forward pass of one, the backward pass of another, which reads its O and logsumexp: run, ring and their labels name both."""
-    words = ("--compute", "auto", "--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
-    result = fa_cli("run", *words, "--causal")
-    assert result.exit_code == 0 and "PASS hopper+mma_qreg_async both" in result.stdout
-    assert "note: auto is 16 hopper forward and 14 mma_qreg_async backward, the highest steps that take" in result.stderr
-    again = fa_cli("run", "hopper+14", *words[2:], "--json")
-    assert again.exit_code == 0 and json.loads(again.stdout)["compute"] == "hopper+mma_qreg_async"
-    ring = fa_cli("ring", "--simulate", 2, *words)
+def test_auto_and_two_kernels(fa_cli: Run) -> None:
+    """auto is one kernel for both passes. The forward pass of one, the backward pass of another, which reads its O and logsumexp: run,
+    ring and their labels name both.
+    """
+    words = ("--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
+    result = fa_cli("run", "auto", *words, "--causal")
+    assert result.exit_code == 0 and "PASS hopper both" in result.stdout
+    assert "note: auto is 16 hopper, the highest step that takes" in result.stderr
+    two = fa_cli("run", "hopper+14", *words, "--json")
+    assert two.exit_code == 0 and json.loads(two.stdout)["compute"] == "hopper+mma_qreg_async"
+    ring = fa_cli("ring", "--simulate", 2, "--compute", "hopper+14", *words)
     assert ring.exit_code == 0 and "PASS hopper+mma_qreg_async both 2 ranks" in ring.stdout, ring.output
-    alone = fa_cli("run", "mma_qreg", *words[2:])
+    ring = fa_cli("ring", "--simulate", 2, "--compute", "auto", *words)
+    assert ring.exit_code == 0 and "PASS hopper both 2 ranks" in ring.stdout, ring.output
+    alone = fa_cli("run", "mma_qreg", *words)
     assert alone.exit_code == 2 and "mma_qreg has no backward pass" in alone.stderr
 
 

@@ -45,14 +45,6 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const 
         for (int i = t; i < 64 * 2 * 32; i += 128) out[i] = reinterpret_cast<const float*>(tile_smem)[i];
         return;
     }
-    if (args.seq_q == 7) {
-        for (int i = t; i < 64 * 32; i += 128) reinterpret_cast<uint32_t*>(out)[i] = 0x7f7f7f7fu;
-        __syncthreads();
-        float first[32];
-        for (int i = 0; i < 32; ++i) first[i] = x[i];
-        fa::write_rows(static_cast<scalar*>(args.O.data) + 16 * warp * 64, 64, 41 - 16 * warp, 40, first, factor);
-        return;
-    }
     if (args.seq_q == 6) {
         uint64_t* full = reinterpret_cast<uint64_t*>(tile_smem + 2 * 64 * 128);
         if (t == 0) {

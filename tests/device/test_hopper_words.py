@@ -86,7 +86,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_consta
     uint64_t* out = static_cast<uint64_t*>(args.O.data);
     float kept[4] = {1, 2, 3, 4};
     fa::tma_prefetch_map(&q_map);
-    fa::tma_prefetch_4d(&q_map, 0, 0, 0, 0);
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<24>();
         fa::schedule_fence();

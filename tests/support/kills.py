@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,7 +54,7 @@ class Ended:
 
 
 def command(*words: str, cwd: Path, kill_at: int | None = None, kill_after: float | None = None) -> Ended:
-    """Run fa-cli in a forked child. kill_at: point 2 n is just before its n-th call of POINTS, 2 n + 1 just after. kill_after: seconds."""
+    """Run fa-cli in a forked child. kill_at: each call of POINTS passes a point before it and one after it. kill_after: seconds."""
     said, start = cwd / ".said", time.monotonic()
     said.touch()
     read, write = os.pipe()
@@ -82,17 +84,19 @@ def _in_child(words: tuple[str, ...], cwd: Path, said: Path, write: int, kill_at
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.environ |= {"FA_CLI_DEVICE": "cpu", "FA_CLI_COMMIT": "0" * 40, "FA_CLI_THREADS": "1"}
-        passed = [0]  # calls that did not raise
+        reached, turn = itertools.count(), threading.Lock()  # threads write files side by side
+
+        def point() -> None:
+            with turn:
+                if next(reached) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*given: Any, **more: Any) -> Any:
-                if 2 * passed[0] == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                point()
                 found = call(*given, **more)
                 os.write(write, b".")
-                passed[0] += 1
-                if 2 * passed[0] - 1 == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                point()
                 return found
 
             return wrapped

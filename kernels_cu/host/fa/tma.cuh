@@ -27,15 +27,9 @@ __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* map, uint64_t
     tma_load_4d(tile_smem, map, barrier_smem, c0, c1, c2, c3, file, line);
 }
 
-__forceinline__ void tma_prefetch_4d(const TensorMap* map, int, int, int, int, FA_HOST_HERE) { fa_host_tma_prefetch(map, file, line); }
-
 __forceinline__ void tma_store_4d(const TensorMap* map, const void* tile_smem, int c0, int c1, int c2, int c3, FA_HOST_HERE) {
     const int at[4] = {c0, c1, c2, c3};
     fa_host_tma_store(map, tile_smem, at, 4, file, line);
-}
-
-__forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count, FA_HOST_HERE) {
-    fa_host_bulk_add(to, from_smem, count, file, line);
 }
 
 // A store writes global memory when it has read shared memory: the two waits are one here.

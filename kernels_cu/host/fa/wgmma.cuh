@@ -61,10 +61,14 @@ __forceinline__ uint64_t smem_descriptor_k_major(const void* slab_smem, FA_HOST_
 __forceinline__ uint64_t smem_descriptor_mn_major(const void* slab_smem, uint32_t slab_bytes, FA_HOST_HERE) {
     return smem_descriptor(slab_smem, slab_bytes, 1024, file, line);
 }
+__forceinline__ uint64_t descriptor_here(uint64_t descriptor) { return descriptor; }
 __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 // The host compiler knows that a wait may write what a product was given.
 template <class T, int N> __forceinline__ void ready(T (&)[N]) {}
+template <int N> __forceinline__ void moved(float (&to)[N], const float (&from)[N], int first) {
+    for (int i = first; i < N; ++i) to[i] = from[i];
+}
 template <int N> __forceinline__ void discard(float (&)[N]) {}
 
 __forceinline__ void wgmma_fence() { fa_host_wgmma_fence(); }

@@ -105,45 +105,6 @@ __device__ __forceinline__ void store_rows(unsigned char* tile_smem, uint32_t sl
     }
 }
 
-// The four words of each lane of a quad are transposed: lane i then has word i of all four, in the lanes' order.
-__device__ __forceinline__ void transpose_quad(Vec<uint32_t, 4>& word) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = lane_id() & bit;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            const uint32_t got = __shfl_xor_sync(full_warp, upper ? word[i] : word[i + bit], bit);
-            (upper ? word[i] : word[i + bit]) = got;
-        }
-    }
-}
-
-// Rounded to global memory, without shared memory: a quad exchanges words, so that a lane writes 16 bytes and the quad 64 of a row. to: the
-// first of the warp's 16 rows, `pitch` elements apart; the first `rows` of them (maybe none) have `columns`, a multiple of 8. A row whose
-// factor is 0 becomes 0, whatever it holds.
-template <class T, int R>
-__device__ __forceinline__ void write_rows(T* to, int64_t pitch, int rows, int columns, const float (&x)[R], const float (&factor)[2]) {
-    static_assert(R % 16 == 0, "a quad writes 32 columns at a time");
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = 8 * half + lane_id() / 4, column = 8 * (lane_id() % 4), own_columns = row < rows ? columns - column : 0;
-        const bool empty = factor[half] == 0;
-        T* own = to + row * pitch + column;
-#pragma unroll
-        for (int part = 0; part < R / 16; ++part) {
-            Vec<uint32_t, 4> word;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = 16 * part + 4 * i + 2 * half;
-                word[i] = empty ? 0u : pack<T>(x[at] * factor[half], x[at + 1] * factor[half]);
-            }
-            transpose_quad(word);
-            if (32 * part < own_columns) store_vec(reinterpret_cast<uint32_t*>(own + 32 * part), word);
-        }
-    }
-}
-
 // -- of transposed scores, 64 keys x 2 R queries: what belongs to a query belongs to a column ---------------------------
 
 // S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R].

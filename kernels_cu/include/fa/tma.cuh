@@ -44,23 +44,10 @@ __device__ __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* ma
         : "memory");
 }
 
-// Starts to bring the box to the L2 cache only: a load of it later waits less. Nothing is written, nothing has to be waited for.
-__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
-}
-
 // Starts to copy the box at tile_smem to the tensor. The writers of tile_smem have passed fence_proxy_async_shared and a barrier before.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* tile_smem, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(smem_u32(tile_smem)),
                  "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
-}
-
-// Starts to add floats at from_smem to global memory, both 16-byte aligned, without a map. Like a store, but each float is added by itself.
-__device__ __forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(smem_u32(from_smem)),
-                 "r"(count * 4)
                  : "memory");
 }
 

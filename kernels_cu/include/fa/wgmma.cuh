@@ -26,6 +26,12 @@ __device__ __forceinline__ uint64_t smem_descriptor_k_major(const void* slab_sme
 __device__ __forceinline__ uint64_t smem_descriptor_mn_major(const void* slab_smem, uint32_t slab_bytes) {
     return smem_descriptor(slab_smem, slab_bytes, 1024);
 }
+// The same, opaque to the compiler: the descriptors that follow from it are made where they are needed. Those of a tile that stays are
+// loop-invariant; hoisted, they would take registers through the whole loop, or be spilled, and go back to uniform registers one by one.
+__device__ __forceinline__ uint64_t descriptor_here(uint64_t descriptor) {
+    asm volatile("" : "+l"(descriptor));
+    return descriptor;
+}
 __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 // Before the first product, and whenever other instructions have written D or A's registers.
@@ -51,6 +57,12 @@ template <int M, int N> __device__ __forceinline__ void ready(uint32_t (&x)[M][N
 template <int N> __device__ __forceinline__ void discard(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "=f"(x[i]));
+}
+// to[first..] = from[first..], in other registers. A plain copy would not do: the compiler lets both have the same, and a product's
+// accumulators are one block. An instruction that computes, a permutation of bytes, is out of its sight.
+template <int N> __device__ __forceinline__ void moved(float (&to)[N], const float (&from)[N], int first) {
+#pragma unroll
+    for (int i = first; i < N; ++i) asm volatile("prmt.b32 %0, %1, %1, 0x7610;" : "=f"(to[i]) : "f"(from[i]));
 }
 // Waits until all but the latest PENDING groups are complete: `readable` are the accumulators, and the registers of A, that may be used
 // after it.

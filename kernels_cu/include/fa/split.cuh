@@ -1,0 +1,303 @@
+// Products of float32 matrices on tensor cores: each element is split into two float16, x = scale * (high + low), and of the four products
+// of the parts three are computed (Markidis et al. 2018, arXiv 1803.04014; Ootomo and Yokota 2022, arXiv 2203.03341):
+//
+//     A B = high(A) high(B) + high(A) low(B) + low(A) high(B)        low(A) low(B) is below 2^-22 of the sum and left out
+//
+// high = float16(x / scale) has 11 bits, low = float16(x / scale - high) the next 11. What is lost is at most 2^-24 of x, as in float32.
+//
+// The scale, a power of two, is chosen so that the largest element of a row (or a tile) lies in [2^14, 2^15). float16 has few exponents:
+// 2^-24 is its smallest number. Without a scale, inputs of 10^-3 would lose half of their low part, and V of 2^16 would overflow.
+// With it, an element is held to 2^-24 of itself or to 2^-40 of the largest element of its row, whichever is more.
+//
+// A tensor core truncates each sum of 16 products and the accumulator, where float32 arithmetic rounds. The error of an accumulator thus
+// grows with the number of additions, always towards zero: by 0.7 * 2^-24 of it in the mean for each. So chains should be short, small
+// products should have accumulators of their own or come first, and the sums of chains are added in float32.
+#pragma once
+
+#include <fa/barrier.cuh>
+#include <fa/softmax.cuh>
+
+namespace fa {
+
+constexpr float largest_float = 3.402823466e38f;
+
+// The power of two that brings `largest` (finite, not negative) to [2^14, 2^15); at most 2^112, so that 2^-14 / it is a normal number.
+__device__ __forceinline__ float split_scale(float largest) {
+    return __uint_as_float(uint32_t(min(268 - int(__float_as_uint(largest) >> 23), 239)) << 23);
+}
+
+// 1 / a power of two, exactly.
+__device__ __forceinline__ float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
+// Two numbers as high and low parts, packed as operands are. Beyond float16's range the high part is infinite.
+__device__ __forceinline__ void split_pair(uint32_t& high, uint32_t& low, float first, float second) {
+    high = cvt_rn_f16x2_f32(second, first);
+    const float16 one{uint16_t(high & 0xffff)}, other{uint16_t(high >> 16)};
+    low = cvt_rn_f16x2_f32(second - cvt_f32_f16(other), first - cvt_f32_f16(one));
+}
+
+// A row of Width floats, in the registers of `lanes` neighbouring lanes: 16 bytes a lane, or 32 where Width is 256.
+template <int Width> struct SplitRow {
+    static constexpr int lanes = Width / 4 < 32 ? Width / 4 : 32, count = Width / 4 / lanes, rows_of_warp = 32 / lanes;
+    static_assert(Width % 64 == 0, "a power of two of lanes shares a row");
+    Vec<float, 4> x[count];
+
+    // Zero beyond head_dim, and all of it where the row is not `there`.
+    __device__ __forceinline__ void load(const float* row /* [head_dim] */, int head_dim, bool there) {
+#pragma unroll
+        for (int c = 0; c < count; ++c) {
+            const int column = 4 * (lane_id() % lanes + c * lanes);
+            x[c] = load_128_upto(row + column, there ? head_dim - column : 0);
+        }
+    }
+
+    __device__ __forceinline__ void multiply(float factor) {
+#pragma unroll
+        for (int c = 0; c < count; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[c][e] *= factor;
+    }
+
+    // The largest size of this lane's elements; not finite ones count as infinity.
+    __device__ __forceinline__ float largest() const {
+        float size = 0;
+#pragma unroll
+        for (int c = 0; c < count; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) size = fabsf(x[c][e]) <= largest_float ? max(size, fabsf(x[c][e])) : infinity();
+        return size;
+    }
+
+    // The same, where not finite elements do not count.
+    __device__ __forceinline__ float largest_finite() const {
+        float size = 0;
+#pragma unroll
+        for (int c = 0; c < count; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) size = max(size, fabsf(x[c][e]) <= largest_float ? fabsf(x[c][e]) : 0.0f);
+        return size;
+    }
+
+    // The row times `scale` to row `row` of two swizzled tiles of Width, the low parts `low_bytes` behind the high ones.
+    __device__ __forceinline__ void store(unsigned char* tile, uint32_t low_bytes, int row, float scale) const {
+#pragma unroll
+        for (int c = 0; c < count; ++c) {
+            Vec<uint32_t, 2> high, low;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) split_pair(high[e], low[e], x[c][2 * e] * scale, x[c][2 * e + 1] * scale);
+            const int part = lane_id() % lanes + c * lanes;
+            unsigned char* at = tile + chunk_at<Width>(row, part / 2) + part % 2 * 8;
+            store_vec(reinterpret_cast<uint32_t*>(at), high);
+            store_vec(reinterpret_cast<uint32_t*>(at + low_bytes), low);
+        }
+    }
+
+    // The row, scaled by its own largest element, to two tiles as above. Returns what products with it are to be multiplied with.
+    // A row with an infinity is stored as 1 and -1 in the places of the infinities, its factor is infinity: products are then infinite,
+    // or NaN where the other factor is 0. With a NaN the factor is NaN. For all lanes of a warp, several rows at a time.
+    __device__ __forceinline__ float store_scaled(unsigned char* tile, uint32_t low_bytes, int row) {
+        float size = largest(), scale = 1.0f, factor = infinity();
+        if (__any_sync(full_warp, size > largest_float)) {
+            float odd = 0;  // 1: an infinity, 2: NaN
+#pragma unroll
+            for (int c = 0; c < count; ++c)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) odd = max(odd, fabsf(x[c][e]) <= largest_float ? 0.0f : x[c][e] == x[c][e] ? 1.0f : 2.0f);
+            odd = group_max<lanes>(odd);
+            if (odd == 2) factor = __uint_as_float(0x7fffffffu);
+            if (odd != 0) {
+#pragma unroll
+                for (int c = 0; c < count; ++c)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x[c][e] = fabsf(x[c][e]) != infinity() ? 0.0f : x[c][e] > 0 ? 1.0f : -1.0f;
+            }
+            size = odd != 0 ? infinity() : size;
+        }
+        size = group_max<lanes>(size);
+        if (size <= largest_float) {
+            scale = split_scale(size);
+            factor = inverse_power(scale);
+        }
+        store(tile, low_bytes, row, scale);
+        return factor;
+    }
+};
+
+// d += A B^T over 64 columns, large and small products in accumulators of their own. A and B: swizzled tiles of Width, the low parts a_low
+// and b_low bytes behind the high ones; A: 16 * M rows (lane_of_a), B: 8 * N rows (lane_of_b), both plus 128 bytes for each 64 columns.
+template <int Width, int M, int N>
+__device__ __forceinline__ void split_multiply_abt(float (&large)[M][N][4], float (&small)[M][N][4], uint32_t a_smem, uint32_t a_low,
+                                                   uint32_t b_smem, uint32_t b_low) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        uint32_t a[M][4], b[N / 2][4];
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) ldmatrix_x4(b[n], step_16<Width>(b_smem, k) + n * rows_16<Width>);
+#pragma unroll
+        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width>(a_smem, k) + m * rows_16<Width> + a_low);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], step_16<Width>(a_smem, k) + m * rows_16<Width>);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(large[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) ldmatrix_x4(b[n], step_16<Width>(b_smem, k) + n * rows_16<Width> + b_low);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int m = 0; m < M; ++m) mma_m16n8k16_f16(small[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+    }
+}
+
+// d += x.
+template <int M, int N> __device__ __forceinline__ void add(float (&d)[M][N][4], const float (&x)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) d[m][n][e] += x[m][n][e];
+}
+
+// Each column of d times its factor.
+template <int M, int N> __device__ __forceinline__ void multiply_columns(float (&d)[M][N][4], const float* factors_smem /* [8 * N] */) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const Vec<float, 2> factor = load_vec<2>(factors_smem + 8 * n + fragment_column());
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) d[m][n][e] *= factor[e % 2];
+    }
+}
+
+// Accumulators as A operands of the next product, split. They are in the range of float16 already.
+template <int M, int N>
+__device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t (&low)[N / 2][M][4], const float (&d)[M][N][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k)
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float (&pair)[4] = d[m][2 * k + i / 2];
+                split_pair(high[k][m][i], low[k][m][i], pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+            }
+}
+
+// d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width. A group of columns is
+// summed from zero in 32 registers, and the sum is added in float32. The compiler moves nothing across the beginning of every Fence-th
+// group: left alone it overlaps so many that registers spill.
+template <int Width, int Fence, int M, int N, int K>
+__device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
+                                                  uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
+    constexpr int group = 8 / M;
+#pragma unroll
+    for (int first = 0; first < N; first += group) {
+        if (first / group % Fence == 0) schedule_fence();
+        float sum[M][group][4] = {};
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            uint32_t b[2][group / 2][4];
+#pragma unroll
+            for (int pair = 0; pair < group / 2; ++pair) {
+                const uint32_t at = step_16<Width>(b_smem, first / 2 + pair) + k * rows_16<Width>;
+                ldmatrix_x4_trans(b[0][pair], at);
+                ldmatrix_x4_trans(b[1][pair], at + b_low);
+            }
+            // Small products first. Neighbouring instructions add to different accumulators, so none waits for the one before.
+#pragma unroll
+            for (int product = 0; product < 3; ++product)
+#pragma unroll
+                for (int n = 0; n < group; ++n)
+#pragma unroll
+                    for (int m = 0; m < M; ++m) {
+                        const uint32_t (&part)[4] = b[product == 1][n / 2];
+                        mma_m16n8k16_f16(sum[m][n], product == 0 ? low[k][m] : high[k][m], part[n % 2 * 2], part[n % 2 * 2 + 1]);
+                    }
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < group; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) d[m][first + n][e] += factor * sum[m][n][e];
+    }
+}
+
+// The online softmax of scores that have a scale for each row, at any size of the scores: P = scale_of_p * exp2(scale * (S - row_max)).
+// The difference is exact where it matters; 2^7 brings P, at most 2^8 here, into the range that float16 splits best.
+template <int M> struct SplitSoftmax {
+    static constexpr float scale_of_p = 128, slack = 8;
+    float row_max[M][2];  // finite from the start, so that no difference is NaN
+    float row_sum[M][2];  // of P over this lane's keys only, until finish() reduces it across the quad
+
+    __device__ __forceinline__ SplitSoftmax() {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) row_max[m][half] = -largest_float, row_sum[m][half] = 0;
+    }
+
+    // One tile of scores: S becomes P. Rescaling is lazy, as in Softmax::step_lazily.
+    template <int N, int C>
+    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&out)[M][C][4], const float* factors_smem) {
+        float tile_max[M][2], scale_log2e[M][2];
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) scale_log2e[m][half] = factors_smem[16 * m + 8 * half] * log2e;
+        Softmax<M>::local_row_max(tile_max, s);
+        bool grows = false;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) grows |= (tile_max[m][half] - row_max[m][half]) * scale_log2e[m][half] > slack;
+        if (__any_sync(full_warp, grows)) rescale(tile_max, out, scale_log2e);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float sum = 0;
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = s[m][n][2 * half + e];
+                        x = scale_of_p * exp2_approx((x - row_max[m][half]) * scale_log2e[m][half]);
+                        sum += x;
+                    }
+                row_sum[m][half] += sum;
+            }
+    }
+
+    template <int C> __device__ __forceinline__ void rescale(const float (&tile_max)[M][2], float (&out)[M][C][4],
+                                                             const float (&scale_log2e)[M][2]) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float new_max = max(row_max[m][half], group_max<4>(tile_max[m][half]));
+                const float factor = exp2_approx((row_max[m][half] - new_max) * scale_log2e[m][half]);
+                row_max[m][half] = new_max;
+                row_sum[m][half] *= factor;
+#pragma unroll
+                for (int c = 0; c < C; ++c) out[m][c][2 * half] *= factor, out[m][c][2 * half + 1] *= factor;
+            }
+    }
+
+    // After the last tile: row_sum becomes that of the whole row, without scale_of_p.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) row_sum[m][half] = group_sum<4>(row_sum[m][half]) * (1 / scale_of_p);
+    }
+};
+
+}  // namespace fa
