@@ -168,6 +168,64 @@ def test_multicast(how: int | str | None, backend: Backend, tmp_path: Path) -> N
         assert np.array_equal(got[0], told) and np.array_equal(got[1], told), (row, head)
 
 
+# -- a ring of two blocks ---------------------------------------------------------------------------------------------
+
+#: Block 0 sends tiles to block 1 by bulk copies through two stages; block 1 gives each stage back by a remote arrival.
+RING = (
+    entry("k")
+    + """\
+    constexpr int BYTES = 2048, STAGES = 2;
+    uint32_t* tile_smem = reinterpret_cast<uint32_t*>(smem);       // [2][128][4]
+    uint64_t* full = reinterpret_cast<uint64_t*>(smem + 2 * BYTES);  // [2]
+    uint64_t* empty = full + 2;                                    // [2]
+    const int tiles = 6;
+    if (t == 0) {
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4);
+        fa::mbarrier_init_fence();
+    }
+    fa::cluster_sync();  // initialised
+    if (rank == 0) {
+        for (int n = 0; n < tiles; ++n) {
+            const int stage = n % STAGES;
+            fa::mbarrier_wait_parity(empty + stage, (n / STAGES & 1) ^ 1);  // free
+            for (int i = 0; i < 4; ++i) tile_smem[512 * stage + 4 * t + i] = 1000 * n + t + i;  // write the tile
+            fa::fence_proxy_async_shared();  // of the tile
+            fa::bar_sync(1, 128);
+            uint32_t* tile = tile_smem + 512 * stage;
+            if (t == 0) fa::bulk_copy_to_cluster(fa::map_shared(tile, 1), tile, BYTES, fa::map_shared(full + stage, 1));  // send
+        }
+    } else {
+        uint32_t sum = 0;
+        for (int n = 0; n < tiles; ++n) {
+            const int stage = n % STAGES;
+            if (t == 0) fa::mbarrier_arrive_expect_tx(full + stage, BYTES);
+            fa::mbarrier_wait_parity(full + stage, n / STAGES & 1);  // there
+            sum += tile_smem[512 * stage + 4 * (127 - t)];  // read the tile
+            __syncwarp();
+            if (t % 32 == 0) fa::mbarrier_arrive_remote(fa::map_shared(empty + stage, 0));  // give back
+        }
+        out[t] = sum;
+    }
+    fa::cluster_sync();  // the end
+}
+"""
+)
+MAPS: dict[str, tuple[str, list[int], int]] = {"k": ("K", [64, 64, 1, 1], 128)}
+
+
+def ring(backend: Backend, folder: Path, *edits: tuple[str, str], cluster: int = 2) -> Any:
+    """What RING with some edits gives."""
+    code = edited(RING, *edits) if edits else RING
+    kernel = bound(backend, folder, code, MAPS, {}, block=128, shared=16384, grid=4, cluster=cluster)
+    return with_fields(kernel).view(np.uint32)[:128]
+
+
+@pytest.mark.parametrize("how", [*RUNS, 3, 4, 5])
+def test_ring(how: int | str | None, backend: Backend, tmp_path: Path) -> None:
+    """Six tiles through two stages."""
+    assert np.array_equal(ring(on(backend, how), tmp_path), 15000 + 6 * (127 - np.arange(128)))
+
+
 # -- what the other block has computed -----------------------------------------------------------------------------------
 
 #: Block r multiplies its 64 rows of Q with K, which both have by multicast, and sends the product to the other block, which multiplies it
