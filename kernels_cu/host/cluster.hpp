@@ -93,10 +93,7 @@ static inline Next yield_in_cluster(Worker& w) {
     Worker* block = nullptr;
     for (unsigned i = 0; i < unsigned(all.blocks) && !block; ++i)
         if (Worker* b = all.block[(pick + i) % unsigned(all.blocks)]; b->ready_warps) block = b;
-    if (!block) {
-        if (!unpark(*w.lead) && !deliver_one(*w.lead) && w.lead->idle_peeks > 100000) report_deadlock(w);
-        return {nullptr, nullptr};
-    }
+    if (all_peek(w, !block)) return {nullptr, nullptr};
     const int warp = nth_bit(block->ready_warps, int(pick / 8 % unsigned(__builtin_popcount(block->ready_warps))));
     const int lane = nth_bit(block->warp[warp].ready, int(pick / 256 % unsigned(__builtin_popcount(block->warp[warp].ready))));
     block->warp[warp].ready &= ~(1u << lane);

@@ -432,10 +432,7 @@ Next fa_host_yield_arrive() {
     w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
     ++w.lead->idle_peeks;
     if (w.cluster) return yield_in_cluster(w);
-    if (!w.ready_warps) {
-        if (!unpark(w) && !deliver_one(w) && w.idle_peeks > 100000) report_deadlock(w);
-        return {nullptr, nullptr};
-    }
+    if (all_peek(w, !w.ready_warps)) return {nullptr, nullptr};
     // Any of the ready ones: a fixed order could let some threads peek for ever while the one they wait for never runs.
     const unsigned pick = w.idle_peeks * 0x9e3779b9u >> 8;
     const int warp = nth_bit(w.ready_warps, int(pick % unsigned(__builtin_popcount(w.ready_warps))));

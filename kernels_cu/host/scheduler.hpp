@@ -128,6 +128,15 @@ static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
     return next == self ? Next{nullptr, nullptr} : switch_to(w, next);
 }
 
+// After a failed peek at an mbarrier. Where no other thread is ready, or all that are have peeked many times, it is the latest moment for a
+// parked wait or a copy; where there is none of these either, a deadlock. True: the running thread goes on, for it is alone.
+static inline bool all_peek(Worker& w, bool alone) {
+    const unsigned peeks = w.lead->idle_peeks, often = 16u * unsigned(w.threads * w.lead->own_cluster.blocks);
+    if (!alone && peeks % often) return false;
+    if (!unpark(*w.lead) && !deliver_one(*w.lead) && peeks > (alone ? 100000u : 2000000u)) report_deadlock(w);
+    return alone;
+}
+
 // The running fiber must wait: selects the fiber to switch to. Null, null: the running fiber itself was the next.
 static inline Next switch_to_next(Worker& w) {
     if (__builtin_expect(stack_pointer() < stack_bottom(w, w.current) + 2048, 0)) {

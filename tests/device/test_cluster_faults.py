@@ -109,6 +109,11 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], bool, str]] = {
         False,
         r"deadlock.*cluster_wait at \S+: 128 of the 256 threads of the cluster have arrived.*:{// for ever}",
     ),
+    "threads that peek for ever": (
+        [(LAST, "    while (!fa::mbarrier_test_parity(full, tiles / STAGES & rank)) {}\n")],
+        False,
+        "deadlock.*block 0 of the cluster.*threads 0-127 wait in mbarrier_test_parity.*block 1",
+    ),
     "two arrivals": ([(FIRST, "    fa::cluster_arrive();\n" + FIRST)], False, "a second cluster_arrive without a cluster_wait"),
     "a wait alone": ([(FIRST, "    fa::cluster_wait();\n" + FIRST)], False, "a cluster_wait without a cluster_arrive"),
     "a mapped address used as a local one": (

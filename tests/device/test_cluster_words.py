@@ -113,6 +113,7 @@ EXCHANGE = (
     }
     fa::mbarrier_wait_parity(full, 0);
     for (int i = 0; i < 4; ++i) out[(blockIdx.x * 128 + t) * 4 + i] = received_smem[4 * (127 - t) + i];
+    if (t >= 64) return;  // the barrier does without threads that have ended
     fa::cluster_sync();
 }
 """
@@ -146,7 +147,8 @@ MULTICAST = (
         fa::mbarrier_arrive_expect_tx(full, 2 * 8192);
         fa::tma_load_4d_multicast(smem + 8192 * rank, &k_map, full, 3, 0, args.seq_q + 64 * rank, args.head_dim, 0);
     }
-    fa::mbarrier_wait_parity(full, 0);
+    if (rank == 0) fa::mbarrier_wait_parity(full, 0);
+    while (rank == 1 && !fa::mbarrier_test_parity(full, 0)) {}
     for (int i = t; i < 4096; i += 128) out[4096 * rank + i] = reinterpret_cast<const uint32_t*>(smem)[i];
     fa::cluster_sync();
 }
