@@ -133,7 +133,10 @@ static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
 static inline bool all_peek(Worker& w, bool alone) {
     const unsigned peeks = w.lead->idle_peeks, often = 16u * unsigned(w.threads * w.lead->own_cluster.blocks);
     if (!alone && peeks % often) return false;
-    if (!unpark(*w.lead) && !deliver_one(*w.lead) && peeks > (alone ? 100000u : 2000000u)) report_deadlock(w);
+    if (unpark(*w.lead) || deliver_one(*w.lead) || peeks <= (alone ? 100000u : 2000000u)) return alone;
+    for (int i = 0; i < w.lead->own_cluster.blocks; ++i)  // none of these can go on
+        for (Warp& warp : w.lead->own_cluster.block[i]->warp) warp.ready = 0;
+    report_deadlock(w);
     return alone;
 }
 
