@@ -151,7 +151,7 @@ EDITOR_FLAGS = (
     "cuda.hpp",
     "-Wno-psabi",
 )
-WORD_MACROS = ("-DHEAD_DIM=64", "-DCAUSAL=1", "-DDTYPE=float32", "-DDETERMINISTIC=1")
+WORD_MACROS = ("-DHEAD_DIM=64", "-DCAUSAL=1", "-DDTYPE=float32", "-DDETERMINISTIC=1", "-DCLUSTER=2")
 
 
 def clangd() -> str:

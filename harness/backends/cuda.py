@@ -36,7 +36,7 @@ from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, St
 SHARED_DEFAULT = 48 << 10
 
 #: Errors with which the driver refuses a launch, so that nothing ran. Any other error destroys the CUDA context.
-_REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
+_REFUSED = ("INVALID_VALUE", "INVALID_CONFIGURATION", "INVALID_CLUSTER_SIZE", "OUT_OF_RESOURCES", "COOPERATIVE_LAUNCH_TOO_LARGE")
 
 
 def pip_line() -> str:
@@ -371,7 +371,11 @@ def _load_fault(kernel: Kernel, plan: Plan, entry: str, error: RuntimeError) -> 
 def _run_fault(kernel: Kernel, steps: Sequence[Step], error: RuntimeError) -> KernelFault:
     calls = [step for step in steps if isinstance(step, Call)]
     if any(word in str(error) for word in _REFUSED):
-        sizes = ", ".join(f"{c.entry}: grid {c.grid}, {c.block} threads, {c.shared} bytes of dynamic shared memory" for c in calls)
+        sizes = ", ".join(
+            f"{c.entry}: grid {c.grid}, {c.block} threads, {c.shared} bytes of dynamic shared memory"
+            + f", clusters of {c.cluster}" * (c.cluster != (1, 1, 1))
+            for c in calls
+        )
         hint = "use smaller tiles (--tile), or fewer registers (__launch_bounds__)"
         return KernelFault(f"{kernel.label}: the GPU refused to launch it", f"{error}; {sizes}", hint)
     return ContextLost(

@@ -89,7 +89,7 @@ class Launcher:
         for launch, plain in zip(plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
             given += tuple([maps[i] for i in launch.maps])
-            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given))
+            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given, launch.cluster))
         return made
 
     def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, int, int]) -> bytes:
@@ -161,9 +161,8 @@ class Fixed:
         calls = []
         for launch, plain in zip(made.loaded.plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
-            calls.append(
-                Call(launch.entry, launch.grid, launch.block, launch.shared, (*(given or [args]), *(maps[i] for i in launch.maps)))
-            )
+            passed = (*(given or [args]), *(maps[i] for i in launch.maps))
+            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster))
         return words, maps, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
 
 

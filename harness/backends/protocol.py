@@ -54,9 +54,10 @@ class Loaded:
 
 
 class Call(NamedTuple):
-    """One launch: grid in blocks, block in threads, dynamic shared memory in bytes, and its packed parameters (launch.py packs them).
+    """One launch: grid and cluster in blocks, block in threads, dynamic shared memory in bytes, packed parameters (launch.py packs them).
 
-    Those of a repeated call are read anew each time, and their owner may write them in between.
+    The parameters of a repeated call are read anew each time, and their owner may write them in between. A GPU knows the cluster from the
+    entry's __cluster_dims__.
     """
 
     entry: str
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     block: int
     shared: int
     parameters: tuple[bytes | memoryview, ...]
+    cluster: tuple[int, int, int] = (1, 1, 1)
 
 
 class Fill(NamedTuple):

@@ -126,12 +126,12 @@ class Launch:
     when: int | str = 1
     args: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
-    cluster: tuple[int | str, ...] = (1,)
+    cluster: tuple[int | str, ...] = ()  # none: the launch has no clusters
 
     @classmethod
     def of(cls, item: Table, maps: Iterable[str] = ()) -> Launch:
         """From a table that was checked. maps: the header's tensor maps, all of which a launch of fa::Args takes by default."""
-        grid, cluster = (size if isinstance(size, list) else [size] for size in (item["grid"], item.get("cluster", 1)))
+        grid, cluster = (size if isinstance(size, list) else [size] for size in (item["grid"], item.get("cluster", [])))
         args = tuple(item.get("args", ()))
         own = tuple(item.get("maps", () if args else maps))
         return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), args, own, tuple(cluster))
@@ -174,9 +174,15 @@ def read_header(path: Path) -> Table:
         if table["tensor"] not in tensors:
             raise lines.bad("tensor", f"tensor_map.{name} is of {clipped(table['tensor'], 40)!r}; known: {', '.join(sorted(tensors))}")
     for item in head["launch"]:
+        if "cluster" in item and (old := [rule for rule in _rules(head["arch"]) if int(re.sub(r"\D", "", rule)) < 90]):
+            raise lines.bad("cluster", f"clusters of blocks need sm_90, and arch admits {old[0]}")
         if unknown := [name for name in item.get("maps", ()) if name not in maps]:
             raise lines.bad("maps", f"the header has no tensor_map.{clipped(unknown[0], 40)}")
     return head
+
+
+def _rules(arch: str | dict[str, str]) -> list[str]:
+    return [arch] if isinstance(arch, str) else list(arch.values())
 
 
 def _block(path: Path, text: str) -> _Lines | None:

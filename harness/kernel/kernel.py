@@ -20,6 +20,7 @@ from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
 from .plan import Workspace as Workspace
+from .plan import cluster_macro
 from .tensor_map import tensor_maps
 
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
@@ -267,6 +268,7 @@ class Kernel:
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(names["deterministic"]))]
         macros += [(name, str(names[name])) for name in self.tile]
+        macros += cluster_macro(self.label, {self._cluster(launch, names) for launch in self.launches if launch.cluster}, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(self.workspace)]
         spaces = tuple(
             Workspace(name, space["dtype"], self._number(space["size"], names, f"workspace {name}"), space["init"])
@@ -281,29 +283,15 @@ class Kernel:
 
     def _launch(self, launch: Launch, names: Mapping[str, int], problem: Problem, device: Device) -> LaunchPlan:
         grid = [self._number(size, names, "grid") for size in launch.grid] + [1] * (3 - len(launch.grid))
-        cluster = [self._number(size, names, "cluster") for size in launch.cluster] + [1] * (3 - len(launch.cluster))
+        cluster = self._cluster(launch, names)
         block, shared = self._number(launch.block, names, "block"), self._number(launch.shared, names, "shared")
-        for axis, size, most in zip("xyz", grid, (2**31 - 1, 65535, 65535), strict=True):
-            if not 1 <= size <= most:
-                raise UsageFault(
-                    f"{self.label} cannot be launched on {problem.folder}",
-                    f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
-                    "use fewer heads or a smaller batch",
-                )
-        if min(cluster) < 1 or any(size % blocks for size, blocks in zip(grid, cluster, strict=True)):
-            why = f"a grid of {tuple(grid)} blocks is no multiple of its clusters of {tuple(cluster)}"
-            raise UsageFault(f"{self.label} cannot be launched on {problem.folder}", why, "round the grid up in its header")
-        if shared > device.shared_optin:
-            raise UsageFault(
-                f"{self.label} does not fit {device.name}",
-                f"it needs {shared} bytes of shared memory per block, the device has {device.shared_optin}",
-                "use smaller tiles (--tile) or another kernel",
-            )
-        if not 1 <= block <= 1024:
-            raise UsageFault(f"{self.label} needs {block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
         maps = tuple(list(self.tensor_map).index(name) for name in launch.maps)
         sizes = (grid[0], grid[1], grid[2]), block, shared
-        return LaunchPlan(launch.entry, *sizes, launch.args, maps, (cluster[0], cluster[1], cluster[2]))
+        return LaunchPlan(launch.entry, *sizes, launch.args, maps, cluster).checked(self.label, problem.folder, device)
+
+    def _cluster(self, launch: Launch, names: Mapping[str, int]) -> tuple[int, int, int]:
+        x, y, z = [self._number(size, names, "cluster") for size in launch.cluster] + [1] * (3 - len(launch.cluster))
+        return x, y, z
 
     def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
         try:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from ..fault import UsageFault
 from ..problem import DTYPE_BYTES
+
+#: The most blocks of a cluster that every GPU with clusters takes (CUDA C++ Programming Guide, Thread Block Clusters).
+MOST_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,44 @@ class LaunchPlan:
     args: tuple[str, ...]
     maps: tuple[int, ...] = ()  # those of the plan's tensor maps that it is passed, after fa::Args or args
     cluster: tuple[int, int, int] = (1, 1, 1)  # blocks
+
+    def checked(self, label: str, folder: str, device: Device) -> LaunchPlan:
+        """Itself. Raises UsageFault for what no GPU, or not this device, launches. label and folder: of the kernel and the problem."""
+        for axis, size, most in zip("xyz", self.grid, (2**31 - 1, 65535, 65535), strict=True):
+            if not 1 <= size <= most:
+                raise UsageFault(
+                    f"{label} cannot be launched on {folder}",
+                    f"grid.{axis} would be {size}; a GPU takes 1 to {most}",
+                    "use fewer heads or a smaller batch",
+                )
+        if not 1 <= math.prod(self.cluster) <= MOST_CLUSTER:
+            why = f"its clusters would be of {self.cluster} blocks; a GPU takes 1 to {MOST_CLUSTER} in all"
+            raise UsageFault(f"{label} cannot be launched on {folder}", why, "correct cluster in its header")
+        if any(size % blocks for size, blocks in zip(self.grid, self.cluster, strict=True)):
+            why = f"a grid of {self.grid} blocks is no multiple of its clusters of {self.cluster}"
+            raise UsageFault(f"{label} cannot be launched on {folder}", why, "round the grid up in its header: round_up(blocks, CLUSTER)")
+        if self.shared > device.shared_optin:
+            raise UsageFault(
+                f"{label} does not fit {device.name}",
+                f"it needs {self.shared} bytes of shared memory per block, the device has {device.shared_optin}",
+                "use smaller tiles (--tile) or another kernel",
+            )
+        if not 1 <= self.block <= 1024:
+            raise UsageFault(f"{label} needs {self.block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+        return self
+
+
+def cluster_macro(label: str, clusters: Set[tuple[int, int, int]], macros: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The macro CLUSTER, blocks of a cluster, where launches have clusters and no tile value is that already.
+
+    One compile has one such macro: raises UsageFault where launches, or a tile value of that name, differ.
+    """
+    sizes = {str(math.prod(each)) for each in clusters}
+    known = sizes | {value for name, value in macros.items() if name == "CLUSTER" and sizes}
+    if len(known) > 1:
+        why = f"cluster and the tile value CLUSTER give {', '.join(sorted(known))} blocks"
+        raise UsageFault(f"{label} has clusters of different sizes", why, "a file's clusters have one size, the macro CLUSTER")
+    return [("CLUSTER", size) for size in sizes if "CLUSTER" not in macros]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An entry's parameter list in the source against what its launch passes.
+"""An entry's parameter list in the source against what its launch passes, its __cluster_dims__ against the launch's clusters.
 
 A GPU takes the parameters as bytes, so a list of another length runs and reads whatever follows them.
 """
@@ -43,6 +43,7 @@ def check_parameters(kernel: Kernel) -> None:
         maps = kernel.maps_of(entry)
         head = re.compile(rf"__global__[^;{{}}]*?\b{entry}\s*\(")
         found = [(file, text, match.end()) for file, text in sources.items() for match in head.finditer(text)]
+        _check_cluster(kernel, entry, found)
         several = [_parameters(text[at:], several_at_once) for _, text, at in found]
         if not found or any(has is None or len(has) == (len(args) or 1) + len(maps) for has in several):
             continue
@@ -51,6 +52,20 @@ def check_parameters(kernel: Kernel) -> None:
         passed += f", then its tensor maps, {len(maps)} ({', '.join(maps)})" if maps else ""
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
     _passed.add(source)
+
+
+def _check_cluster(kernel: Kernel, entry: str, found: list[tuple[Path, str, int]]) -> None:
+    """A GPU takes the clusters of a launch from its entry: without __cluster_dims__ it would run the blocks one by one."""
+    size = next(launch.cluster for launch in reversed(kernel.launches) if launch.entry == entry)
+    for file, text, at in found:
+        dims = re.search(r"__cluster_dims__\s*\(([^)]*)\)(?=[^;{}]*$)", text[:at])
+        wanted = "CLUSTER, 1, 1" if len(size) == 1 else None
+        if bool(dims) == bool(size) and (not dims or not wanted or re.sub(r"\s", "", dims[1]) in ("CLUSTER,1,1", "CLUSTER")):
+            continue
+        line = text.count("\n", 0, at) + 1
+        if not size:
+            raise bad(file, line, f"{entry} has __cluster_dims__, and its [[launch]] no cluster")
+        raise bad(file, line, f"{entry} needs __cluster_dims__({wanted or 'x, y, z'}): its [[launch]] has clusters")
 
 
 def _parameters(text: str, macros: set[str]) -> list[str] | None:

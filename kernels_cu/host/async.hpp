@@ -32,16 +32,16 @@ struct Box {  // what TMA copies
 };
 
 struct Copy {
-    unsigned char value[16];  // of a cp.async
+    unsigned char value[16];  // of a cp.async, or of a store from registers to another block
     char* to;                 // in shared memory; of a store its source
-    const void* from;
+    const void* from;  // of a TMA load null, of a copy from another block of the cluster in that block's shared memory
     void* code;
     const char* file;
     int line, bytes;
     unsigned group;
     bool complete;
     int next;
-    int thread;
+    int thread, rank;  // of the block of the thread in its cluster, -1 without
     Box* box;  // kept with the record for its next use
 };
 
@@ -95,7 +95,8 @@ struct Async {
         c.group = q.groups;
         c.complete = false;
         c.next = -1;
-        c.thread = int(w.current);
+        c.thread = int(this_worker->current);
+        c.rank = w.cluster ? this_worker->rank : -1;
         q.first < 0 ? q.first = i : copy[q.last].next = i;
         q.last = i;
         return c;
@@ -105,7 +106,7 @@ struct Async {
 
     void cp_async(Worker& w, const Copy& given) {
         Copy& c = start(w, queue[w.current], given);
-        if (w.race) w.race->access(c.to, 16, true, c.code, w.current, copy_started);
+        if (w.race) w.race->access(c.to, 16, true, c.code, own_clock(), copy_started);
         memset(c.to, 0xff, 16);
         if (w.random && next_random(w) % 4 == 0) complete(w, c);
     }
@@ -122,7 +123,7 @@ struct Async {
         while (q.first >= 0 && q.groups - copy[q.first].group > but) {
             Copy& c = copy[q.first];
             if (!c.complete) complete(w, c);
-            if (w.race) w.race->access(c.to, 16, true, c.code, w.current, copy_waited_for);
+            if (w.race) w.race->access(c.to, 16, true, c.code, own_clock(), copy_waited_for);
             pop_front(q);
         }
     }
@@ -149,31 +150,45 @@ struct Async {
         }
         const int left = store[w.current].first;
         if (left >= 0) in_flight_at_end(w, "a thread ended with a TMA store in flight that it has not waited for", copy[left]);
-        if (w.live == 1 && loads.first >= 0)
-            in_flight_at_end(w, "a block ended with a TMA load in flight: no phase of its mbarrier was waited for", copy[loads.first]);
+        if (w.live > 1) return;
+        if (loads.first >= 0)
+            in_flight_at_end(w,
+                             copy[loads.first].bytes || copy[loads.first].from
+                                 ? "a block ended with a copy to its shared memory in flight: no phase of its mbarrier was waited for"
+                                 : "a block ended with a TMA load in flight: no phase of its mbarrier was waited for",
+                             copy[loads.first]);
+    }
+
+    // The copies in flight to this block that read the shared memory of another, which ends: null where there are none.
+    const Copy* load_from(const Worker& source) const {
+        for (int i = loads.first; i >= 0; i = copy[i].next)
+            if (copy[i].from && in_shared_memory(source, copy[i].from, 1)) return &copy[i];
+        return nullptr;
     }
 
     // -- TMA -------------------------------------------------------------------------------------------------------------
 
+    // w: the block to whose shared memory it copies. A copy of given.value has those bytes as its source.
     void load(Worker& w, const TensorMap& map, char* to, const int* at, int mbarrier, const Copy& given) {
         Copy& c = start(w, loads, given);
         Box& box = boxed(w, c, map, at);
+        if (c.bytes) box.map.base = reinterpret_cast<uint64_t>(c.value);
         box.mbarrier = mbarrier;
         box.phase = w.barrier[mbarrier].phase;
-        map.load(at, box.image);
-        if (w.race) w.race->tma_started(to, box.bytes, c.code, w.current, mbarrier - named_barriers);
+        box.map.load(at, box.image);
+        if (w.race) w.race->tma_started(to, box.bytes, c.code, own_clock(), w.barrier[mbarrier].clock, !c.bytes);
         memset(to, 0xff, box.bytes);
-        w.idle_peeks = 0;
-        complete_some(w);
+        w.lead->idle_peeks = 0;
+        if (this_worker->async) this_worker->async->complete_some(*this_worker);
     }
 
-    // Lets a load arrive: the latest moment for the first one that a waiting thread needs.
-    bool deliver_first(Worker& w) {
+    // Lets a load arrive: the latest moment for the first one that a waiting thread needs, or else for the first one of all.
+    bool deliver_first(Worker& w, bool only_awaited = false) {
         int found = -1, found_before = -1;
         for (int i = loads.first, before = -1; i >= 0; before = i, i = copy[i].next) {
             bool awaited = false;
             for (unsigned waiting : w.barrier[copy[i].box->mbarrier].waiting) awaited |= waiting != 0;
-            if (found < 0 || awaited) found = i, found_before = before;
+            if ((found < 0 && !only_awaited) || awaited) found = i, found_before = before;
             if (awaited) break;
         }
         if (found >= 0) deliver(w, found, found_before);
@@ -184,7 +199,7 @@ struct Async {
         Copy& c = start(w, store[w.current], given);
         Box& box = boxed(w, c, map, at);
         memcpy(box.image, from, box.bytes);
-        if (w.race) w.race->access(from, box.bytes, false, c.code, w.current, read_begun);
+        if (w.race) w.race->access(from, box.bytes, false, c.code, own_clock(), read_begun);
         complete_some(w);
     }
 
@@ -194,7 +209,7 @@ struct Async {
         while (q.first >= 0 && q.groups - copy[q.first].group > but) {
             Copy& c = copy[q.first];
             if (memcmp(c.to, c.box->image, c.box->bytes)) wrong(w, "shared memory was written while a TMA store from it was in flight", c);
-            if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, w.current, by_async_proxy);
+            if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, own_clock(), by_async_proxy);
             c.box->map.store(c.box->at, c.box->image);
             pop_front(q);
         }
@@ -205,6 +220,15 @@ struct Async {
         for (int i = loads.first; i >= 0; i = copy[i].next)
             if (address >= copy[i].to && address < copy[i].to + copy[i].box->bytes) return &copy[i];
         return nullptr;
+    }
+
+    [[noreturn]] static void wrong(Worker& w, const char* what, const Copy& c) {
+        begin_report(w, what);
+        print(": the copy of thread %d", c.thread);
+        if (c.rank >= 0) print(" of block %d of the cluster", c.rank);
+        print(" at %s:%d\n", c.file, c.line);
+        end_report(w);
+        __builtin_unreachable();
     }
 
   private:
@@ -236,10 +260,16 @@ struct Async {
         free = i;
         Barrier& b = w.barrier[box.mbarrier];
         if (b.phase != box.phase)
-            wrong(w, "a TMA load arrives in another phase of its mbarrier than it began in: too few bytes were expected", c);
+            wrong(w,
+                  c.bytes || c.from ? "a copy from another block arrives in another phase of its mbarrier than it began in"
+                                    : "a TMA load arrives in another phase of its mbarrier than it began in: too few bytes were expected",
+                  c);
         box.map.load(box.at, box.image + box.bytes);
-        if (memcmp(box.image, box.image + box.bytes, box.bytes))
-            wrong(w, "global memory was written while a TMA load from it was in flight", c);
+        if (!(w.race && c.from) && memcmp(box.image, box.image + box.bytes, box.bytes))  // the race check names a writer of shared memory
+            wrong(w,
+                  c.from ? "shared memory was written while a copy from it to another block was in flight"
+                         : "global memory was written while a TMA load from it was in flight",
+                  c);
         if (!w.race && (*c.to != char(0xff) || memcmp(c.to, c.to + 1, box.bytes - 1)))
             wrong(w, "shared memory was written, or another copy to it begun, while a TMA load to it was in flight", c);
         memcpy(c.to, box.image, box.bytes);
@@ -253,13 +283,6 @@ struct Async {
         q.first = copy[i].next;
         copy[i].next = free;
         free = i;
-    }
-
-    [[noreturn]] void wrong(Worker& w, const char* what, const Copy& c) {
-        begin_report(w, what);
-        print(": the copy of thread %d at %s:%d\n", c.thread, c.file, c.line);
-        end_report(w);
-        __builtin_unreachable();
     }
 
     void in_flight_at_end(Worker& w, const char* what, const Copy& c) { wrong(w, what, c); }

@@ -27,20 +27,29 @@ static inline void new_block_barriers(Worker& w) {
     for (int i = 0; i < w.threads / 128; ++i) w.warpgroup[i].arrived = 0;
 }
 
+// The number of a barrier among those of the race check's clocks.
+static inline int clock_of(const Worker& w, int number) {
+    if (number < named_barriers) return w.rank * named_barriers + number;
+    return number == cluster_barrier ? Clocks::whole_cluster : Clocks::first_mbarrier + w.barrier[number].clock;
+}
+
+// The clock of the running thread.
+static inline int own_clock() { return this_worker->first_clock + int(this_worker->current); }
+
 // A phase of a barrier is complete: the threads that wait for it are ready.
 static inline void complete_phase(Worker& w, int number) {
     Barrier& b = w.barrier[number];
-    if (w.race) w.race->clocks.complete(number);
+    if (w.race) w.race->clocks->complete(clock_of(w, number));
     ++b.phase;
     b.arrived = 0;
     for (int i = 0; i < w.warps; ++i) {
         if (!b.waiting[i]) continue;
         make_ready(w, i, b.waiting[i]);
         for (unsigned rest = w.race ? b.waiting[i] : 0; rest; rest &= rest - 1)
-            w.race->clocks.release(number, 32 * i + __builtin_ctz(rest));
+            w.race->clocks->release(clock_of(w, number), w.first_clock + 32 * i + __builtin_ctz(rest));
         b.waiting[i] = 0;
     }
-    w.idle_peeks = 0;
+    w.lead->idle_peeks = 0;
 }
 
 static inline void complete_if_whole(Worker& w, int number) {
@@ -76,7 +85,7 @@ static inline Barrier& named_barrier(Worker& w, int id, int threads, const char*
 }
 
 static inline void arrive_at_named(Worker& w, int id, Barrier& b) {
-    if (w.race) w.race->clocks.arrive(id, w.current);
+    if (w.race) w.race->clocks->arrive(clock_of(w, id), own_clock());
     ++b.arrived;
 }
 
@@ -89,9 +98,12 @@ static inline bool in_shared_memory(const Worker& w, const void* address, size_t
 }
 
 [[noreturn]] static inline void mbarrier_fault(Worker& w, const char* what, const void* at, const char* word, const char* file, int line) {
-    begin_report(w, what);
-    print(": thread %d in %s at %s:%d, byte %td of shared memory\n", w.current, word, file, line, static_cast<const char*>(at) - w.arena);
-    end_report(w);
+    Worker& by = *this_worker;
+    begin_report(by, what);
+    print(": thread %d in %s at %s:%d, byte %td of shared memory", by.current, word, file, line, static_cast<const char*>(at) - w.arena);
+    if (&w != &by) print(" of block %d of the cluster", w.rank);
+    print("\n");
+    end_report(by);
     __builtin_unreachable();
 }
 
@@ -104,18 +116,22 @@ static inline void init_mbarrier(Worker& w, unsigned long long* at, unsigned cou
     while (i < w.mbarriers && w.barrier[named_barriers + i].at != at) ++i;
     if (i == max_mbarriers) mbarrier_fault(w, "more than 128 mbarriers in a block", at, word, file, line);
     Barrier& b = w.barrier[named_barriers + i];
-    if (i < w.mbarriers) {
+    const int before = w.mbarriers;
+    if (i < before) {
         bool used = b.arrived || b.pending;
         for (unsigned waiting : b.waiting) used |= waiting != 0;
         if (used) mbarrier_fault(w, "an mbarrier in use is initialised again", at, word, file, line);
     } else {
         ++w.mbarriers;
     }
+    int clock = i;
+    if (w.race) clock = i < before ? b.clock : w.race->clocks->mbarriers;
+    if (clock == max_mbarriers) mbarrier_fault(w, "the race check knows 128 mbarriers of a cluster", at, word, file, line);
     b = Barrier{};
-    b.expected = count, b.at = at, b.file = file, b.line = line;
+    b.expected = count, b.at = at, b.file = file, b.line = line, b.clock = clock;
     if (w.race) {
-        w.race->access(reinterpret_cast<char*>(at), 8, true, code, w.current);
-        w.race->clocks.new_mbarrier(i);
+        w.race->access(reinterpret_cast<char*>(at), 8, true, code, own_clock());
+        w.race->clocks->new_mbarrier(clock);
     }
     *at = mbarrier_token | unsigned(i);
 }
@@ -128,22 +144,23 @@ static inline int mbarrier_at(Worker& w, const unsigned long long* at, void* cod
     unsigned i = unsigned(token);
     if ((token ^ mbarrier_token) >> 32 || i >= unsigned(w.mbarriers) || w.barrier[named_barriers + i].at != at)
         mbarrier_fault(w, "no mbarrier: never initialised, or overwritten", at, word, file, line);
-    if (w.race && code) w.race->access(reinterpret_cast<const char*>(at), 8, false, code, w.current, atomically);
+    if (w.race && code) w.race->access(reinterpret_cast<const char*>(at), 8, false, code, own_clock(), atomically);
     return named_barriers + int(i);
 }
 
 static inline void arrive_at_mbarrier(Worker& w, int number, long long bytes, const char* word, const char* file, int line) {
     Barrier& b = w.barrier[number];
     if (b.arrived == b.expected) {
-        begin_report(w, "an mbarrier has more arrivals in a phase than it expects");
-        print(": thread %d in %s at %s:%d; the mbarrier of %s:%d, phase %u, has its %u arrivals and %lld bytes to come\n", w.current, word,
+        Worker& by = *this_worker;
+        begin_report(by, "an mbarrier has more arrivals in a phase than it expects");
+        print(": thread %d in %s at %s:%d; the mbarrier of %s:%d, phase %u, has its %u arrivals and %lld bytes to come\n", by.current, word,
               file, line, b.file, b.line, b.phase, b.expected, b.pending);
-        end_report(w);
+        end_report(by);
     }
     b.pending += bytes;
     if (bytes > most_bytes || b.pending > most_bytes)
         mbarrier_fault(w, "more than 2^20 - 1 bytes expected by an mbarrier", b.at, word, file, line);
-    if (w.race) w.race->clocks.arrive(number, w.current);
+    if (w.race) w.race->clocks->arrive(clock_of(w, number), own_clock());
     ++b.arrived;
     complete_if_whole(w, number);
 }
@@ -151,7 +168,7 @@ static inline void arrive_at_mbarrier(Worker& w, int number, long long bytes, co
 // Whether the phase of a parity has completed; this thread then goes on behind it.
 static inline bool has_completed(Worker& w, int number, unsigned parity) {
     if ((w.barrier[number].phase & 1) == parity) return false;
-    if (w.race) w.race->clocks.release(number, w.current);
+    if (w.race) w.race->clocks->release(clock_of(w, number), own_clock());
     return true;
 }
 

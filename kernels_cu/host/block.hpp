@@ -14,7 +14,9 @@
 namespace fa_host {
 
 constexpr int max_threads = 1024, max_warps = 32, max_warpgroups = 8;
-constexpr int named_barriers = 16, max_mbarriers = 128, max_barriers = named_barriers + max_mbarriers;
+constexpr int named_barriers = 16, max_mbarriers = 128, cluster_barrier = named_barriers + max_mbarriers,
+              max_barriers = cluster_barrier + 1;
+constexpr int max_cluster = 8;  // blocks
 constexpr size_t arena_bytes = 256 << 10;  // the most dynamic shared memory of one block
 constexpr size_t fence_bytes = 4 << 20;    // inaccessible pages on each side of it
 
@@ -33,6 +35,8 @@ struct alignas(64) Fiber {
     Wait wait;
     void* fake_stack;  // AddressSanitizer's
     bool done;
+    bool in_cluster_barrier;  // it has arrived at the cluster's barrier and not yet waited
+    unsigned cluster_phase;   // the phase at which it has arrived
     Self self;
 };
 
@@ -53,7 +57,7 @@ struct Warp {
     Collective collective[32];
 };
 
-// A barrier of the block: of __syncthreads and bar.sync (0 to 15), then the mbarriers. A phase completes when `expected` threads have
+// A barrier of the block: of __syncthreads and bar.sync (0 to 15), then the mbarriers, then the block's part of the cluster's. A phase completes when `expected` threads have
 // arrived and as many bytes as were announced. The vector clocks that it joins are the race check's (race.hpp).
 struct Barrier {
     unsigned expected, arrived;
@@ -63,6 +67,7 @@ struct Barrier {
     bool fenced;        // its initialisation is visible to the asynchronous proxy
     const char* file;   // an mbarrier's initialisation; of a __syncthreads the line where its threads wait
     int line;
+    int clock;          // an mbarrier's number among those of the cluster (clocks.hpp)
     unsigned waiting[max_warps];  // lanes
 };
 
@@ -78,8 +83,16 @@ struct Warpgroup {
 struct Race;   // race.hpp
 struct Async;  // async.hpp
 struct Wgmma;  // wgmma.hpp
+struct Worker;
 
-// One OS thread, and the block it runs.
+// The blocks of a cluster. They share an OS thread, and each has a Worker of its own for its fibers and its shared memory.
+struct Cluster {
+    int blocks, live;  // live: blocks that have not ended
+    unsigned left;     // threads that have ended behind their arrival in the running phase of its barrier
+    Worker* block[max_cluster];
+};
+
+// One OS thread, and the block it runs; of a cluster's other blocks, the block alone.
 struct Worker {
     const Launch* launch;
     char* stacks;  // for `stacked` fibers, each of an inaccessible page and stack_bytes above it
@@ -102,6 +115,13 @@ struct Worker {
     uint64_t random;   // the state of the random schedule, 0 in index order
     bool fast_switch;  // index order, and no sanitizer that must be told of stack switches
     bool failed, faulted;
+    Cluster* cluster;     // null in a launch without clusters
+    Worker* lead;         // the block of rank 0, which has the OS thread's own stack: this one without clusters
+    int rank;             // in the cluster
+    int first_clock;      // the clock of thread 0 (clocks.hpp)
+    Cluster own_cluster;  // of a lead; its blocks are kept between launches
+    char* static_kept;    // the block's static shared memory while another block of the cluster runs
+    size_t static_room;
     void* main_stack_pointer;  // the worker's own stack, suspended while fibers run
     void* main_fake_stack;
     const void* main_stack_bottom;
@@ -141,7 +161,7 @@ static inline char* map_memory(size_t bytes) {
     return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
 }
 
-// Runs one block to its end, or until it fails.
+// Runs one block, or all blocks of a cluster, to the end, or until one fails.
 void run_block(Worker& w, uint64_t index) __attribute__((visibility("hidden")));
 
 }  // namespace fa_host

@@ -5,6 +5,8 @@
 // takes needs no vectors: behind it all know of all (the floor). An mbarrier counts as a thread whose clock is its phase, so that what TMA
 // writes is ordered behind exactly the phase that counts its bytes. Beside what a thread knows stands what it knows to be fenced: visible
 // to the asynchronous proxy (TMA and wgmma) by a fence on the way from the writer.
+//
+// The blocks of a cluster share their clocks: thread t of block r has clock r * threads + t, and mbarriers are numbered through.
 #pragma once
 
 #include <stdint.h>
@@ -16,6 +18,8 @@ namespace fa_host {
 
 struct Clocks {
     static constexpr int most = max_threads + max_mbarriers;  // the clock of mbarrier i is number max_threads + i
+    // Barriers: the named ones of each block of a cluster, the mbarriers, the cluster's own.
+    static constexpr int first_mbarrier = max_cluster * named_barriers, whole_cluster = first_mbarrier + max_mbarriers;
 
     struct Vector {
         uint32_t of[most];
@@ -36,21 +40,23 @@ struct Clocks {
     uint32_t start[most];  // clocks before this block
     Vector floor, fenced_floor;
     Known known[max_threads];
-    Joined joined[max_barriers];
+    Joined joined[whole_cluster + 1];
     Vector warp_seen, warp_fenced;
 
-    void new_block(int thread_count) {
+    // thread_count: of all blocks of the cluster.
+    void new_block(int thread_count, int blocks) {
         threads = thread_count;
         mbarriers = 0;
         any_fence = false;
         ++generation;
         for (int i = 0; i < most; ++i) floor.of[i] = start[i] = clock[i]++;
-        for (int i = 0; i < named_barriers; ++i) joined[i].used = false;
+        for (int i = 0; i < blocks * named_barriers; ++i) joined[i].used = false;
+        joined[whole_cluster].used = false;
     }
 
     void new_mbarrier(int i) {
         if (i >= mbarriers) mbarriers = i + 1;
-        joined[named_barriers + i].used = false;
+        joined[first_mbarrier + i].used = false;
     }
 
     // Whether `thread` is behind the access that another, or an mbarrier, made at a time of its clock.
@@ -67,7 +73,7 @@ struct Clocks {
         return k.generation == generation && k.fenced.of[other] >= time;
     }
 
-    // __syncthreads: every thread that is left has arrived.
+    // __syncthreads in a launch without clusters: every thread that is left has arrived.
     void all_arrived() {
         for (int i = 0; i < mbarriers; ++i) {
             uint32_t& time = floor.of[max_threads + i];
@@ -110,8 +116,8 @@ struct Clocks {
 
     void complete(int barrier) {
         Joined& j = opened(barrier);
-        if (barrier >= named_barriers) {
-            int i = max_threads + barrier - named_barriers;
+        if (barrier >= first_mbarrier && barrier < whole_cluster) {
+            int i = max_threads + barrier - first_mbarrier;
             j.seen.of[i] = clock[i]++;
         }
         copy(j.released_seen, j.seen);
@@ -131,7 +137,8 @@ struct Clocks {
         if (!any_fence) {
             any_fence = true;
             for (int t = 0; t < threads; ++t) clear(known[t].fenced);
-            for (auto& j : joined) clear(j.fenced), clear(j.released_fenced);
+            for (auto& j : joined)
+                if (j.used) clear(j.fenced), clear(j.released_fenced);
             memcpy(fenced_floor.of, start, sizeof start);
         }
         Known& k = own(thread);
@@ -144,6 +151,12 @@ struct Clocks {
     void learn(int thread, int other, uint32_t time) {
         uint32_t& known_time = own(thread).seen.of[other];
         if (known_time < time) known_time = time;
+    }
+
+    // Adds what this thread knows.
+    void collect(Vector& into, int thread) {
+        raise(into, own(thread).seen);
+        raise(into, floor);
     }
 
     // What this thread knows, with its own clock, ready to be read and written.
@@ -168,10 +181,6 @@ struct Clocks {
         return j;
     }
 
-    void clear(Vector& v) const {
-        memset(v.of, 0, sizeof(uint32_t) * threads);
-        memset(v.of + max_threads, 0, sizeof(uint32_t) * mbarriers);
-    }
     void copy(Vector& to, const Vector& from) const {
         memcpy(to.of, from.of, sizeof(uint32_t) * threads);
         memcpy(to.of + max_threads, from.of + max_threads, sizeof(uint32_t) * mbarriers);
@@ -179,6 +188,12 @@ struct Clocks {
     void raise(Vector& to, const Vector& from) const {
         for (int i = 0; i < threads; ++i) to.of[i] = to.of[i] > from.of[i] ? to.of[i] : from.of[i];
         for (int i = max_threads; i < max_threads + mbarriers; ++i) to.of[i] = to.of[i] > from.of[i] ? to.of[i] : from.of[i];
+    }
+
+  public:
+    void clear(Vector& v) const {
+        memset(v.of, 0, sizeof(uint32_t) * threads);
+        memset(v.of + max_threads, 0, sizeof(uint32_t) * mbarriers);
     }
 };
 

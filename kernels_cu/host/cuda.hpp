@@ -13,6 +13,7 @@
 #define __restrict__ __restrict
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // One OS thread runs one block at a time, so its thread-local storage is the block's shared memory.
 #define __shared__ static __thread

@@ -13,7 +13,8 @@
 //   inaccessible pages, and the rest of a page beside shared memory must stay as it was;
 //   writes to the source or the destination of an asynchronous copy in flight (async.hpp), to registers or operands of a wgmma in flight
 //   (wgmma.hpp);
-//   with the race check, accesses to shared memory that no barrier orders (race.hpp).
+//   with the race check, accesses to shared memory that no barrier orders (race.hpp);
+//   in a cluster accesses to blocks that are not there, or have ended (cluster.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
 // It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
 //
@@ -32,12 +33,14 @@
 #include "async.hpp"
 #include "barrier.hpp"
 #include "block.hpp"
+#include "cluster.hpp"
 #include "fiber.hpp"
 #include "hooks.hpp"
 #include "race.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
 #include "signals.hpp"
+#include "tma.hpp"
 #include "wgmma.hpp"
 #include "workers.hpp"
 
@@ -55,27 +58,31 @@ static void release_barrier(Worker& w) {
         w.warp[i].ready = w.warp[i].alive;
         if (w.warp[i].alive) w.ready_warps |= 1u << i;
     }
-    if (w.race) w.race->clocks.all_arrived();
+    if (w.race && !w.cluster) w.race->clocks->all_arrived();
+    if (w.race && w.cluster) release_in_cluster(w);
 }
 
 static void fiber_main() {
     Worker& w = *this_worker;
     if (__sanitizer_finish_switch_fiber) {
-        bool first = w.main_stack_bottom == nullptr;
-        __sanitizer_finish_switch_fiber(nullptr, first ? &w.main_stack_bottom : nullptr, first ? &w.main_stack_bytes : nullptr);
+        bool first = w.lead->main_stack_bottom == nullptr;
+        __sanitizer_finish_switch_fiber(nullptr, first ? &w.lead->main_stack_bottom : nullptr, first ? &w.lead->main_stack_bytes : nullptr);
     }
     w.launch->entry(w.launch->parameters);
     abort_if_interrupted(w);
     if (w.async) w.async->end(w);
     if (w.wgmma && w.current / 128 < unsigned(w.threads / 128)) w.wgmma->end(w, int(w.current));
+    leave_cluster(w);
     Fiber& self = w.fiber[w.current];
     self.done = true;
     w.warp[w.current / 32].alive &= ~(1u << w.current % 32);
-    if (--w.live == 0) {
-        if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.main_stack_bottom, w.main_stack_bytes);
-        fa_host_switch(&self.stack_pointer, w.main_stack_pointer);
+    if (--w.live == 0 && (!w.cluster || --w.cluster->live == 0)) {
+        this_worker = w.lead;
+        if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.lead->main_stack_bottom, w.lead->main_stack_bytes);
+        fa_host_switch(&self.stack_pointer, w.lead->main_stack_pointer);
     }
-    if (w.barrier[0].arrived == unsigned(w.live) && !(w.used_named & 1)) {  // works on some hardware, but is undefined in CUDA C++
+    if (w.live && w.barrier[0].arrived == unsigned(w.live) &&
+        !(w.used_named & 1)) {  // works on some hardware, but is undefined in CUDA C++
         begin_report(w, "divergent barrier: threads ended without reaching a __syncthreads that others wait in");
         print("\n");
         print_waiters(w);
@@ -100,9 +107,11 @@ static void init_fiber(Worker& w, int t, Dim3 block_index, Dim3 block, Dim3 grid
         .dynamic_bytes = w.launch->dynamic_bytes,
         .lane = t % 32,
         .race = w.race != nullptr,
+        .cluster_rank = w.rank,
+        .cluster_blocks = w.cluster ? w.cluster->blocks : 1,
         .scratch = whole_warp ? w.scratch[t / 32] : nullptr,
     };
-    f.done = false;
+    f.done = f.in_cluster_barrier = false;
     f.fake_stack = nullptr;
     char* bottom = stack_bottom(w, t);
     *reinterpret_cast<uint64_t*>(bottom) = canary;
@@ -128,13 +137,14 @@ static void init_warp(Worker& w, int i) {
     make_ready(w, i, w.warp[i].alive);
 }
 
+// index: in the grid; of a block of a cluster, of the cluster in the grid of clusters.
 static void init_block(Worker& w, uint64_t index) {
     const Launch& launch = *w.launch;
     Dim3 grid{launch.grid[0], launch.grid[1], launch.grid[2]}, block{launch.block[0], launch.block[1], launch.block[2]};
-    Dim3 at{unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
+    Dim3 at = block_index(launch, index, unsigned(w.rank));
     memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every floating-point type
     if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
-    if (w.race) w.race->clocks.new_block(w.threads);
+    if (w.race && !w.rank) w.race->clocks->new_block(w.threads * w.lead->own_cluster.blocks, w.lead->own_cluster.blocks);
     if (w.async) w.async->new_block();
     if (w.wgmma) w.wgmma->new_block(w.threads);
     new_block_barriers(w);
@@ -145,9 +155,10 @@ static void init_block(Worker& w, uint64_t index) {
     w.failed = false;
     w.ready_warps = 0;
     w.fast_switch = !launch.seed && !__sanitizer_start_switch_fiber;
-    w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
+    w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1 + (uint64_t(w.rank) << 40)) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
     for (int t = 0; t < w.threads; ++t) init_fiber(w, t, at, block, grid);
     for (int i = 0; i < w.warps; ++i) init_warp(w, i);
+    join_cluster(w);
 }
 
 static void check_canaries(Worker& w) {
@@ -182,7 +193,13 @@ static void check_shared(Worker& w) {
     pthread_mutex_unlock(&job->lock);
 }
 
-bool deliver_one(Worker& w) { return w.async && w.async->deliver_first(w); }
+bool deliver_one(Worker& w) {
+    if (!w.cluster) return w.async && w.async->deliver_first(w);
+    const int blocks = w.cluster->blocks;
+    for (int i = 0; i < 2 * blocks; ++i)  // first what some thread waits for
+        if (Worker& b = *w.cluster->block[i % blocks]; b.async && b.async->deliver_first(b, i < blocks)) return true;
+    return false;
+}
 
 void Wgmma::unwritten(Worker& w, const Issued& p, const char* address, int matrix, const char* word) {
     const Copy* load = w.async ? w.async->load_to(address) : nullptr;
@@ -211,6 +228,7 @@ void Wgmma::overwritten(Worker& w, const Issued& p, void* code) {
 
 void run_block(Worker& w, uint64_t index) {
     init_block(w, index);
+    for (int i = 1; w.cluster && i < w.cluster->blocks; ++i) init_block(*w.cluster->block[i], index);
     w.current = 0;
     w.current = pop_ready(w);
     fa_host_self = &w.fiber[w.current].self;
@@ -221,8 +239,12 @@ void run_block(Worker& w, uint64_t index) {
     fa_host_switch(&w.main_stack_pointer, w.fiber[w.current].stack_pointer);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.main_fake_stack, nullptr, nullptr);
     fa_host_self = nullptr;
-    if (!w.failed) check_canaries(w);
-    if (!w.failed) check_shared(w);
+    for (int i = 0; !w.failed && i < (w.cluster ? w.cluster->blocks : 1); ++i) {
+        Worker& b = w.cluster ? *w.cluster->block[i] : w;
+        check_canaries(b);
+        check_shared(b);
+        if (w.cluster && b.race) b.race->check_remote();
+    }
 }
 
 }  // namespace fa_host
@@ -264,7 +286,7 @@ static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* m
     w.fiber[self].wait = Wait{word, file, line, mask};
     if (c->arrived == mask) {
         if (apply) apply(c->lanes, mask);
-        else if (w.race) w.race->clocks.join_lanes(self / 32 * 32, mask);
+        else if (w.race) w.race->clocks->join_lanes(w.first_clock + int(self / 32 * 32), mask);
         if (--warp.collectives && c != end - 1) *c = end[-1];
         if (!w.random) {
             if (unsigned others = mask & ~(1u << lane)) make_ready(w, self / 32, others);
@@ -290,6 +312,7 @@ Next fa_host_block_arrive(const char* file, int line) {
         end_report(w);
     }
     w.fiber[w.current].wait = Wait{"__syncthreads", file, line, 0};
+    if (w.race && w.cluster) w.race->clocks->arrive(clock_of(w, 0), own_clock());
     if (++b.arrived == unsigned(w.live)) {
         release_barrier(w);
         if (!w.random) {  // the last thread to arrive continues
@@ -329,7 +352,7 @@ Next fa_host_warp_arrive(unsigned mask, Apply apply, void* mine, const char* wor
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
-    Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1, 0, nullptr};
+    Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1, 0, 0, nullptr};
     memcpy(copy.value, value, 16);
     Async::of(w)->cp_async(w, copy);
 }
@@ -407,11 +430,9 @@ Next fa_host_yield_arrive() {
     Worker& w = *this_worker;
     const unsigned self = w.current;
     w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
-    ++w.idle_peeks;
-    if (!w.ready_warps) {
-        if (!unpark(w) && !deliver_one(w) && w.idle_peeks > 100000) report_deadlock(w);
-        return {nullptr, nullptr};
-    }
+    ++w.lead->idle_peeks;
+    if (w.cluster) return yield_in_cluster(w);
+    if (all_peek(w, !w.ready_warps)) return {nullptr, nullptr};
     // Any of the ready ones: a fixed order could let some threads peek for ever while the one they wait for never runs.
     const unsigned pick = w.idle_peeks * 0x9e3779b9u >> 8;
     const int warp = nth_bit(w.ready_warps, int(pick % unsigned(__builtin_popcount(w.ready_warps))));
@@ -426,41 +447,7 @@ Next fa_host_yield_arrive() {
 
 void fa_host_proxy_fence() {
     Worker& w = *this_worker;
-    if (w.race) w.race->clocks.fence(int(w.current));
-}
-
-[[noreturn]] static void tma_fault(Worker& w, const char* what, const char* word, const char* file, int line) {
-    begin_report(w, what);
-    print(": thread %d in %s at %s:%d\n", w.current, word, file, line);
-    end_report(w);
-    __builtin_unreachable();
-}
-
-static const TensorMap& checked_map(Worker& w, const void* given, const void* smem, int rank, const char* word, const char* file,
-                                    int line) {
-    auto& map = *static_cast<const TensorMap*>(given);
-    if (map.magic != TensorMap::written) tma_fault(w, "no tensor map: the header's [tensor_map.NAME] makes one", word, file, line);
-    if (int(map.rank) != rank) tma_fault(w, "a tensor map of another rank than the word", word, file, line);
-    if (!smem) return map;
-    const char* at = static_cast<const char*>(smem);
-    const long long byte = at - w.arena;
-    if (byte < 0 || byte + map.box_bytes() > w.launch->dynamic_bytes) tma_fault(w, "a box outside dynamic shared memory", word, file, line);
-    if (byte % (map.swizzle ? 8 * map.swizzle : 128)) {
-        begin_report(w, "a box not aligned in shared memory");
-        print(": thread %d in %s at %s:%d, byte %lld is no multiple of %u\n", w.current, word, file, line, byte,
-              map.swizzle ? 8 * map.swizzle : 128);
-        end_report(w);
-    }
-    if (map.swizzle && map.row_bytes() != map.swizzle)
-        tma_fault(w, "a swizzled box whose rows are shorter than the swizzle: the CPU backend has no meaning for it", word, file, line);
-    return map;
-}
-
-// The ISA knows no such rule; an H200 stops at such a load or store with an illegal instruction.
-static void aligned_column(Worker& w, const TensorMap& map, int column, const char* word, const char* file, int line) {
-    if (column * int(map.element_bytes) % 16)
-        tma_fault(w, "an innermost coordinate that is no multiple of 16 bytes, at which an H200 stops with an illegal instruction", word,
-                  file, line);
+    if (w.race) w.race->clocks->fence(own_clock());
 }
 
 void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
@@ -469,10 +456,8 @@ void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, 
     void* code = __builtin_return_address(0);
     const TensorMap& map = checked_map(w, given, to, rank, "tma_load", file, line);
     aligned_column(w, map, at[0], "tma_load", file, line);
-    const int number = mbarrier_at(w, barrier, code, "tma_load", file, line);
-    if (!w.barrier[number].fenced)
-        mbarrier_fault(w, "an mbarrier without mbarrier_init_fence after its initialisation", barrier, "tma_load", file, line);
-    const Copy copy{{}, static_cast<char*>(to), nullptr, code, file, line, 0, 0, false, -1, 0, nullptr};
+    const int number = counting_mbarrier(w, barrier, code, "tma_load", file, line);
+    const Copy copy{{}, static_cast<char*>(to), nullptr, code, file, line, 0, 0, false, -1, 0, 0, nullptr};
     Async::of(w)->load(w, map, copy.to, at, number, copy);
 }
 
@@ -482,7 +467,7 @@ void fa_host_tma_store(const void* given, const void* from, const int* at, int r
     const TensorMap& map = checked_map(w, given, from, rank, "tma_store", file, line);
     aligned_column(w, map, at[0], "tma_store", file, line);
     char* smem = const_cast<char*>(static_cast<const char*>(from));
-    const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, nullptr};
+    const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, 0, nullptr};
     Async::of(w)->begin_store(w, map, smem, at, copy);
 }
 
@@ -548,11 +533,13 @@ void* fa_host_code() { return __builtin_return_address(0); }
 
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code) {
     if (this_worker->race)
-        this_worker->race->access(static_cast<const char*>(address), bytes, writes, code, this_worker->current / 32 * 32 + lane);
+        this_worker->race->access(static_cast<const char*>(address), bytes, writes, code,
+                                  this_worker->first_clock + int(this_worker->current) / 32 * 32 + lane);
 }
 
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {
     Worker& w = *this_worker;
+    if (address >> rank_shift) tma_fault(w, "an address of map_shared in a word that takes one of the own shared memory", word, file, line);
     unsigned size = w.launch->dynamic_bytes, at = address - shared_base;
     bool outside = at > size || size - at < bytes;
     begin_report(w, outside ? "address outside shared memory" : "address not aligned");
@@ -572,7 +559,7 @@ void fa_host_fail(const char* what, const char* file, int line) {
 // Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
 static void atomic_access(void* address, int bytes, void* code) {
     abort_if_interrupted(*this_worker);
-    if (this_worker->race) this_worker->race->access(static_cast<char*>(address), bytes, true, code, this_worker->current, atomically);
+    if (this_worker->race) this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically);
 }
 
 float fa_host_atomic_add_f32(float* address, float value) {
@@ -636,7 +623,8 @@ void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line
 void fa_host_pass_turn(int* turn, int next) { __atomic_store_n(turn, next, __ATOMIC_RELEASE); }
 
 int fa_host_run(const Launch* launch) {
-    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2], 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
+    const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
+    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
     static bool fork_is_handled;
     pthread_mutex_lock(&launch_lock);
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);

@@ -15,6 +15,7 @@ struct Self {
     unsigned dynamic_bytes;
     int lane;
     bool race;      // the race check is on
+    int cluster_rank, cluster_blocks;  // this block's place in its cluster, and the blocks of that; 0 and 1 without clusters
     void* scratch;  // memory of this warp for words that take all 32 lanes; null in a warp with fewer
 };
 
@@ -22,6 +23,8 @@ constexpr int scratch_bytes = 4416;
 
 // The 32-bit address of the first byte of dynamic shared memory. It is not 0, and neither is a GPU's.
 constexpr unsigned shared_base = 1024;
+// The address of the same byte in the block of a rank of the cluster: rank + 1 stands above the bits of a local address.
+constexpr int rank_shift = 24;
 
 // Executes a warp collective for all lanes of the mask. lanes[i] is the argument of lane i, on the stack of that lane.
 using Apply = void (*)(void* const* lanes, unsigned mask);
@@ -32,7 +35,7 @@ struct Launch {
     void* (*static_shared)();  // any address inside the calling OS thread's static shared memory; see module_shared
     long long static_offset;   // from the start of the static shared memory to that address
     long long static_bytes;
-    unsigned grid[3], block[3];
+    unsigned grid[3], block[3], cluster[3];  // grid and cluster in blocks, block in threads
     unsigned dynamic_bytes;
     unsigned checks;          // 1: race
     unsigned long long seed;  // 0: round-robin in index order; else the seed of a random schedule
@@ -104,6 +107,15 @@ void fa_host_tma_store(const void* map, const void* from, const int* at, int ran
 void fa_host_tma_prefetch(const void* map, const char* file, int line);
 void fa_host_bulk_commit();
 void fa_host_bulk_wait(int but);
+
+// Clusters (cluster.hpp). Addresses are those of map_shared. In fa_host_tma_multicast `blocks` has a bit for each rank that is sent the box.
+void fa_host_cluster_arrive(const char* file, int line);
+void fa_host_cluster_wait(const char* file, int line);
+void fa_host_mbarrier_arrive_remote(unsigned at, const char* file, int line);
+void fa_host_bulk_copy_to_cluster(unsigned to, const void* from, unsigned bytes, unsigned barrier, const char* file, int line);
+void fa_host_store_remote(unsigned to, const void* value, unsigned barrier, const char* file, int line);  // of 16 bytes
+void fa_host_tma_multicast(const void* map, void* to, unsigned long long* barrier, unsigned blocks, const int* at, int rank,
+                           const char* file, int line);
 
 // wgmma (wgmma.hpp): 128 threads issue a product together. Its registers are back at the wait that retires its group.
 void fa_host_wgmma(const fa_host::Product* product, const char* word, const char* file, int line);

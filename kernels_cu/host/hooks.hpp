@@ -13,7 +13,7 @@ namespace fa_host {
 static inline void on_access(const void* address, size_t bytes, bool writes, void* code) {
     Worker* w = this_worker;
     if (!w || !w->race) return;
-    w->race->access(static_cast<const char*>(address), bytes, writes, code, w->current);
+    w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current));
     if (w->wgmma) w->wgmma->touched(*w, static_cast<const char*>(address), bytes, writes, code);
 }
 

@@ -12,10 +12,12 @@ namespace fa_host {
 
 // Abandons every fiber of the block and returns to the worker's own stack. The fibers' stacks are reused.
 static inline void abort_block(Worker& w) {
-    w.failed = true;
+    Worker& lead = *w.lead;
+    lead.failed = true;
+    this_worker = &lead;
     void* unused;
-    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, w.main_stack_bottom, w.main_stack_bytes);
-    fa_host_switch(&unused, w.main_stack_pointer);
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(nullptr, lead.main_stack_bottom, lead.main_stack_bytes);
+    fa_host_switch(&unused, lead.main_stack_pointer);
     __builtin_unreachable();
 }
 
@@ -53,6 +55,11 @@ static inline void print_barrier(Worker& w, int thread, int number) {
         return;
     }
     const Barrier& b = w.barrier[number];
+    if (number == cluster_barrier) {
+        const Barrier& whole = w.lead->barrier[number];
+        print(": %u of the %u threads of the cluster have arrived", whole.arrived, whole.expected);
+        return;
+    }
     if (number < named_barriers) {
         print(" at barrier %d: %u of %u threads have arrived", number, b.arrived, b.expected);
         return;

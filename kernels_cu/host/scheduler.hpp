@@ -49,7 +49,9 @@ static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
 
 // The latest moment for waits that end when they must: no thread is ready. False where there are none.
 static inline bool unpark(Worker& w) {
-    if (!w.any_parked) return false;
+    bool others = false;
+    for (int i = 1; w.cluster && &w == w.lead && i < w.cluster->blocks; ++i) others |= unpark(*w.cluster->block[i]);
+    if (!w.any_parked) return others;
     w.any_parked = false;
     for (int i = 0; i < w.warps; ++i) {
         if (w.parked[i]) make_ready(w, i, w.parked[i]);
@@ -64,7 +66,11 @@ bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
 static inline void report_deadlock(Worker& w) {
     begin_report(w, "deadlock: no thread can go on");
     print("\n");
-    print_waiters(w, true);
+    for (int i = 0; w.cluster && i < w.cluster->blocks; ++i) {
+        print("  block %d of the cluster:\n", i);
+        print_waiters(*w.cluster->block[i], true);
+    }
+    if (!w.cluster) print_waiters(w, true);
     end_report(w);
 }
 
@@ -82,6 +88,58 @@ static inline __attribute__((always_inline)) Next switch_to(Worker& w, unsigned 
     return {&from.stack_pointer, to.stack_pointer};
 }
 
+// Switches to a fiber of another block of the cluster. Static shared memory has one place for all of them.
+static inline Next switch_to_block(Worker& w, Worker& other, unsigned next) {
+    Fiber &from = w.fiber[w.current], &to = other.fiber[next];
+    if (size_t bytes = size_t(w.launch->static_bytes)) {
+        memcpy(w.static_kept, w.static_shared, bytes);
+        memcpy(other.static_shared, other.static_kept, bytes);
+    }
+    this_worker = &other;
+    other.current = next;
+    fa_host_self = &to.self;
+    if (__builtin_expect(__sanitizer_start_switch_fiber != nullptr, 0)) {
+        __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, stack_bottom(other, next), other.stack_bytes);
+        fa_host_switch(&from.stack_pointer, to.stack_pointer);
+        __sanitizer_finish_switch_fiber(this_worker->fiber[this_worker->current].fake_stack, nullptr, nullptr);
+        return {nullptr, nullptr};
+    }
+    return {&from.stack_pointer, to.stack_pointer};
+}
+
+// A block of the cluster with a ready thread: in index order the running one as long as it has any, with a seed any of them.
+static inline Worker* ready_block(Worker& w) {
+    Cluster& all = *w.cluster;
+    const unsigned first = w.random ? unsigned(next_random(w) % unsigned(all.blocks)) : unsigned(w.rank);
+    for (unsigned i = 0; i < unsigned(all.blocks); ++i)
+        if (Worker* b = all.block[(first + i) % unsigned(all.blocks)]; b->ready_warps) return b;
+    return nullptr;
+}
+
+static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
+    const unsigned self = w.current;
+    Worker* block = ready_block(w);
+    while (!block) {
+        if (!unpark(*w.lead) && !deliver_one(*w.lead)) report_deadlock(w);
+        block = ready_block(w);
+    }
+    const unsigned next = unsigned(pop_ready(*block));
+    if (block != &w) return switch_to_block(w, *block, next);
+    return next == self ? Next{nullptr, nullptr} : switch_to(w, next);
+}
+
+// After a failed peek at an mbarrier. Where no other thread is ready, or all that are have peeked many times, it is the latest moment for a
+// parked wait or a copy; where there is none of these either, a deadlock. True: the running thread goes on, for it is alone.
+static inline bool all_peek(Worker& w, bool alone) {
+    const unsigned peeks = w.lead->idle_peeks, often = 16u * unsigned(w.threads * w.lead->own_cluster.blocks);
+    if (!alone && peeks % often) return false;
+    if (unpark(*w.lead) || deliver_one(*w.lead) || peeks <= (alone ? 100000u : 2000000u)) return alone;
+    for (int i = 0; i < w.lead->own_cluster.blocks; ++i)  // none of these can go on
+        for (Warp& warp : w.lead->own_cluster.block[i]->warp) warp.ready = 0;
+    report_deadlock(w);
+    return alone;
+}
+
 // The running fiber must wait: selects the fiber to switch to. Null, null: the running fiber itself was the next.
 static inline Next switch_to_next(Worker& w) {
     if (__builtin_expect(stack_pointer() < stack_bottom(w, w.current) + 2048, 0)) {
@@ -89,6 +147,7 @@ static inline Next switch_to_next(Worker& w) {
         print(": thread %d has used its %zu KB stack (large local arrays?)\n", w.current, w.stack_bytes >> 10);
         end_report(w);
     }
+    if (__builtin_expect(w.cluster != nullptr, 0)) return switch_in_cluster(w);
     unsigned self = w.current;
     int next = pop_ready(w);
     while (__builtin_expect(next < 0, 0)) {

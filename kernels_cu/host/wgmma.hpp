@@ -316,7 +316,7 @@ struct Wgmma {
     static void read_by(Worker& w, const Issued& p, int warp, int thread, Access_kind kind) {
         each_chunk(p, [&](int matrix, int row, int part, uint32_t address) {
             if (matrix || (p.transposed_a ? part / 2 : row / 16) == warp)
-                w.race->access(w.arena + (address - shared_base), 16, false, p.code, thread, kind);
+                w.race->access(w.arena + (address - shared_base), 16, false, p.code, w.first_clock + thread, kind);
         });
     }
 
@@ -395,9 +395,9 @@ struct Wgmma {
         if (p.reader[warp] < 0) {
             read_by(w, p, warp, thread, by_async_proxy);
             p.reader[warp] = int16_t(thread);
-            p.reader_clock[warp] = w.race->clocks.clock[thread]++;
+            p.reader_clock[warp] = w.race->clocks->clock[w.first_clock + thread]++;
         } else {
-            w.race->clocks.learn(thread, p.reader[warp], p.reader_clock[warp]);
+            w.race->clocks->learn(w.first_clock + thread, w.first_clock + p.reader[warp], p.reader_clock[warp]);
         }
     }
 

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,10 +24,8 @@ constexpr size_t signal_stack_bytes = 64 << 10;
 // of their own; for them the last word tells of an overflow (engine.cpp), and the page below all stacks ends a deep one.
 constexpr int max_guards = 16384;
 
-// Worker 0 is the launching thread, whichever that is. The others belong to the pool. Null where there is no address space.
-static inline Worker* worker(int number) {
-    static Worker* workers[max_workers];
-    if (workers[number]) return workers[number];
+// Null where there is no address space.
+static inline Worker* new_worker() {
     char* room = map_memory(arena_bytes + 2 * fence_bytes);
     auto* w = reinterpret_cast<Worker*>(map_memory(sizeof(Worker)));
     char* signal_stack = map_memory(signal_stack_bytes);
@@ -42,7 +41,14 @@ static inline Worker* worker(int number) {
     w->signal_stack = signal_stack;
     w->room = room;
     w->arena_holds = ~0u;
-    return workers[number] = w;
+    return w;
+}
+
+// Worker 0 is the launching thread, whichever that is. The others belong to the pool.
+static inline Worker* worker(int number) {
+    static Worker* workers[max_workers];
+    if (!workers[number]) workers[number] = new_worker();
+    return workers[number];
 }
 
 // Maps stacks for the threads of a block, as many as a launch has needed so far. False where there is no address space.
@@ -100,23 +106,55 @@ static inline unsigned long flush_subnormals() {
     return modes;
 }
 
-// Runs blocks in index order until none is left or the launch ends early.
-static inline void run_blocks(int number) {
-    const Launch& launch = *job->launch;
-    Worker* found = worker(number);
-    if (found) found->threads = launch.block[0] * launch.block[1] * launch.block[2];
-    if (!found || !reserve_stacks(*found) || (launch.checks & 1 && !Race::of(*found))) {
-        if (number == 0) out_of_memory("the stacks of a block", size_t(launch.block[0]) * (128 << 10));  // the others do without a helper
-        return;
-    }
-    Worker& w = *found;
-    w.launch = &launch;
+// Makes a worker ready for the blocks of a launch. False where there is no address space.
+static inline bool prepare(Worker& w, const Launch& launch) {
+    w.threads = int(launch.block[0] * launch.block[1] * launch.block[2]);
     w.warps = (w.threads + 31) / 32;
+    if (!reserve_stacks(w) || (launch.checks & 1 && !Race::of(w))) return false;
+    w.launch = &launch;
     w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
     if (w.race) w.race->watched = 0;
     fit_arena(w, launch.dynamic_bytes);
     w.faulted = false;
+    return true;
+}
+
+// The same with a worker for each block of a cluster where the launch has clusters. w is the one of rank 0.
+static inline bool prepare_cluster(Worker& w, const Launch& launch) {
+    Cluster& all = w.own_cluster;
+    all.blocks = int(launch.cluster[0] * launch.cluster[1] * launch.cluster[2]);
+    all.block[0] = &w;
+    w.cluster = nullptr;
+    for (int rank = 0; rank < all.blocks; ++rank) {
+        if (!all.block[rank]) all.block[rank] = new_worker();
+        if (!all.block[rank] || !prepare(*all.block[rank], launch)) return false;
+        Worker& b = *all.block[rank];
+        b.lead = &w;
+        b.rank = rank;
+        b.first_clock = rank * b.threads;
+        if (b.race) b.race->clocks = &w.race->own_clocks;
+        if (all.blocks == 1) continue;
+        b.cluster = &all;
+        if (size_t(launch.static_bytes) > b.static_room) {
+            ::free(b.static_kept);
+            b.static_kept = static_cast<char*>(malloc(size_t(launch.static_bytes)));
+            b.static_room = b.static_kept ? size_t(launch.static_bytes) : 0;
+            if (!b.static_kept) return false;
+        }
+    }
+    return true;
+}
+
+// Runs blocks in index order until none is left or the launch ends early.
+static inline void run_blocks(int number) {
+    const Launch& launch = *job->launch;
+    Worker* found = worker(number);
+    if (!found || !prepare_cluster(*found, launch)) {
+        if (number == 0) out_of_memory("the stacks of a block", size_t(launch.block[0]) * (128 << 10));  // the others do without a helper
+        return;
+    }
+    Worker& w = *found;
     this_worker = &w;
     stack_t before, ours = {};
     ours.ss_sp = w.signal_stack;
@@ -129,7 +167,8 @@ static inline void run_blocks(int number) {
         run_block(w, index);
     }
     set_modes(modes);
-    if (w.race) __atomic_fetch_add(launch.watched, w.race->watched, __ATOMIC_RELAXED);
+    for (int i = 0; w.race && i < (w.cluster ? w.cluster->blocks : 1); ++i)
+        __atomic_fetch_add(launch.watched, (w.cluster ? w.cluster->block[i] : &w)->race->watched, __ATOMIC_RELAXED);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
 }

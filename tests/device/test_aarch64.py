@@ -36,7 +36,7 @@ int main() {
     fa_host_module_shared(inside, &offset, &bytes);
     for (auto entry : entries) {
         fa_host::Launch launch = {
-            entry, parameters, inside, offset, bytes, {COUNT / 256, 1, 1}, {256, 1, 1}, 4096, 0, 0, 2, report, sizeof report};
+            entry, parameters, inside, offset, bytes, {COUNT / 256, 1, 1}, {256, 1, 1}, {1, 1, 1}, 4096, 0, 0, 2, report, sizeof report};
         if (fa_host_run(&launch)) return fprintf(stderr, "%s", report), 1;
         fwrite(out, 4, COUNT, stdout);
     }

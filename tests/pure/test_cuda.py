@@ -307,6 +307,9 @@ def test_a_refused_launch_says_what_was_asked_for(fake: Fake, tmp_path: Path) ->
     fake.error = RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch")
     with pytest.raises(KernelFault, match=r"refused to launch it[\s\S]*forward: grid .* 128 threads, 256 bytes"):
         backend.launch(loaded, calls)
+    fake.error = RuntimeError("CUDA_ERROR_INVALID_CLUSTER_SIZE: cluster misconfiguration")
+    with pytest.raises(KernelFault, match=r"refused to launch it[\s\S]*CLUSTER_SIZE.*256 bytes .*, clusters of \(2, 1, 1\)"):
+        backend.launch(loaded, [calls[0]._replace(cluster=(2, 1, 1))])
 
 
 def test_an_illegal_access_says_the_context_is_dead_and_how_to_find_the_line(fake: Fake, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A kernel of one block with tensor maps of 16-bit tensors (1, 4, 512, 64), on any backend that has TMA and wgmma."""
+"""A kernel of one block, or of clusters, with tensor maps of 16-bit tensors (1, 4, 512, 64), on any backend that has TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ HEADER = """\
 // deterministic = true
 {maps}// [[launch]]
 // entry = "forward"
-// grid = "1"
+// grid = {grid}
 // block = {block}
 // shared = {shared}
-// ///
+{cluster}// ///
 #include <fa/tma.cuh>
 #include <fa/wgmma.cuh>
 using scalar = fa::DTYPE;
@@ -59,12 +59,19 @@ def bound(
     dtype: str = "bfloat16",
     block: int = 128,
     shared: int = 65536,
+    grid: int | str = 1,
+    cluster: int | str = 0,
 ) -> Bound:
-    """A kernel file's code behind the header; maps: name -> tensor, box, swizzle. inputs: Q, K, V; zeros where one is left out."""
+    """A kernel file's code behind the header; maps: name -> tensor, box, swizzle. inputs: Q, K, V; zeros where one is left out.
+
+    grid, cluster: in blocks, a number along x or a list; cluster 0: none.
+    """
     needs_hopper(backend)
     tables = "".join(MAP.format(name=name, tensor=tensor, box=box, swizzle=swizzle) for name, (tensor, box, swizzle) in maps.items())
     path = folder / "word_forward.cu"
-    path.write_text(HEADER.format(maps=tables, block=block, shared=shared) + code)
+    path.write_text(
+        HEADER.format(maps=tables, block=block, shared=shared, grid=grid, cluster=f"// cluster = {cluster}\n" * bool(cluster)) + code
+    )
     problem = Problem.of(1, HEADS, ROWS, WIDTH, dtype=dtype)
     given = {name: np.zeros(problem.shape(name), TYPES[dtype]) for name in "QKV"}
     for name, values in inputs.items():

@@ -66,6 +66,7 @@ class _Launch(ctypes.Structure):
         ("static_bytes", ctypes.c_longlong),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint * 3),
         ("dynamic_bytes", ctypes.c_uint),
         ("checks", ctypes.c_uint),
         ("seed", ctypes.c_ulonglong),
@@ -115,9 +116,12 @@ class Host(Backend):
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
         plan = kernel.plan(problem, self.device(), overrides)
-        if clustered := [launch for launch in plan.launches if launch.cluster != (1, 1, 1)]:
-            why = f"{clustered[0].entry} has clusters of {clustered[0].cluster} blocks"
-            raise UsageFault(f"{kernel.label} does not run on the CPU backend", f"{why}; it runs blocks one by one", "use --device cuda")
+        crowded = next(
+            (c for c in plan.launches if self.check == "race" and math.prod(c.cluster) > 1 and math.prod(c.cluster) * c.block > 1024), None
+        )
+        if crowded:
+            why = f"{crowded.entry} has clusters of {math.prod(crowded.cluster)} blocks of {crowded.block} threads; it keeps 1024 clocks"
+            raise UsageFault(f"{kernel.label} is too large for the race check", why, "use smaller blocks (--tile), or no --check race")
         library = _library(kernel, plan, "debug" if self.debug else self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
@@ -186,6 +190,7 @@ class Host(Backend):
                 library.static_bytes,
                 call.grid,
                 (call.block, 1, 1),
+                call.cluster,
                 call.shared,
                 int(self.check == "race"),
                 self.seed,
