@@ -144,6 +144,7 @@ struct Job {
     int outcome;
     int report_used;
     pthread_mutex_t lock;  // guards outcome and report
+    int working, waiting;  // workers that have not run out of blocks, and of these such as wait for another block's turn
 };
 
 static __thread Worker* this_worker __attribute__((tls_model("initial-exec"))) = nullptr;

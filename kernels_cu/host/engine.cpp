@@ -611,20 +611,27 @@ int fa_host_atomic_max_i32(int* address, int value) {
     return old;
 }
 
-// The block waited for runs on another worker, or has run on this one.
+// The block waited for runs on another worker, or has run on this one. Where all workers wait, and go on doing so, it is one that has not
+// begun: on a GPU it might never begin either.
 void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line) {
-    for (int tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++tries) {
+    __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
+    for (int alone = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine;) {
         abort_if_interrupted(*this_worker);
-        if (tries == 600000) fa_host_fail("wait_for_turn: after a minute no block has passed it the turn", file, line);
+        const bool all = __atomic_load_n(&job->waiting, __ATOMIC_RELAXED) >= __atomic_load_n(&job->working, __ATOMIC_RELAXED);
+        alone = all ? alone + 1 : 0;
+        if (alone == 20000)
+            fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
         usleep(100);
     }
+    __atomic_fetch_sub(&job->waiting, 1, __ATOMIC_RELAXED);
 }
 
 void fa_host_pass_turn(int* turn, int next) { __atomic_store_n(turn, next, __ATOMIC_RELEASE); }
 
 int fa_host_run(const Launch* launch) {
     const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
-    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER};
+    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER, 0,
+                 0};
     static bool fork_is_handled;
     pthread_mutex_lock(&launch_lock);
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);

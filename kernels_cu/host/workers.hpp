@@ -201,6 +201,7 @@ static inline void* pool_thread(void* number) {
         seen = pool.generation;
         pthread_mutex_unlock(&pool.lock);
         run_blocks(1 + int(reinterpret_cast<intptr_t>(number)));
+        __atomic_fetch_sub(&job->working, 1, __ATOMIC_RELAXED);
         pthread_mutex_lock(&pool.lock);
         if (--pool.busy == 0) pthread_cond_signal(&pool.finish);
         pthread_mutex_unlock(&pool.lock);
@@ -218,10 +219,12 @@ static inline void run_on_pool(int helpers) {
         ++pool.size;
     }
     pool.wanted = pool.busy = helpers < pool.size ? helpers : pool.size;
+    job->working = pool.wanted + 1;
     ++pool.generation;
     pthread_cond_broadcast(&pool.start);
     pthread_mutex_unlock(&pool.lock);
     run_blocks(0);
+    __atomic_fetch_sub(&job->working, 1, __ATOMIC_RELAXED);
     pthread_mutex_lock(&pool.lock);
     while (pool.busy) pthread_cond_wait(&pool.finish, &pool.lock);
     pool.wanted = 0;

@@ -11,7 +11,8 @@ from hopper_kernel import HEADS, ROWS, TYPES, WIDTH, bound, with_fields
 from test_hopper_words import chained, entry
 from word_kernel import integers
 
-from harness.backends import Backend
+from harness.backends import Backend, pick
+from harness.fault import KernelFault
 
 #: D (64, N) = A^T (64, 64) B (64, N): A and B by rows, both transposed by their descriptors; D's registers hold NaN before.
 TRANSPOSED = (
@@ -27,7 +28,10 @@ TRANSPOSED = (
         fa::wgmma_ss<scalar, true, true>(d, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048), step > 0);
     fa::wgmma_commit();
     fa::wgmma_wait<0>(d);
-    for (int i = 0; i < N / 2; ++i) out[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2] = d[i];
+    float other[N / 2];
+    for (int i = 0; i < N / 4; ++i) other[i] = d[i];
+    fa::moved(other, d, N / 4);
+    for (int i = 0; i < N / 2; ++i) out[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2] = other[i];
 }
 """
     + entry("q", "v")
@@ -43,7 +47,7 @@ TRANSPOSED = (
     }
     __syncthreads();
     fa::mbarrier_wait_parity(full, 0);
-    const uint64_t a = fa::smem_descriptor_mn_major(q_smem, 8192), b = fa::smem_descriptor_mn_major(v_smem, 8192);
+    const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(q_smem, 8192)), b = fa::smem_descriptor_mn_major(v_smem, 8192);
     if (args.seq_q == 64) product<64>(static_cast<float*>(args.O.data), a, b);
     else product<128>(static_cast<float*>(args.O.data), a, b);
 }
@@ -151,3 +155,11 @@ def test_turns(backend: Backend, tmp_path: Path) -> None:
     for _ in range(3):
         got = with_fields(bound(backend, tmp_path, TURNS, {}, {}, grid=6)).view(np.int32)
         assert got[:2].tolist() == [5, wanted]
+
+
+def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
+    """Blocks in descending order wait for blocks that have not begun: a GPU that runs all at once does not show it."""
+    backward = TURNS.replace("int(blockIdx.x) - 1)", "4 - int(blockIdx.x))").replace("(turn, blockIdx.x)", "(turn, 5 - int(blockIdx.x))")
+    kernel = bound(pick("cpu"), tmp_path, backward, {}, {}, grid=6)
+    with pytest.raises(KernelFault, match="all blocks that run wait, this one for the turn of one that has not begun"):
+        with_fields(kernel)
