@@ -132,26 +132,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) largest = max(largest, rows[i].largest_finite());
-    largest = fa::group_max<32>(largest);
-    if (fa::lane_id() == 0) largest_smem[fa::warp_id()] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = max(largest, largest_smem[i]);
-    const float scale = fa::split_scale(largest);
+    const float scale = fa::split_scale(fa::block_max(largest, largest_smem));
 #pragma unroll
     for (int i = 0; i < count; ++i) rows[i].store(item, LOW, own + i * step, scale);
     if (threadIdx.x < FACTORS) factors[threadIdx.x] = fa::inverse_power(scale) * (1 / fa::SplitSoftmax<M>::scale_of_p);
-}
-
-// Starts to copy a tile of K or V, all its parts.
-__device__ __forceinline__ void copy_item(fa::uint32_t to_smem, const fa::Args& args, fa::uint32_t unit) {
-    constexpr int chunks = ITEM / 16, rest = chunks % THREADS;
-    const fa::uint32_t thread = fa::opaque_thread_id();
-    to_smem += thread * 16;
-    const unsigned char* from = item_at(args, unit) + thread * 16;
-#pragma unroll
-    for (int i = 0; i < chunks / THREADS; ++i) fa::cp_async_16(to_smem + i * THREADS * 16, from + i * THREADS * 16);
-    if (thread < rest) fa::cp_async_16(to_smem + (chunks - rest) * 16, from + (chunks - rest) * 16);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
@@ -170,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     // Prologue: the first copies start; each warp splits some rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
     fa::uint32_t next_unit = items_of(args, batch, kv_head);  // the next item to be copied
     const auto start_copy = [&](fa::uint32_t slot, bool there) {
-        if (there) copy_item(ring_smem + slot, args, next_unit);
+        if (there) fa::copy_bytes<ITEM, THREADS>(ring_smem + slot, item_at(args, next_unit));
         fa::cp_async_commit_group();
         next_unit += ITEM / 128;
     };

@@ -78,6 +78,19 @@ template <int Width> struct SplitRow {
         return size;
     }
 
+    // The sum of the squares of this lane's finite elements, each times `scale`.
+    __device__ __forceinline__ float squares(float scale) const {
+        float sum = 0;
+#pragma unroll
+        for (int c = 0; c < count; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float scaled = fabsf(x[c][e]) <= largest_float ? x[c][e] * scale : 0.0f;
+                sum += scaled * scaled;
+            }
+        return sum;
+    }
+
     // The row times `scale` to row `row` of two swizzled tiles of Width, the low parts `low_bytes` behind the high ones.
     __device__ __forceinline__ void store(unsigned char* tile, uint32_t low_bytes, int row, float scale) const {
 #pragma unroll
@@ -123,6 +136,55 @@ template <int Width> struct SplitRow {
     }
 };
 
+// The maximum over the 256 threads of a block, of numbers that are not negative. One barrier.
+__device__ __forceinline__ float block_max(float x, float* warps_smem /* [8] */) {
+    x = group_max<32>(x);
+    if (lane_id() == 0) warps_smem[warp_id()] = x;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x = max(x, warps_smem[i]);
+    return x;
+}
+
+// A tile of Rows x Width with one scale to `to`, the low parts behind the high ones; rows behind the last are zero. For 256 threads.
+struct SplitSizes {
+    float inverse, norm;  // 1 / scale; the largest norm of a row, of its finite elements
+};
+template <int Rows, int Width>
+__device__ __forceinline__ SplitSizes split_tile(unsigned char* to, const float* from /* [rows][head_dim] */, int pitch, int rows,
+                                                 int head_dim, float* smem /* [16] */) {
+    using Row = SplitRow<Width>;
+    constexpr int step = 8 * Row::rows_of_warp, count = Rows / step;
+    static_assert(count * step == Rows);
+    const int own = threadIdx.x / Row::lanes;
+    Row part[count];
+    float largest = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const int row = own + i * step;
+        part[i].load(from + row * pitch, head_dim, row < rows);
+        largest = max(largest, part[i].largest_finite());
+    }
+    const float scale = split_scale(block_max(largest, smem));
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        part[i].store(to, Rows * Width * 2, own + i * step, scale);
+        squares = max(squares, group_sum<Row::lanes>(part[i].squares(scale)));
+    }
+    return {inverse_power(scale), sqrtf(block_max(squares, smem + 8)) * inverse_power(scale)};
+}
+
+// Starts to copy `Bytes` bytes from global to shared memory, 16-byte aligned; Threads threads share them.
+template <int Bytes, int Threads> __device__ __forceinline__ void copy_bytes(uint32_t to_smem, const unsigned char* from) {
+    constexpr int chunks = Bytes / 16, rest = chunks % Threads;
+    const uint32_t thread = opaque_thread_id();
+    to_smem += thread * 16;
+    from += thread * 16;
+#pragma unroll
+    for (int i = 0; i < chunks / Threads; ++i) cp_async_16(to_smem + i * Threads * 16, from + i * Threads * 16);
+    if (thread < rest) cp_async_16(to_smem + (chunks - rest) * 16, from + (chunks - rest) * 16);
+}
+
 // d += A B^T over 64 columns, large and small products in accumulators of their own. A and B: swizzled tiles of Width, the low parts a_low
 // and b_low bytes behind the high ones; A: 16 * M rows (lane_of_a), B: 8 * N rows (lane_of_b), both plus 128 bytes for each 64 columns.
 template <int Width, int M, int N>
@@ -164,6 +226,22 @@ template <int M, int N> __device__ __forceinline__ void add(float (&d)[M][N][4],
             for (int e = 0; e < 4; ++e) d[m][n][e] += x[m][n][e];
 }
 
+// d += A B^T over a whole Width, operands as in split_multiply_abt. Small products have accumulators of their own, a chain of large ones
+// has 128 columns, or 64 where Width is 256.
+template <int Width, int M, int N>
+__device__ __forceinline__ void split_multiply_rows(float (&d)[M][N][4], uint32_t a_smem, uint32_t a_low, uint32_t b_smem, uint32_t b_low) {
+    float small[M][N][4] = {};
+#pragma unroll
+    for (int first = 0; first < Width; first += 64) {
+        if (Width == 256 && first > 0) {
+            float more[M][N][4] = {};
+            split_multiply_abt<Width>(more, small, a_smem + 2 * first, a_low, b_smem + 2 * first, b_low);
+            add(d, more);
+        } else split_multiply_abt<Width>(d, small, a_smem + 2 * first, a_low, b_smem + 2 * first, b_low);
+    }
+    add(d, small);
+}
+
 // Each column of d times its factor.
 template <int M, int N> __device__ __forceinline__ void multiply_columns(float (&d)[M][N][4], const float* factors_smem /* [8 * N] */) {
 #pragma unroll
@@ -190,10 +268,10 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
             }
 }
 
-// d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width. A group of columns is
-// summed from zero in 32 registers, and the sum is added in float32. The compiler moves nothing across the beginning of every Fence-th
-// group: left alone it overlaps so many that registers spill.
-template <int Width, int Fence, int M, int N, int K>
+// d += factor * A B. A: 16 * M rows and 16 * K columns, in registers; B: 16 * K rows of two swizzled tiles of Width, of which every
+// Stride-th group of 16 columns. A group of columns is summed from zero in 32 registers, and the sum is added in float32. The compiler
+// moves nothing across the beginning of every Fence-th group: left alone it overlaps so many that registers spill.
+template <int Width, int Fence, int Stride = 1, int M, int N, int K>
 __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
                                                   uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
     constexpr int group = 8 / M;
@@ -206,7 +284,7 @@ __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uin
             uint32_t b[2][group / 2][4];
 #pragma unroll
             for (int pair = 0; pair < group / 2; ++pair) {
-                const uint32_t at = step_16<Width>(b_smem, first / 2 + pair) + k * rows_16<Width>;
+                const uint32_t at = step_16<Width>(b_smem, (first / 2 + pair) * Stride) + k * rows_16<Width>;
                 ldmatrix_x4_trans(b[0][pair], at);
                 ldmatrix_x4_trans(b[1][pair], at + b_low);
             }
@@ -228,6 +306,41 @@ __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uin
 #pragma unroll
                 for (int e = 0; e < 4; ++e) d[m][first + n][e] += factor * sum[m][n][e];
     }
+}
+
+// d += A^T B over K steps of 16 rows of A, as multiply_atb of fa/gradient.cuh. Small products have accumulators of their own.
+template <int K, int WidthA, int Width, int Stride, int M, int N>
+__device__ __forceinline__ void split_multiply_atb(float (&d)[M][N][4], uint32_t a_smem /* lane_of_b_at */, uint32_t a_low,
+                                                   uint32_t b_smem /* lane_of_a_at */, uint32_t b_low) {
+    float small[M][N][4] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        uint32_t high[M][4], low[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            const uint32_t from = step_16<WidthA>(a_smem, m) + k * rows_16<WidthA>;
+            ldmatrix_x4_trans(high[m], from);
+            ldmatrix_x4_trans(low[m], from + a_low);
+        }
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t b[2][4];
+            const uint32_t at = step_16<Width>(b_smem, n / 2 * Stride) + k * rows_16<Width>;
+            ldmatrix_x4_trans(b[0], at);
+            ldmatrix_x4_trans(b[1], at + b_low);
+#pragma unroll
+            for (int product = 0; product < 3; ++product)
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const uint32_t (&part)[4] = b[product == 2];
+                        float (&sum)[4] = product == 1 ? d[m][n + e] : small[m][n + e];
+                        mma_m16n8k16_f16(sum, product == 0 ? low[m] : high[m], part[2 * e], part[2 * e + 1]);
+                    }
+        }
+    }
+    add(d, small);
 }
 
 // The online softmax of scores that have a scale for each row, at any size of the scores: P = scale_of_p * exp2(scale * (S - row_max)).
