@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -116,14 +116,22 @@ class Control(Protocol):
 
 
 class Transport(Protocol):
-    """Device memory between neighbours of the ring."""
+    """Device memory between neighbours of the ring. engine: what moves the bytes."""
 
     rank: int
     size: int
+    engine: str
 
     @property
     def clock(self) -> Clock:
         """Of the device that computes."""
+        ...
+
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Say on all ranks together, before the first exchange, which arrays will be received into; those of an earlier call no longer are.
+
+        In an exchange every rank receives into the same one of its list, from its first byte on. Sizes are the same on all ranks.
+        """
         ...
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
@@ -152,6 +160,54 @@ def wait_for(transport: Transport, mark: Any, timeout: float) -> None:
         time.sleep(2e-5)
 
 
+class Streams:
+    """What transports between GPUs have in common: the compute stream and the communication stream of a rank, without a wait of the host.
+
+    Messages are enqueued before the launches that they run beside, on a stream of a higher priority. xp: CuPy.
+    """
+
+    def __init__(self, xp: Any, talk: Control, timeout: float) -> None:
+        self.rank, self.size, self._timeout, self._cuda = talk.rank, talk.size, timeout, xp.cuda
+        self.clock: Clock = CudaClock(xp)
+        self.compute = xp.cuda.Stream(non_blocking=True)
+        self.stream = xp.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Enqueue both directions behind what the compute stream has so far."""
+        ready = self._cuda.Event(disable_timing=True)
+        ready.record(self.compute)
+        self.stream.wait_event(ready)
+        began = self.clock.mark(self.stream)
+        self._enqueue(send, receive)
+        ended = self.clock.mark(self.stream)
+
+        def finish() -> Any:
+            self.compute.wait_event(ended)
+            return ended
+
+        return Arrival(int(send.nbytes), began, finish)
+
+    def _enqueue(self, send: Any, receive: Any) -> None:
+        """Both directions, on the communication stream."""
+        raise NotImplementedError
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The compute stream as CuPy's current one."""
+        stream: AbstractContextManager[Any] = self.compute
+        return stream
+
+    def captured(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """What `enqueue` puts on both streams as a CUDA graph; the function returned enqueues a replay. All ranks capture and replay.
+
+        Marks within are no times any more. The graph goes before the transport is closed.
+        """
+        with self.compute:
+            self.compute.begin_capture()
+            enqueue()
+            graph = self.compute.end_capture()
+        return lambda: graph.launch(self.compute)
+
+
 class Alone:
     """The control of a ring inside one process: there is nobody else."""
 
@@ -168,8 +224,13 @@ class Alone:
 class Local:
     """A rank of a ring inside one process, where the ranks take turns: a message is a copy in the receiver's letter box."""
 
+    engine = "copies in one process"
+
     def __init__(self, backend: Backend, rank: int, boxes: list[deque[Any]]) -> None:
         self.rank, self.size, self.clock, self._boxes = rank, len(boxes), clock_of(backend), boxes
+
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Any memory will do."""
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Post a copy. The wait comes when the neighbour has had its turn."""

@@ -1,0 +1,282 @@
+"""Peer copies between the GPUs of tests/support/gpus.py: right in every order of the streams, wrong with a fault. Speed, GPUs must show."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
+
+from harness.fault import UsageFault
+from harness.ring import peer
+from harness.ring.transport import CudaClock
+
+
+class Ring:
+    """Transports of several ranks, and K and V that go round on them."""
+
+    ROOM = 64
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, seed: int = 0, module: Any = peer) -> None:
+        self.machine = Machine(random.Random(seed))
+        monkeypatch.setitem(sys.modules, "cupy", self.machine.cupy)
+        monkeypatch.setattr(module, "Driver", lambda: self.machine)
+        monkeypatch.setattr(CudaClock, "mark", lambda clock, stream: _recorded(stream))
+        values, barrier = [None] * ranks, threading.Barrier(ranks)
+        self.ranks, self.seen, self.passes = ranks, list[tuple[int, int, bytes]](), [0] * ranks
+        self.controls = [Together(rank, values, barrier) for rank in range(ranks)]
+        self.transports: list[Any] = self.on_all(lambda rank: module.between_gpus(self.controls[rank], 5.0, []))
+
+    def on_all(self, work: Callable[[int], Any]) -> list[Any]:
+        """A thread a rank."""
+        found: list[Any] = [None] * self.ranks
+
+        def one(rank: int) -> None:
+            self.machine.here.rank = rank
+            try:
+                found[rank] = work(rank)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(20)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+    def ready(self) -> None:
+        """Blocks: one that stays and two that travel, in one allocation, as CuPy's pool has it."""
+        self.blocks: list[list[Array]] = []
+        for _ in range(self.ranks):
+            base = self.machine.malloc(3 * self.ROOM)
+            self.blocks.append([Array(base + i * self.ROOM, self.ROOM) for i in range(3)])
+        self.on_all(lambda rank: self.transports[rank].register(self.blocks[rank][1:]))
+
+    def enqueue(self, rank: int, sizes: list[int]) -> None:
+        """A pass: it makes its own K and V; in each step they go on while compute reads them."""
+        transport, blocks = self.transports[rank], self.blocks[rank]
+        transport.compute.add(lambda _: self.make(rank))
+        for step in range(self.ranks):
+            source = (rank - step) % self.ranks
+            held, free = (blocks[0] if s == 0 else blocks[1 + (s - 1) % 2] for s in (step, step + 1))
+            arrival = None
+            if step + 1 < self.ranks:
+                arrival = transport.exchange(held[: sizes[source]], free[: sizes[source - 1]])
+            transport.compute.add(lambda _, held=held, source=source: self.read(rank, source, held.data.ptr, sizes[source]))
+            if arrival:
+                arrival.wait()
+
+    def make(self, rank: int) -> Iterator[bool]:
+        """Bytes that are of this rank and this pass."""
+        self.passes[rank] += 1
+        for half in (slice(0, self.ROOM // 2), slice(self.ROOM // 2, self.ROOM)):
+            self.machine.bytes(self.blocks[rank][0].data.ptr, self.ROOM)[half] = 16 * self.passes[rank] + rank
+            yield True
+
+    def read(self, rank: int, source: int, address: int, size: int) -> Iterator[bool]:
+        for _ in range(3):
+            self.seen.append((16 * self.passes[rank] + source, size, self.machine.bytes(address, size).tobytes()))
+            yield True
+
+    def right(self) -> bool:
+        """Whether every read found the bytes of its source in the same pass."""
+        return all(data == bytes([value]) * size for value, size, data in self.seen)
+
+
+def _recorded(stream: Stream) -> Event:
+    event = Event()
+    event.record(stream)
+    return event
+
+
+def went(monkeypatch: pytest.MonkeyPatch, seed: int, ranks: int = 3, module: Any = peer) -> str:
+    """What becomes of three passes: "right", "wrong" or "stuck"."""
+    ring = Ring(monkeypatch, ranks, seed, module)
+    ring.ready()
+    for _ in range(3):
+        for rank in range(ranks):
+            ring.enqueue(rank, [ring.ROOM] * ranks)
+    try:
+        ring.machine.run()
+    except Deadlock:
+        return "stuck"
+    return "right" if ring.right() and len(ring.seen) == 9 * ranks * ranks else "wrong"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_order_is_right(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Passes behind one another, without a word between the hosts."""
+    assert {went(monkeypatch, seed, ranks) for seed in range(12)} == {"right"}
+
+
+#: A method: it has another compute stream while it enqueues.
+_UNORDERED = """
+    def exchange(self, send, receive):
+        compute, self.compute = self.compute, self._cuda.Stream(non_blocking=True)
+        try:
+            return super().exchange(send, receive)
+        finally:
+            self.compute = compute
+"""
+_LATE = """arrived)
+            self._driver.write(self.stream.ptr, self._page + free, 0, 1)
+        if receive.size:
+            self._await"""
+FAULTS = {
+    "the copy does not wait for `free`": ("            self._await(self._page + free)\n", ""),
+    "`free` is said before compute is done": ('    engine = "peer copies"\n', _UNORDERED),
+    "`arrived` before the copy": (
+        "            self._runtime.memcpyAsync(",
+        "            self._set(self._next_page + arrived)\n            self._runtime.memcpyAsync(",
+    ),
+    "`arrived` without a fence": ("flag, _SET, 0)", "flag, _SET, 1)"),
+    "nobody waits for `arrived`": ("            self._await(self._page + arrived)\n", "            pass\n"),
+    "flags stay set": ("        self._driver.write(self.stream.ptr, flag, 0, 1)\n", ""),
+    "`free` is cleared after `arrived` is set": (
+        "            self._await(self._page + free)\n",
+        "            self._driver.wait(self.stream.ptr, self._page + free, _SET, 0)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In some order of the streams it reads wrong bytes, or does not end."""
+    module = types.ModuleType("harness.ring.peer")
+    module.__package__ = "harness.ring"
+    monkeypatch.setitem(sys.modules, "harness.ring.peer", module)  # where its dataclass looks
+    assert peer.__file__ is not None
+    text = Path(peer.__file__).read_text()
+    before, after = FAULTS[fault]
+    if "cleared after" in fault:
+        text = text.replace("arrived)\n        if receive.size:\n            self._await", _LATE)
+        assert _LATE in text
+    assert text.count(before) == 1
+    exec(compile(text.replace(before, after), "spoiled", "exec"), module.__dict__)
+    assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
+
+
+def test_shards_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without rows: their neighbours say nothing and wait for nothing."""
+    for seed in range(8):
+        ring = Ring(monkeypatch, 4, seed)
+        ring.ready()
+        for sizes in ([0, 64, 3, 0], [1, 0, 0, 0], [64, 64, 64, 64]):
+            for rank in range(4):
+                ring.enqueue(rank, sizes)
+        ring.machine.run()
+        assert ring.right() and len(ring.seen) == 3 * 3 * 16
+
+
+def test_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same flags again, some ranks a replay ahead."""
+    for seed in range(12):
+        ring = Ring(monkeypatch, 3, seed)
+        ring.ready()
+        again = [each.captured(partial(ring.enqueue, rank, [ring.ROOM] * 3)) for rank, each in enumerate(ring.transports)]
+        assert not ring.seen
+        for _ in range(3):
+            for replay in again:
+                replay()
+        ring.machine.run()
+        assert ring.right() and len(ring.seen) == 3 * 3 * 9
+
+
+def test_nothing_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is mapped once, whatever it holds; a second list of buffers ends the first; a page is freed when nobody has it mapped."""
+    ring = Ring(monkeypatch, 3)
+    ring.ready()
+    kept = [ring.machine.bytes(each.data.ptr, 16).tobytes() for each in ring.blocks[0][1:]]
+    assert kept == [b"\xff" * 16] * 2  # the marks are gone
+    first = set(ring.machine.maps)
+    assert len(first) == 3 * 3  # two pages and the next rank's blocks
+    ring.ready()
+    assert len(ring.machine.maps) == 9 and ring.machine.maps != first
+    ring.on_all(lambda rank: ring.transports[rank].register(()))
+    assert len(ring.machine.maps) == 6
+    ring.on_all(lambda rank: ring.transports[rank].close())
+    assert not ring.machine.maps and len(ring.machine.memory) == 6  # two times three blocks, which are not the transport's
+    ring.on_all(lambda rank: ring.transports[rank].close())
+
+
+def test_a_rank_that_failed_lets_its_streams_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbour never comes: without an end of the streams the process could not free its memory, and not end."""
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    for _ in range(2):
+        ring.enqueue(0, [64, 64])
+    with pytest.raises(Deadlock):
+        ring.machine.run()
+    ring.transports[0].close(failed=True)
+    ring.transports[0].close()
+    ring.machine.run()
+    assert ring.transports[0].stream.done
+
+
+def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping that leads elsewhere, on every rank before the first message; other sizes; a buffer that nobody was told of."""
+    ring = Ring(monkeypatch, 3)
+    ring.machine.wrong_maps = 64
+    with pytest.raises(peer.NoPeers, match="no peer copies") as raised:
+        ring.ready()
+    assert "is not where it was mapped" in raised.value.why and "FA_CLI_RING_TRANSPORT=nccl" in raised.value.hint
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    with pytest.raises(peer.NoPeers) as raised:
+        ring.on_all(lambda rank: ring.transports[rank].register([ring.blocks[rank][1][: 64 - rank]]))
+    assert "bytes, and the own one" in raised.value.why
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    for send, receive in ((ring.blocks[0][0], ring.blocks[0][0]), (Array(DEVICE, 65), ring.blocks[0][1])):
+        with pytest.raises(ValueError, match="not registered"):
+            ring.transports[0].exchange(send, receive)
+
+
+class Other:
+    """In the place of NCCL."""
+
+    def __init__(self, talk: Any, timeout: float) -> None:
+        self.engine = "NCCL"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached", "engine"), [("", True, "peer copies"), ("nccl", True, "NCCL"), ("", False, "NCCL"), ("peer", True, "peer copies")]
+)
+def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, engine: str) -> None:
+    """Peer copies where neighbours reach each other; a word in the environment forces one."""
+    monkeypatch.setattr(peer, "Nccl", Other)
+    monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: reached)
+    monkeypatch.setenv(peer.CHOICE, asked)
+    assert {each.engine for each in Ring(monkeypatch, 3).transports} == {engine}
+
+
+def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced peer copies without peer access, a word that is no transport, and hosts of other names; why goes into the notes."""
+    monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: False)
+    monkeypatch.setenv(peer.CHOICE, "peer")
+    with pytest.raises(peer.NoPeers) as raised:
+        Ring(monkeypatch, 2)
+    assert raised.value.why == "GPU 0 has no peer access to GPU 1"
+    monkeypatch.setenv(peer.CHOICE, "mpi")
+    with pytest.raises(UsageFault, match="'mpi'"):
+        Ring(monkeypatch, 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(peer, "Nccl", Other)
+    names = iter("abc")
+    monkeypatch.setattr(peer.platform, "node", lambda: next(names))
+    ring, notes = Ring(monkeypatch, 2), list[str]()
+    assert {each.engine for each in ring.transports} == {"NCCL"}
+    names = iter("ab")
+    ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
+    assert notes == ["no peer copies between the ranks: the ranks are on several hosts"] * 2
