@@ -5,13 +5,14 @@ and 305 GB/s: 18, 31, 71 and 236 us predicted at 64 KiB, 4, 16 and 64 MiB, again
 
 | way of sending | what it leaves out | prediction |
 |---|---|---|
-| exchange | nothing: events, the order of two streams, a group | 16 us and 305 GB/s, as before |
+| exchange | nothing, by NCCL: events, the order of two streams, a group | 16 us and 305 GB/s, as before |
 | group | the events and the second stream | 64 KiB below 14 us: the host needs more than half of the 16 us for the events |
 | graph | the host: all messages are one CUDA graph | 8 to 10 us: NCCL's kernel, its start and its handshake with both neighbours |
 | four parts | nothing; four sends and receives in the group | no gain: NCCL spreads a message over its channels already |
 | one way | the other direction | the same time: the directions of NVLink are separate |
 | peer copy | NCCL: a copy engine writes to the neighbour's memory (CUDA IPC), in no order with it | 3 us and 370 GB/s |
 | peer copy, ordered | NCCL; a flag in the neighbour's memory says that a copy has arrived | 6 us and 370 GB/s |
+| peer exchange | NCCL; the ring's peer copies (harness/ring/peer.py): two flags, and both cleared | 14 us more than peer copy, 380 GB/s |
 
 NCCL's settings act on `group`: more or fewer channels, larger chunks and buffers change less than a tenth at 4 MiB and above; a higher
 threshold of the LL protocol helps below 1 MiB; its copy-engine path (NCCL_P2P_USE_CUDA_MEMCPY) has peer copy's bandwidth, not its latency.
@@ -47,6 +48,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from harness.ring import job, place, probe
+from harness.ring.nccl import Nccl
+from harness.ring.peer import Peer
 from harness.ring.transport import wait_for
 
 COUNT, PATIENCE = 20, 15.0
@@ -69,11 +72,14 @@ Way = Callable[[int], None]
 
 
 class Ways:
-    """Ways of sending from this rank to the next, and receiving from the one before. send, receive: addresses of device memory."""
+    """Ways of sending from this rank to the next, and receiving from the one before. send, receive: addresses of device memory.
+
+    transport: NCCL's."""
 
     def __init__(self, transport: Any, talk: Any, most: int) -> None:
         import cupy
 
+        self.peers: Any = None
         self.transport, self.talk, self.runtime, self.stream = transport, talk, cupy.cuda.runtime, transport.stream
         self.rank, self.size, self.most = talk.rank, talk.size, most
         self.send, self.receive, self.flag = (
@@ -88,6 +94,16 @@ class Ways:
     def exchange(self, size: int) -> None:
         """As the ring does."""
         self.transport.exchange(self.arrays[0][:size], self.arrays[1][:size]).wait()
+
+    def meet_peers(self) -> None:
+        """The ring's peer copies. Raises NoPeers. Their streams are NCCL's, so that all ways are timed alike."""
+        self.peers = Peer(self.talk, PATIENCE)
+        self.peers.compute, self.peers.stream = self.transport.compute, self.stream
+        self.peers.register(self.arrays[1:])
+
+    def peer_exchange(self, size: int) -> None:
+        """As the ring does it between GPUs of one host."""
+        self.peers.exchange(self.arrays[0][:size], self.arrays[1][:size]).wait()
 
     def group(self, size: int, parts: int = 1) -> None:
         """A send and a receive on the communication stream; in parts, several."""
@@ -190,7 +206,7 @@ def rank(given: argparse.Namespace) -> None:
     """A rank of one setting."""
     talk = place.Folder(place.Place(given.rank, given.gpus, given.rank, "folder", given.folder), PATIENCE)
     backend = job.open_backend("cuda", given.rank)
-    transport: Any = job.transport_of(backend, talk, PATIENCE)
+    transport: Any = Nccl(talk, PATIENCE)
     sizes = [size for size in probe.SIZES if size <= given.most]
     with transport.scope():
         ways = Ways(transport, talk, max(sizes))
@@ -201,8 +217,11 @@ def rank(given: argparse.Namespace) -> None:
             with told(ways, given.output, setting="", way="peer copy"):
                 ways.meet_peer()
                 table += [("peer copy", ways.peer_copy, False)]
+            with told(ways, given.output, setting="", way="peer exchange"):
+                ways.meet_peers()
+                table += [("peer exchange", ways.peer_exchange, False)]
             table += [("graph", ways.group, True)]
-            table += [("peer copy, ordered", ways.ordered_copy, False)] if table[-2][0] == "peer copy" else []
+            table += [("peer copy, ordered", ways.ordered_copy, False)] if ("peer copy", ways.peer_copy, False) in table else []
         for name, way, graph in table:
             with told(ways, given.output, setting=given.setting, way=name):
                 for size in sizes:

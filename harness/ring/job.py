@@ -154,8 +154,10 @@ def open_backend(device: str, local_rank: int) -> Backend:
 
 
 def transport_of(backend: Backend, talk: Control, timeout: float, notes: list[str] | None = None) -> Transport:
-    """Peer copies or NCCL between GPUs (notes: why it is not the first), MPI between CPUs. Raises EnvironmentFault where ranks on CPUs were
-    not started by mpiexec."""
+    """Peer copies or NCCL between GPUs (notes is told why it is NCCL), MPI between CPUs.
+
+    Raises EnvironmentFault where ranks on CPUs were not started by mpiexec.
+    """
     if backend.name == "cuda":
         from .peer import between_gpus
 

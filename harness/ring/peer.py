@@ -106,7 +106,7 @@ def _call(function: Any, *arguments: Any) -> None:
 
 
 class Peer(Streams):
-    """The transport of a rank with a GPU, whose neighbours are on this host. Raises NoPeers, on all ranks, where one does not reach another."""
+    """The transport of a rank whose neighbours are on this host. Raises NoPeers on all ranks, where one does not reach a neighbour."""
 
     engine = "peer copies"
 
@@ -142,7 +142,7 @@ class Peer(Streams):
     def _enqueue(self, send: Any, receive: Any) -> None:
         index, place, room = self._places.get(int(receive.data.ptr), (0, 0, -1))
         if max(send.nbytes, receive.nbytes) > room:
-            raise ValueError(f"{receive.nbytes} bytes into a buffer that was not registered, or that is smaller")
+            raise ValueError(f"{send.nbytes} bytes out, {receive.nbytes} in: the buffer was not registered, or is smaller")
         free, arrived = ((2 * index + i) * _APART for i in (2, 3))  # behind the mark
         if receive.size:
             self._set(self._before_page + free)
@@ -161,7 +161,7 @@ class Peer(Streams):
         self._driver.write(self.stream.ptr, flag, 0, 1)
 
     def close(self, failed: bool = False) -> None:
-        """Unmap what is the neighbours'; where the rank failed, let the streams go that wait for one, since freeing memory waits for them."""
+        """Unmap the neighbours' memory. Where the rank failed, end the waits of its streams: freeing memory would wait for them."""
         page, self._page = self._page, 0
         if not page:
             return
@@ -258,7 +258,7 @@ class Peer(Streams):
         self._buffers, self._places = (), {}
 
     def _let_go(self, page: int) -> None:
-        """Set all own flags until the streams have come to their end, for some seconds at most. What they send now, nobody takes for a result."""
+        """Set all own flags until the streams have come to their end, for some seconds at most. What they send now is no result."""
         helper, until = self._cuda.Stream(non_blocking=True), time.monotonic() + _LET_GO_SECONDS
         with suppress(RuntimeError):  # the device is lost
             while not (self.stream.done and self.compute.done) and time.monotonic() < until:

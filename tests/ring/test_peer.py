@@ -239,7 +239,7 @@ def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Ring(monkeypatch, 2)
     ring.ready()
     for send, receive in ((ring.blocks[0][0], ring.blocks[0][0]), (Array(DEVICE, 65), ring.blocks[0][1])):
-        with pytest.raises(ValueError, match="not registered"):
+        with pytest.raises(ValueError, match="was not registered"):
             ring.transports[0].exchange(send, receive)
 
 
