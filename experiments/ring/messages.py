@@ -205,7 +205,7 @@ def write(output: Path, **line: object) -> None:
 def rank(given: argparse.Namespace) -> None:
     """A rank of one setting."""
     talk = place.Folder(place.Place(given.rank, given.gpus, given.rank, "folder", given.folder), PATIENCE)
-    backend = job.open_backend("cuda", given.rank)
+    assert job.open_backend("cuda", given.rank).name == "cuda"  # the rank's GPU is the current one from here on
     transport: Any = Nccl(talk, PATIENCE)
     sizes = [size for size in probe.SIZES if size <= given.most]
     with transport.scope():

@@ -2,7 +2,7 @@
 
 Two flags belong to each buffer that is received into. `free` is in the sender's memory: the receiver sets it once its compute stream is
 done with the buffer. `arrived` is in the receiver's memory: the sender sets it behind the copy. Streams set flags and wait for them
-(cuStreamWriteValue32, cuStreamWaitValue32), and a wait polls its own GPU's memory. On the communication stream an exchange is
+(cuStreamBatchMemOp), and a wait polls its own GPU's memory. On the communication stream an exchange is
 
     set `free` at the rank before; wait for the own `free`, clear it
     copy; set `arrived` at the next rank; wait for the own `arrived`, clear it
@@ -19,7 +19,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,10 @@ from .transport import Control, Streams, Transport
 CHOICE = "FA_CLI_RING_TRANSPORT"
 #: A flag that is set: memset can write it too. Flags are so many bytes apart, in memory of a whole page, which nothing else shares.
 _SET, _APART, _PAGE = 0x01010101, 64, 2 << 20
+#: An operation of a stream on 32 bits: kind, address, value, flags (cuda.h). A write has a fence before it, where it says nothing else.
+Operation = tuple[int, int, int, int]
+_WAIT, _WRITE = 1, 2
+_EQUAL, _FLUSH, _FENCE, _NO_FENCE = 1, 1 << 30, 0, 1
 _MARK = 16  # bytes of every buffer that show a neighbour that it has mapped the right memory: a Block has as many
 _PATIENCE = 5  # in timeouts, for ranks that still load kernels
 _LET_GO_SECONDS = 2.0
@@ -81,9 +85,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
-        self._range, self._write, self._wait = (
-            getattr(self._library, name) for name in ("cuMemGetAddressRange_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2")
-        )
+        self._range, self._batch = self._library.cuMemGetAddressRange_v2, self._library.cuStreamBatchMemOp_v2
 
     def base(self, address: int) -> int:
         """Where the allocation begins that an address is in."""
@@ -91,13 +93,15 @@ class Driver:
         _call(self._range, ctypes.byref(found), ctypes.byref(size), ctypes.c_uint64(address))
         return found.value
 
-    def write(self, stream: int, address: int, value: int, flags: int) -> None:
-        """Enqueue a write of 32 bits. flags 0: behind a fence; 1: without one."""
-        _call(self._write, ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags))
-
-    def wait(self, stream: int, address: int, value: int, flags: int) -> None:
-        """Enqueue a wait for 32 bits that equal a value. flags 1 << 30: it then flushes writes from outside."""
-        _call(self._wait, ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(1 | flags))
+    def prepared(self, operations: Sequence[Operation]) -> Callable[[int], None]:
+        """What enqueues operations on a stream, in their order, by one call."""
+        if not operations:
+            return lambda stream: None
+        words = (ctypes.c_uint64 * (6 * len(operations)))()  # CUstreamBatchMemOpParams: each field begins a word
+        for first, operation in zip(range(0, len(words), 6), operations, strict=True):
+            words[first : first + 4] = list(operation)
+        count = ctypes.c_uint(len(operations))
+        return lambda stream: _call(self._batch, ctypes.c_void_p(stream), count, words, ctypes.c_uint(0))
 
 
 def _call(function: Any, *arguments: Any) -> None:
@@ -119,13 +123,14 @@ class Peer(Streams):
         self._opened: dict[bytes, int] = {}
         self._buffers: tuple[Any, ...] = ()  # kept, while a neighbour may write to them
         self._places: dict[int, tuple[int, int, int]] = {}
+        self._flags: dict[tuple[int, bool, bool], tuple[Callable[[int], None], Callable[[int], None]]] = {}
         self._page, why = 0, self._unreachable()
         try:
             self._driver = Driver()
             self._page = self._runtime.malloc(_PAGE)
             self._runtime.memset(self._page, 0, _PAGE)
             can = self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanFlushRemoteWrites, self._runtime.getDevice())
-            self._flush = 1 << 30 if can else 0
+            self._flush = _FLUSH if can else 0
         except (OSError, AttributeError, RuntimeError) as error:  # no library, an old one, no memory
             why = why or str(error)
         (self._next_page,), (self._before_page,) = self._share([(self._page, _PAGE)], (self._next, self._before), why)
@@ -143,22 +148,24 @@ class Peer(Streams):
         index, place, room = self._places.get(int(receive.data.ptr), (0, 0, -1))
         if max(send.nbytes, receive.nbytes) > room:
             raise ValueError(f"{send.nbytes} bytes out, {receive.nbytes} in: the buffer was not registered, or is smaller")
-        free, arrived = ((2 * index + i) * _APART for i in (2, 3))  # behind the mark
-        if receive.size:
-            self._set(self._before_page + free)
+        kind = index, bool(send.size), bool(receive.size)
+        before, after = self._flags.get(kind) or self._flags.setdefault(kind, self._operations(*kind))
+        before(self.stream.ptr)
         if send.size:
-            self._await(self._page + free)
             self._runtime.memcpyAsync(place, int(send.data.ptr), int(send.nbytes), self._runtime.memcpyDefault, self.stream.ptr)
-            self._set(self._next_page + arrived)
-        if receive.size:
-            self._await(self._page + arrived)
+        after(self.stream.ptr)
 
-    def _set(self, flag: int) -> None:
-        self._driver.write(self.stream.ptr, flag, _SET, 0)
+    def _operations(self, index: int, sends: bool, receives: bool) -> tuple[Callable[[int], None], Callable[[int], None]]:
+        """What is enqueued before and after the copy into a buffer."""
+        free, arrived = ((2 * index + i) * _APART for i in (2, 3))  # behind the mark
+        before = [(_WRITE, self._before_page + free, _SET, _FENCE)] if receives else []
+        before += self._awaited(free) if sends else []
+        after = [(_WRITE, self._next_page + arrived, _SET, _FENCE)] if sends else []
+        after += self._awaited(arrived) if receives else []
+        return self._driver.prepared(before), self._driver.prepared(after)
 
-    def _await(self, flag: int) -> None:
-        self._driver.wait(self.stream.ptr, flag, _SET, self._flush)
-        self._driver.write(self.stream.ptr, flag, 0, 1)
+    def _awaited(self, flag: int) -> list[Operation]:
+        return [(_WAIT, self._page + flag, _SET, _EQUAL | self._flush), (_WRITE, self._page + flag, 0, _NO_FENCE)]
 
     def close(self, failed: bool = False) -> None:
         """Unmap the neighbours' memory. Where the rank failed, end the waits of its streams: freeing memory would wait for them."""

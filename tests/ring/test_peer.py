@@ -129,23 +129,24 @@ _UNORDERED = """
         finally:
             self.compute = compute
 """
-_LATE = """arrived)
-            self._driver.write(self.stream.ptr, self._page + free, 0, 1)
-        if receive.size:
-            self._await"""
+_COPY = """        if send.size:
+            self._runtime.memcpyAsync(place, int(send.data.ptr), int(send.nbytes), self._runtime.memcpyDefault, self.stream.ptr)
+"""
+_AFTER = "        after(self.stream.ptr)\n"
+_CLEAR = "(_WRITE, self._page + flag, 0, _NO_FENCE)"
 FAULTS = {
-    "the copy does not wait for `free`": ("            self._await(self._page + free)\n", ""),
-    "`free` is said before compute is done": ('    engine = "peer copies"\n', _UNORDERED),
-    "`arrived` before the copy": (
-        "            self._runtime.memcpyAsync(",
-        "            self._set(self._next_page + arrived)\n            self._runtime.memcpyAsync(",
-    ),
-    "`arrived` without a fence": ("flag, _SET, 0)", "flag, _SET, 1)"),
-    "nobody waits for `arrived`": ("            self._await(self._page + arrived)\n", "            pass\n"),
-    "flags stay set": ("        self._driver.write(self.stream.ptr, flag, 0, 1)\n", ""),
+    "the copy does not wait for `free`": (("self._awaited(free) if sends", "[] if sends"),),
+    "`free` is said before compute is done": (('    engine = "peer copies"\n', _UNORDERED),),
+    "`arrived` before the copy": ((_COPY + _AFTER, _AFTER + _COPY),),
+    "`arrived` without a fence": (("self._next_page + arrived, _SET, _FENCE", "self._next_page + arrived, _SET, _NO_FENCE"),),
+    "nobody waits for `arrived`": (("self._awaited(arrived) if receives", "[] if receives"),),
+    "flags stay set": ((f", {_CLEAR}", ""),),
     "`free` is cleared after `arrived` is set": (
-        "            self._await(self._page + free)\n",
-        "            self._driver.wait(self.stream.ptr, self._page + free, _SET, 0)\n",
+        ("self._awaited(free) if sends", "self._awaited(free)[:1] if sends"),
+        ("after += self._awaited(arrived)", "after += self._awaited(free)[1:] + self._awaited(arrived)"),
+    ),
+    "they wait before they announce": (
+        ("        before += self._awaited(free) if sends else []\n", "        before = self._awaited(free) + before\n"),
     ),
 }
 
@@ -158,12 +159,10 @@ def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
     monkeypatch.setitem(sys.modules, "harness.ring.peer", module)  # where its dataclass looks
     assert peer.__file__ is not None
     text = Path(peer.__file__).read_text()
-    before, after = FAULTS[fault]
-    if "cleared after" in fault:
-        text = text.replace("arrived)\n        if receive.size:\n            self._await", _LATE)
-        assert _LATE in text
-    assert text.count(before) == 1
-    exec(compile(text.replace(before, after), "spoiled", "exec"), module.__dict__)
+    for before, after in FAULTS[fault]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    exec(compile(text, "spoiled", "exec"), module.__dict__)
     assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
 
 

@@ -11,7 +11,7 @@ import random
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,6 +199,13 @@ class Machine:
 
         self.streams[stream - 1].add(copy)
 
+    def prepared(self, operations: Sequence[tuple[int, int, int, int]]) -> Callable[[int], None]:
+        def enqueue(stream: int) -> None:
+            for kind, *about in operations:
+                (self.wait if kind == 1 else self.write)(stream, *about)
+
+        return enqueue
+
     def write(self, stream: int, address: int, value: int, flags: int) -> None:
         def write(_: set[Any]) -> Iterator[bool]:
             mine = self.streams[stream - 1]
@@ -211,6 +218,7 @@ class Machine:
 
     def wait(self, stream: int, address: int, value: int, flags: int) -> None:
         assert address < DEVICE + MAPPED, "it polls another GPU"
+        assert flags == 1, "for a value that is equal"
 
         def wait(_: set[Any]) -> Iterator[bool]:
             while self.bytes(address, 4).view(np.uint32)[0] != value:
