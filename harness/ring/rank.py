@@ -160,6 +160,10 @@ class Rank:
         self.sum = self._block("sum", 1, p.heads_q, self.q_rows, "float32")  # of O, then of dQ
         self.q.upload([_own(inputs["Q"], self.queries)])
         self.kv[0].upload([_own(inputs[name], self.keys) for name in ("K", "V")])
+        merged = np.zeros(self.q_rows, np.bool_)
+        for task in [task for step in range(partition.ranks) for task in partition.tasks(self.rank, step)]:
+            merged[task.q_first : task.q_first + task.problem.seq_q] = True
+        self._all_merged = bool(merged.all())
         self._forward = [self._forward_step(step) for step in range(partition.ranks)]
         self._forward_end = self._rounded(self.sum, self.out, p.heads_q, self.q_rows, 1)
         self.sums: list[Block] = []  # of dK and dV
@@ -191,7 +195,8 @@ class Rank:
 
     def forward(self) -> Iterator[None]:
         """Enqueue the pass. It ends with O and logsumexp of this rank's rows over all keys. Raises as launches and exchanges do."""
-        self._clear(0, (self.sum, self.q_rows, 0), (self.lse, self.q_rows, -np.inf))
+        sum_ = () if self._all_merged else ((self.sum, self.q_rows, 0),)  # the first merge of a row reads no sum
+        self._clear(0, *sum_, (self.lse, self.q_rows, -np.inf))
         for step in range(self.partition.ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
             self._compute(step, self._forward[step])

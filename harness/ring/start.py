@@ -1,6 +1,6 @@
 """How a ring starts: in this process (--simulate), as the rank that a launcher made of it, or as processes that are started here.
 
-With GPUs every rank is a process of ours and NCCL moves the tensors. On the CPU it is mpiexec that starts the ranks, and MPI.
+With GPUs every rank is a process of ours. On the CPU it is mpiexec that starts the ranks, and MPI.
 """
 
 from __future__ import annotations
