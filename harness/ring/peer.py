@@ -144,7 +144,7 @@ class Peer(Streams):
         (places,) = self._share(own, (self._next,))
         self._places = {address: (index, places[index], size) for index, (address, size) in enumerate(own)}
 
-    def _enqueue(self, send: Any, receive: Any) -> None:
+    def _enqueue(self, send: Any, receive: Any) -> Any:
         index, place, room = self._places.get(int(receive.data.ptr), (0, 0, -1))
         if max(send.nbytes, receive.nbytes) > room:
             raise ValueError(f"{send.nbytes} bytes out, {receive.nbytes} in: the buffer was not registered, or is smaller")
@@ -153,7 +153,10 @@ class Peer(Streams):
         before(self.stream.ptr)
         if send.size:
             self._runtime.memcpyAsync(place, int(send.data.ptr), int(send.nbytes), self._runtime.memcpyDefault, self.stream.ptr)
+        sent = self._cuda.Event(disable_timing=True)
+        sent.record(self.stream)
         after(self.stream.ptr)
+        return sent
 
     def _operations(self, index: int, sends: bool, receives: bool) -> tuple[Callable[[int], None], Callable[[int], None]]:
         """What is enqueued before and after the copy into a buffer."""

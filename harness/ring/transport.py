@@ -17,16 +17,17 @@ from ..fault import EnvironmentFault
 
 
 class Stuck(EnvironmentFault):
-    """A rank waited for another longer than it may. when: seconds since 1970; of several ranks the first to say so knows best."""
+    """A rank waited for another longer than it may. done: exchanges that had ended on its GPU, if it waits inside a pass there; when: seconds
+    since 1970. Of several ranks the one with the fewest exchanges knows best, then the first to say so: others wait for ranks that wait."""
 
-    def __init__(self, rank: int, waits_for: int | None, seconds: float) -> None:
+    def __init__(self, rank: int, waits_for: int | None, seconds: float, done: float = float("inf")) -> None:
         whom = "the others" if waits_for is None else f"rank {waits_for}"
         super().__init__(
             f"{whom} did not answer within {seconds:g} s",
             f"rank {rank} waited for {whom}; a rank that died or hangs stops the whole ring",
             "see what that rank printed; fa-cli doctor; a slow link or a large problem needs a longer --timeout",
         )
-        self.when = time.time()
+        self.done, self.when = done, time.time()
 
 
 class Clock(Protocol):
@@ -156,6 +157,9 @@ def wait_for(transport: Transport, mark: Any, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not transport.clock.reached(mark):
         if time.monotonic() > deadline:
+            if isinstance(transport, Streams):
+                whom, done = transport.late()
+                raise Stuck(transport.rank, whom, timeout, done)
             raise Stuck(transport.rank, (transport.rank - 1) % transport.size, timeout)
         time.sleep(2e-5)
 
@@ -171,6 +175,10 @@ class Streams:
         self.clock: Clock = CudaClock(xp)
         self.compute = xp.cuda.Stream(non_blocking=True)
         self.stream = xp.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
+        self._posted = 0
+        self._last: deque[tuple[Any, Any]] = deque(
+            maxlen=4 * self.size
+        )  # exchanges of two passes: when their own part ended, and their end
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Enqueue both directions behind what the compute stream has so far."""
@@ -178,8 +186,10 @@ class Streams:
         ready.record(self.compute)
         self.stream.wait_event(ready)
         began = self.clock.mark(self.stream)
-        self._enqueue(send, receive)
+        sent = self._enqueue(send, receive)
         ended = self.clock.mark(self.stream)
+        self._posted += 1
+        self._last.append((sent or ended, ended))
 
         def finish() -> Any:
             self.compute.wait_event(ended)
@@ -187,9 +197,17 @@ class Streams:
 
         return Arrival(int(send.nbytes), began, finish)
 
-    def _enqueue(self, send: Any, receive: Any) -> None:
-        """Both directions, on the communication stream."""
+    def _enqueue(self, send: Any, receive: Any) -> Any:
+        """Both directions, on the communication stream. An event between them, after which only the rank before is waited for, or None."""
         raise NotImplementedError
+
+    def late(self) -> tuple[int, int]:
+        """Whom the communication stream waits for, the rank before where it cannot tell, and how many exchanges have ended."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for left, (sent, ended) in zip(range(len(self._last), 0, -1), self._last, strict=True):
+            if not self.clock.reached(ended):
+                return before if sent is ended or self.clock.reached(sent) else after, self._posted - left
+        return before, self._posted
 
     def scope(self) -> AbstractContextManager[Any]:
         """The compute stream as CuPy's current one."""
@@ -205,6 +223,7 @@ class Streams:
             self.compute.begin_capture()
             enqueue()
             graph = self.compute.end_capture()
+        self._last.clear()  # nobody may ask for events of a graph
         return lambda: graph.launch(self.compute)
 
 

@@ -16,7 +16,7 @@ from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
 
 from harness.fault import UsageFault
 from harness.ring import peer
-from harness.ring.transport import CudaClock
+from harness.ring.transport import CudaClock, Stuck, wait_for
 
 
 class Ring:
@@ -133,11 +133,12 @@ _COPY = """        if send.size:
             self._runtime.memcpyAsync(place, int(send.data.ptr), int(send.nbytes), self._runtime.memcpyDefault, self.stream.ptr)
 """
 _AFTER = "        after(self.stream.ptr)\n"
+_RECORD = "        sent.record(self.stream)\n"
 _CLEAR = "(_WRITE, self._page + flag, 0, _NO_FENCE)"
 FAULTS = {
     "the copy does not wait for `free`": (("self._awaited(free) if sends", "[] if sends"),),
     "`free` is said before compute is done": (('    engine = "peer copies"\n', _UNORDERED),),
-    "`arrived` before the copy": ((_COPY + _AFTER, _AFTER + _COPY),),
+    "`arrived` before the copy": ((_RECORD + _AFTER, _RECORD), (_COPY, _AFTER + _COPY)),
     "`arrived` without a fence": (("self._next_page + arrived, _SET, _FENCE", "self._next_page + arrived, _SET, _NO_FENCE"),),
     "nobody waits for `arrived`": (("self._awaited(arrived) if receives", "[] if receives"),),
     "flags stay set": ((f", {_CLEAR}", ""),),
@@ -221,6 +222,43 @@ def test_a_rank_that_failed_lets_its_streams_go(monkeypatch: pytest.MonkeyPatch)
     ring.transports[0].close()
     ring.machine.run()
     assert ring.transports[0].stream.done
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 3])
+def test_the_rank_that_stopped_is_named(monkeypatch: pytest.MonkeyPatch, stopped: int) -> None:
+    """By both its neighbours, which have come less far than the others; whoever waits for them names them."""
+    for seed in range(8):
+        ring = Ring(monkeypatch, 5, seed)
+        ring.ready()
+        for rank in range(5):
+            for _ in range(1 if rank == stopped else 3):
+                ring.enqueue(rank, [64] * 5)
+        with pytest.raises(Deadlock):
+            ring.machine.run()
+        faults = []
+        for each in ring.transports:
+            if each.rank != stopped:
+                with pytest.raises(Stuck) as raised:
+                    wait_for(each, Event(), 0.0)
+                faults.append((raised.value.done, raised.value.what.split(" did")[0], each.rank))
+        least = [fault for fault in faults if fault[0] == min(faults)[0]]
+        assert least == [(4, f"rank {stopped}", rank) for rank in sorted({(stopped - 1) % 5, (stopped + 1) % 5})]
+
+
+def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuda.h has them: 48 bytes each, its fields 8 bytes apart; the driver's errors are RuntimeErrors."""
+    got: list[Any] = []
+
+    def batch(stream: Any, count: Any, words: Any, flags: Any) -> int:
+        got.append((stream.value, count.value, list(words), flags.value))
+        return int(stream.value == 9)
+
+    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
+    two = peer.Driver().prepared([(2, 1 << 40, 5, 0), (1, 4096, 6, 1)])
+    two(7)
+    assert got == [(7, 2, [2, 1 << 40, 5, 0, 0, 0, 1, 4096, 6, 1, 0, 0], 0)]
+    with pytest.raises(RuntimeError, match="batch: error 1"):
+        two(9)
 
 
 def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,12 @@ class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         pass
 
+    done = False
+
     def record(self, stream: Stream) -> None:
         def record(happened: set[Any]) -> Iterator[bool]:
-            stream.see()
             happened.add(self)
+            self.done = True
             yield True
 
         stream.add(record)
