@@ -23,8 +23,9 @@ NCCL's channels at 4 MiB and above. peer copy 3, 14, 688 (390 GB/s), ordered 10,
 the copy-engine path are several times slower, a higher LL threshold twice at 4 MiB.
 
 What it is for: K and V of a step are 4 S H D / N bytes in 16 bit. At S 32k, H16 D128 they are 128 MiB on two GPUs (0.45 ms by NCCL, 0.36 by
-peer copy, beside 2.7 ms of compute) and 32 MiB on eight (0.13 ms or 0.09, beside 0.17 of compute at 400 TFLOP/s). All of these hide, so
-a faster transport gains only what NCCL's blocks take from the SMs meanwhile; it is worth building where a step computes less than 0.13 ms.
+peer copy, beside 2.7 ms of compute) and 32 MiB on eight (0.13 ms or 0.09, beside 0.17 of compute at 400 TFLOP/s). All of these
+were to hide. On eight H200s NCCL was slower than on two, 73 GB/s at 16 MiB and 80 at 64: 0.45 ms for 32 MiB, which does not hide. Hence
+the ring's peer copies, `peer exchange` here.
 
 A line of messages.jsonl is a setting, a way and a size: us of a message on the slowest rank, GB/s each way, host_us to enqueue it. In a
 child process for each rank and setting, since NCCL reads its environment once.

@@ -17,8 +17,9 @@ from ..fault import EnvironmentFault
 
 
 class Stuck(EnvironmentFault):
-    """A rank waited for another longer than it may. done: exchanges that had ended on its GPU, if it waits inside a pass there; when: seconds
-    since 1970. Of several ranks the one with the fewest exchanges knows best, then the first to say so: others wait for ranks that wait."""
+    """A rank waited for another longer than it may. done: exchanges that had ended on its GPU, if it waits there; when: seconds since 1970.
+
+    Of several ranks the one with the fewest exchanges knows best, then the first to say so: the others wait for ranks that wait."""
 
     def __init__(self, rank: int, waits_for: int | None, seconds: float, done: float = float("inf")) -> None:
         whom = "the others" if waits_for is None else f"rank {waits_for}"
