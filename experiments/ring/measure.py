@@ -2,7 +2,8 @@
 
 The shapes of sweep.toml beside this file, forward and backward: the ring with and without overlap, the same kernel on one GPU, and
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
-launcher's. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
+launcher's. A line has the transport that moved the messages; `bandwidth` has a line for peer copies and one for NCCL, the rings run with
+--transport. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
 problem, longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
 attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
 a pass takes: of the last run, where host_ms is below ms, Python costs no time.
@@ -17,6 +18,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ from harness.check.oracle import Oracle
 from harness.check.tensors import Bound
 from harness.dataset import generate
 from harness.dataset.storage import widen
+from harness.fault import EnvironmentFault
 from harness.measure import sampling
 from harness.problem import MODES, PASSES, Problem
-from harness.ring import job, place, probe, record, timing
+from harness.ring import job, peer, place, probe, record, timing
 from harness.ring.partition import Partition
 from harness.ring.rank import Rank, kernels_of, refuse, run_together
 from harness.ring.transport import Control, Transport
@@ -50,12 +54,12 @@ class Log:
     """Lines of the first rank."""
 
     def __init__(self, rank: int, ranks: int, path: Path) -> None:
-        self.rank, self.ranks, self.path, self.began = rank, ranks, path, time.monotonic()
+        self.rank, self.ranks, self.path, self.began, self.transport = rank, ranks, path, time.monotonic(), ""
 
     def __call__(self, **line: Any) -> None:
         """Print a line, and keep it."""
         if self.rank == 0:
-            text = json.dumps({**line, "ranks": self.ranks, "at_s": round(time.monotonic() - self.began, 1)})
+            text = json.dumps({**line, "ranks": self.ranks, "transport": self.transport, "at_s": round(time.monotonic() - self.began, 1)})
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
             with self.path.open("a") as file:
@@ -103,6 +107,7 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
         outputs = job._gathered([rank], spec, partition, talk) if problem.seq_kv < LONG else {}  # gigabytes through a store
         mine = rank.outputs("forward") | rank.outputs("backward")
     most = max(talk.gather(rank.device_bytes))
+    transport.register(())  # else it keeps what neighbours may write to
     del rank
     if talk.rank == 0 and given.brief and outputs:
         judged(log, problem, Oracle(problem, {name: inputs[name] for name in "QKV"}, None, backend.xp), contender, outputs)
@@ -253,6 +258,32 @@ def torch_ring(log: Log, problem: Problem) -> None:
         log(**words, **rate(problem, pass_, seconds, ranks))
 
 
+@contextmanager
+def used(log: Log, talk: Control, backend: Backend, name: str) -> Iterator[Any]:
+    """A transport by its name, closed at the end; None, and a line that says why, where there is none."""
+    os.environ[peer.CHOICE] = "" if name == "auto" else name
+    try:
+        transport = job.transport_of(backend, talk, TIMEOUT)
+    except EnvironmentFault as fault:
+        log(what="no transport", asked=name, why=str(fault))
+        yield None
+        return
+    log.transport = transport.engine
+    yield transport
+    transport.close()
+    log.transport = ""
+
+
+def bandwidth(log: Log, talk: Control, backend: Backend, transport: Transport | None) -> None:
+    """GB/s each way of messages of all sizes, all ranks at once: the slowest rank's."""
+    if transport:
+        sizes = probe.SIZES if backend.name == "cuda" else probe.SIZES[:3]
+        with transport.scope():
+            rates = talk.gather(probe.bandwidth(backend, transport, sizes, TIMEOUT))
+            transport.register(())
+        log(what="bandwidth", gbps={f"{size >> 10} KiB": round(min(r) / 1e9, 2) for size, *r in zip(sizes, *rates, strict=True)})
+
+
 def main() -> None:
     """Every length, ours first; torch afterwards, so that two communicators are never in flight together."""
     parser = argparse.ArgumentParser()
@@ -262,6 +293,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
     parser.add_argument("--brief", action="store_true", help="the ring with overlap and context_parallel only; below LONG O is judged")
     parser.add_argument("--graph", action="store_true", help="each pass also as a CUDA graph")
+    parser.add_argument("--transport", nargs="+", choices=("auto", "peer", "nccl"), default=["auto"], help="the rings with each of them")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
@@ -271,17 +303,18 @@ def main() -> None:
     talk = place.control(where, TIMEOUT)
     log = Log(talk.rank, talk.size, given.output / "ring.jsonl")
     backend = job.open_backend(given.device, where.local)
-    transport = job.transport_of(backend, talk, TIMEOUT)
     asked = sweep.load("ring")
     shapes = asked.shapes if backend.name == "cuda" else asked.cpu_shapes
     problems = [problem for test, problem in shapes if test in (given.only or [test])]
-    sizes = probe.SIZES if backend.name == "cuda" else probe.SIZES[:3]
-    with transport.scope():
-        rates = talk.gather(probe.bandwidth(backend, transport, sizes, TIMEOUT))
-    log(what="bandwidth", gbps={f"{size >> 10} KiB": round(min(r) / 1e9, 2) for size, *r in zip(sizes, *rates, strict=True)})
-    for problem in problems:
-        ring(log, talk, transport, backend, problem, given)
-    transport.close()
+    for name in ("peer", "nccl") if backend.name == "cuda" and talk.size > 1 else ():
+        with used(log, talk, backend, name) as transport:
+            bandwidth(log, talk, backend, transport)
+    for name in given.transport if backend.name == "cuda" else ("auto",):
+        with used(log, talk, backend, name) as transport:
+            if backend.name == "cpu":
+                bandwidth(log, talk, backend, transport)
+            for problem in problems if transport else ():
+                ring(log, talk, transport, backend, problem, given)
     if given.no_torch:
         return
     import torch

@@ -5,13 +5,14 @@ and 305 GB/s: 18, 31, 71 and 236 us predicted at 64 KiB, 4, 16 and 64 MiB, again
 
 | way of sending | what it leaves out | prediction |
 |---|---|---|
-| exchange | nothing: events, the order of two streams, a group | 16 us and 305 GB/s, as before |
+| exchange | nothing, by NCCL: events, the order of two streams, a group | 16 us and 305 GB/s, as before |
 | group | the events and the second stream | 64 KiB below 14 us: the host needs more than half of the 16 us for the events |
 | graph | the host: all messages are one CUDA graph | 8 to 10 us: NCCL's kernel, its start and its handshake with both neighbours |
 | four parts | nothing; four sends and receives in the group | no gain: NCCL spreads a message over its channels already |
 | one way | the other direction | the same time: the directions of NVLink are separate |
 | peer copy | NCCL: a copy engine writes to the neighbour's memory (CUDA IPC), in no order with it | 3 us and 370 GB/s |
 | peer copy, ordered | NCCL; a flag in the neighbour's memory says that a copy has arrived | 6 us and 370 GB/s |
+| peer exchange | NCCL; the ring's peer copies (harness/ring/peer.py): two flags, and both cleared | 14 us more than peer copy, 380 GB/s |
 
 NCCL's settings act on `group`: more or fewer channels, larger chunks and buffers change less than a tenth at 4 MiB and above; a higher
 threshold of the LL protocol helps below 1 MiB; its copy-engine path (NCCL_P2P_USE_CUDA_MEMCPY) has peer copy's bandwidth, not its latency.
@@ -22,8 +23,9 @@ NCCL's channels at 4 MiB and above. peer copy 3, 14, 688 (390 GB/s), ordered 10,
 the copy-engine path are several times slower, a higher LL threshold twice at 4 MiB.
 
 What it is for: K and V of a step are 4 S H D / N bytes in 16 bit. At S 32k, H16 D128 they are 128 MiB on two GPUs (0.45 ms by NCCL, 0.36 by
-peer copy, beside 2.7 ms of compute) and 32 MiB on eight (0.13 ms or 0.09, beside 0.17 of compute at 400 TFLOP/s). All of these hide, so
-a faster transport gains only what NCCL's blocks take from the SMs meanwhile; it is worth building where a step computes less than 0.13 ms.
+peer copy, beside 2.7 ms of compute) and 32 MiB on eight (0.13 ms or 0.09, beside 0.17 of compute at 400 TFLOP/s). All of these
+were to hide. On eight H200s NCCL was slower than on two, 73 GB/s at 16 MiB and 80 at 64: 0.45 ms for 32 MiB, which does not hide. Hence
+the ring's peer copies, `peer exchange` here.
 
 A line of messages.jsonl is a setting, a way and a size: us of a message on the slowest rank, GB/s each way, host_us to enqueue it. In a
 child process for each rank and setting, since NCCL reads its environment once.
@@ -47,6 +49,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from harness.ring import job, place, probe
+from harness.ring.nccl import Nccl
+from harness.ring.peer import Peer
 from harness.ring.transport import wait_for
 
 COUNT, PATIENCE = 20, 15.0
@@ -69,11 +73,14 @@ Way = Callable[[int], None]
 
 
 class Ways:
-    """Ways of sending from this rank to the next, and receiving from the one before. send, receive: addresses of device memory."""
+    """Ways of sending from this rank to the next, and receiving from the one before. send, receive: addresses of device memory.
+
+    transport: NCCL's."""
 
     def __init__(self, transport: Any, talk: Any, most: int) -> None:
         import cupy
 
+        self.peers: Any = None
         self.transport, self.talk, self.runtime, self.stream = transport, talk, cupy.cuda.runtime, transport.stream
         self.rank, self.size, self.most = talk.rank, talk.size, most
         self.send, self.receive, self.flag = (
@@ -88,6 +95,16 @@ class Ways:
     def exchange(self, size: int) -> None:
         """As the ring does."""
         self.transport.exchange(self.arrays[0][:size], self.arrays[1][:size]).wait()
+
+    def meet_peers(self) -> None:
+        """The ring's peer copies. Raises NoPeers. Their streams are NCCL's, so that all ways are timed alike."""
+        self.peers = Peer(self.talk, PATIENCE)
+        self.peers.compute, self.peers.stream = self.transport.compute, self.stream
+        self.peers.register(self.arrays[1:])
+
+    def peer_exchange(self, size: int) -> None:
+        """As the ring does it between GPUs of one host."""
+        self.peers.exchange(self.arrays[0][:size], self.arrays[1][:size]).wait()
 
     def group(self, size: int, parts: int = 1) -> None:
         """A send and a receive on the communication stream; in parts, several."""
@@ -189,8 +206,8 @@ def write(output: Path, **line: object) -> None:
 def rank(given: argparse.Namespace) -> None:
     """A rank of one setting."""
     talk = place.Folder(place.Place(given.rank, given.gpus, given.rank, "folder", given.folder), PATIENCE)
-    backend = job.open_backend("cuda", given.rank)
-    transport: Any = job.transport_of(backend, talk, PATIENCE)
+    assert job.open_backend("cuda", given.rank).name == "cuda"  # the rank's GPU is the current one from here on
+    transport: Any = Nccl(talk, PATIENCE)
     sizes = [size for size in probe.SIZES if size <= given.most]
     with transport.scope():
         ways = Ways(transport, talk, max(sizes))
@@ -201,8 +218,11 @@ def rank(given: argparse.Namespace) -> None:
             with told(ways, given.output, setting="", way="peer copy"):
                 ways.meet_peer()
                 table += [("peer copy", ways.peer_copy, False)]
+            with told(ways, given.output, setting="", way="peer exchange"):
+                ways.meet_peers()
+                table += [("peer exchange", ways.peer_exchange, False)]
             table += [("graph", ways.group, True)]
-            table += [("peer copy, ordered", ways.ordered_copy, False)] if table[-2][0] == "peer copy" else []
+            table += [("peer copy, ordered", ways.ordered_copy, False)] if ("peer copy", ways.peer_copy, False) in table else []
         for name, way, graph in table:
             with told(ways, given.output, setting=given.setting, way=name):
                 for size in sizes:

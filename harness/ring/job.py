@@ -70,6 +70,7 @@ class Outcome:
     simulated: bool = False
     notes: tuple[str, ...] = ()
     arithmetic: str = "f32"
+    transport: str = ""  # what moves the messages
 
     @property
     def passed(self) -> bool:
@@ -99,7 +100,7 @@ def work(spec: Spec, place: Place) -> Outcome | None:
         os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU backend
     backend = open_backend(spec.device, place.local)
     notes, contender, partition = _ready(spec, backend, talk)
-    transport = transport_of(backend, talk, spec.timeout)
+    transport = transport_of(backend, talk, spec.timeout, notes)
     try:
         with transport.scope():
             inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
@@ -116,9 +117,8 @@ def work(spec: Spec, place: Place) -> Outcome | None:
         del rank
         times = {name: timing.together(name, [each[0][name][0] for each in about]) for name in MODES[spec.mode]}
         found = _judged(spec, backend, contender, partition, inputs, outputs)
-        outcome = replace(
-            found, times=times, repeated=all(each[1] for each in about), device_bytes=max(each[2] for each in about), notes=tuple(notes)
-        )
+        found = replace(found, times=times, notes=tuple(notes), transport=transport.engine)
+        outcome = replace(found, repeated=all(each[1] for each in about), device_bytes=max(each[2] for each in about))
     talk.close()
     return outcome
 
@@ -132,7 +132,8 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
     progress("draws the inputs")
     inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
     progress(f"{count} ranks take turns")
-    ranks = [Rank(backend, partition, contender, inputs, each, spec.overlap) for each in local(backend, count)]
+    transports = local(backend, count)
+    ranks = [Rank(backend, partition, contender, inputs, each, spec.overlap) for each in transports]
     samples, repeated = _run(ranks, spec, talk)
     outputs = _gathered(ranks, spec, partition, talk)
     most = max(rank.device_bytes for rank in ranks)
@@ -140,7 +141,9 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
     times = {name: timing.predicted(samples[name], spec.overlap, spec.bandwidth) for name in MODES[spec.mode]}
     times = {name: replace(t, steps=tuple(replace(step, pass_=name) for step in t.steps)) for name, t in times.items()}
     found = _judged(spec, backend, contender, partition, inputs, outputs, progress)
-    return replace(found, times=times, repeated=repeated, device_bytes=most, simulated=True, notes=tuple(notes))
+    return replace(
+        found, times=times, repeated=repeated, device_bytes=most, simulated=True, notes=tuple(notes), transport=transports[0].engine
+    )
 
 
 def open_backend(device: str, local_rank: int) -> Backend:
@@ -150,12 +153,15 @@ def open_backend(device: str, local_rank: int) -> Backend:
     return pick(f"cuda:{local_rank}") if gpu and (not shown or "," in shown) else pick(device)
 
 
-def transport_of(backend: Backend, talk: Control, timeout: float) -> Transport:
-    """NCCL between GPUs, MPI between CPUs. Raises EnvironmentFault where ranks on CPUs were not started by mpiexec."""
-    if backend.name == "cuda":
-        from .nccl import Nccl
+def transport_of(backend: Backend, talk: Control, timeout: float, notes: list[str] | None = None) -> Transport:
+    """Peer copies or NCCL between GPUs (notes is told why it is NCCL), MPI between CPUs.
 
-        return Nccl(talk, timeout)
+    Raises EnvironmentFault where ranks on CPUs were not started by mpiexec.
+    """
+    if backend.name == "cuda":
+        from .peer import between_gpus
+
+        return between_gpus(talk, timeout, [] if notes is None else notes)
     if talk.size == 1:
         return local(backend, 1)[0]
     from .mpi import Mpi

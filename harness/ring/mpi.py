@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +39,8 @@ def world() -> Any:
 
 class Mpi:
     """COMM_WORLD as control and, with host memory, as transport."""
+
+    engine = "MPI"
 
     def __init__(self, timeout: float) -> None:
         faulthandler.dump_traceback_later(
@@ -80,6 +82,9 @@ class Mpi:
             if time.monotonic() > limit:
                 raise Stuck(self.rank, rank, seconds)
             time.sleep(2e-5)
+
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Any memory will do."""
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Non-blocking send and receive; the wait is on the host."""

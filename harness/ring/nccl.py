@@ -8,29 +8,26 @@ There is one communicator: two of them in flight may deadlock.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..fault import EnvironmentFault, install_extra
 from .mpi import deadline
-from .transport import Arrival, Clock, Control, CudaClock
+from .transport import Control, Streams
 
 
-class Nccl:
+class Nccl(Streams):
     """The transport of a rank with a GPU. Raises EnvironmentFault where NCCL is missing or its ranks do not find each other."""
+
+    engine = "NCCL"
 
     def __init__(self, talk: Control, timeout: float) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # point to point needs no multicast
-        self.rank, self.size, self._timeout = talk.rank, talk.size, timeout
         import cupy
 
-        self._cuda = cupy.cuda
-        self.clock: Clock = CudaClock(cupy)
-        self.compute = cupy.cuda.Stream(non_blocking=True)
-        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
+        super().__init__(cupy, talk, timeout)
         self._nccl: Any = None
         self._communicator: Any = None
         if self.size == 1:
@@ -55,41 +52,16 @@ class Nccl:
                 "NCCL cannot connect the ranks", str(error), "NCCL_DEBUG=INFO, before the same command, says why"
             ) from None
 
-    def exchange(self, send: Any, receive: Any) -> Arrival:
-        """Enqueue both directions behind what the compute stream has so far."""
-        ready = self._cuda.Event(disable_timing=True)
-        ready.record(self.compute)
-        self.stream.wait_event(ready)
-        began = self.clock.mark(self.stream)
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Any memory will do."""
+
+    def _enqueue(self, send: Any, receive: Any) -> None:
         self._nccl.groupStart()
         if send.size:
             self._communicator.send(send.data.ptr, send.size, self._nccl.NCCL_UINT8, (self.rank + 1) % self.size, self.stream.ptr)
         if receive.size:
             self._communicator.recv(receive.data.ptr, receive.size, self._nccl.NCCL_UINT8, (self.rank - 1) % self.size, self.stream.ptr)
         self._nccl.groupEnd()
-        ended = self.clock.mark(self.stream)
-
-        def finish() -> Any:
-            self.compute.wait_event(ended)
-            return ended
-
-        return Arrival(int(send.nbytes), began, finish)
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """The compute stream as CuPy's current one."""
-        stream: AbstractContextManager[Any] = self.compute
-        return stream
-
-    def captured(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """What `enqueue` puts on both streams as a CUDA graph; the function returned enqueues a replay. Both of a pair of ranks capture.
-
-        Marks within are no times any more. The graph goes before the communicator does.
-        """
-        with self.compute:
-            self.compute.begin_capture()
-            enqueue()
-            graph = self.compute.end_capture()
-        return lambda: graph.launch(self.compute)
 
     def close(self, failed: bool = False) -> None:
         """Free the communicator; where the rank failed, abort what is in flight."""

@@ -46,14 +46,14 @@ def probe(device: str, timeout: float, place: Place) -> Probe | None:
     if talk.rank:
         return None
     slowest = tuple((size, min(rates)) for size, rates in zip(sizes, zip(*(each[2] for each in about), strict=True), strict=False))
-    engine = "NCCL" if backend.name == "cuda" else "MPI"
     reached = tuple(found for *_, found in about if found is not None)
-    return Probe(tuple(each[0] for each in about), engine, vector, all(each[1] for each in about), reached, slowest)
+    return Probe(tuple(each[0] for each in about), transport.engine, vector, all(each[1] for each in about), reached, slowest)
 
 
 def bandwidth(backend: Backend, transport: Transport, sizes: Sequence[int], timeout: float) -> list[float]:
     """Bytes a second each way of exchanges of each size, all ranks at once; the first exchange of a size is not counted."""
     send, receive = (backend.memory(max(sizes)) for _ in range(2))
+    transport.register([receive])
     found = []
     for size in sizes:
         arrivals = []
@@ -82,6 +82,7 @@ def _once_round(backend: Backend, transport: Transport, timeout: float, size: in
     """The bytes of each rank travel as K and V do; this rank sees those of all others, the next lower rank's first."""
     buffers = [backend.memory(size) for _ in range(2)]
     buffers[0][:] = transport.rank
+    transport.register(buffers)
     right = True
     for step in range(1, transport.size):
         arrival = transport.exchange(buffers[(step - 1) % 2], buffers[step % 2])

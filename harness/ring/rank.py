@@ -19,14 +19,15 @@ from ..backends import Backend, Loaded, Step
 from ..backends.launch import Launcher, View, launcher
 from ..check.contender import Contender
 from ..check.tensors import row_pitch
+from ..dataset.storage import STORAGE
 from ..fault import UsageFault
 from ..kernel.kernel import KERNELS, Kernel
 from ..problem import Problem
-from .memory import Block
 from .partition import Partition, Task, rows
 from .transport import Arrival, Transport
 
 MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
+_POISON = 0xFF
 _WHAT = {MERGE: "merge", ADD: "merge", ROUND: "round"}
 #: Launches in order, each of a kernel that was loaded.
 Program = list[tuple[Loaded, list[Step]]]
@@ -74,6 +75,58 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
         Kernel.read(path).refuse(rows_problem(partition.problem, partition.problem.heads_q, 1))
 
 
+class Block:
+    """`count` tensors of (batch, heads, rows, pitch) elements, packed without a gap for the rows they have: at most `most`. K and V
+    (or dK and dV) are one block, so that they travel as one message.
+
+    dtype: their storage type. A shard of fewer rows fills the first bytes of the buffer. New memory is poisoned: NaN in every type.
+    """
+
+    def __init__(self, backend: Backend, count: int, batch: int, heads: int, most: int, pitch: int, dtype: str) -> None:
+        self.backend, self.count, self.batch, self.heads, self.pitch = backend, count, batch, heads, pitch
+        self.storage = STORAGE[dtype]
+        self.buffer = backend.memory(max(16, self.bytes(max(1, most))))
+        self.buffer[:] = _POISON
+
+    def bytes(self, rows: int) -> int:
+        """Bytes of all tensors with so many rows."""
+        return self.count * self.batch * self.heads * rows * self.pitch * self.storage.itemsize
+
+    def part(self, rows: int) -> Any:
+        """The bytes of all tensors with so many rows: a message."""
+        return self.buffer[: self.bytes(rows)]
+
+    def view(self, rows: int, index: int = 0, first: int = 0) -> View:
+        """Where a tensor of so many rows is, from row `first` on."""
+        head = rows * self.pitch
+        start = (index * self.batch * self.heads * rows + first) * self.pitch * self.storage.itemsize
+        return View(self.backend.address(self.buffer) + start, self.heads * head, head, self.pitch)
+
+    def array(self, rows: int) -> Any:
+        """(count, batch, heads, rows, pitch) elements; bfloat16 as uint16 where the array module has no such type."""
+        item = self.storage
+        if self.backend.xp is not np and item.kind == "V":
+            item = np.dtype(f"<u{item.itemsize}")
+        return self.part(rows).view(item).reshape(self.count, self.batch, self.heads, rows, self.pitch)
+
+    def upload(self, arrays: list[Any]) -> None:
+        """Fill from host arrays (batch, heads, rows, columns) of the storage type; the columns up to the pitch stay poisoned."""
+        rows, columns = arrays[0].shape[2:]
+        if not rows:
+            return
+        made = self.array(rows)
+        for index, array in enumerate(arrays):
+            source = np.ascontiguousarray(array)
+            xp = self.backend.xp
+            made[index][..., :columns] = source if xp is np else xp.asarray(source.view(made.dtype))
+
+    def download(self, rows: int, columns: int) -> list[Any]:
+        """The tensors as host arrays (batch, heads, rows, columns)."""
+        flat = np.asarray(self.backend.get(self.part(rows))).view(self.storage)
+        whole = flat.reshape(self.count, self.batch, self.heads, rows, self.pitch)
+        return [np.ascontiguousarray(each[..., :columns]) for each in whole]
+
+
 class Rank:
     """A rank's memory and program. inputs: the whole problem's host storage arrays, of which it keeps its own rows.
 
@@ -107,10 +160,16 @@ class Rank:
         self.sum = self._block("sum", 1, p.heads_q, self.q_rows, "float32")  # of O, then of dQ
         self.q.upload([_own(inputs["Q"], self.queries)])
         self.kv[0].upload([_own(inputs[name], self.keys) for name in ("K", "V")])
+        merged = np.zeros(self.q_rows, np.bool_)
+        for task in [task for step in range(partition.ranks) for task in partition.tasks(self.rank, step)]:
+            merged[task.q_first : task.q_first + task.problem.seq_q] = True
+        self._all_merged = bool(merged.all())
         self._forward = [self._forward_step(step) for step in range(partition.ranks)]
         self._forward_end = self._rounded(self.sum, self.out, p.heads_q, self.q_rows, 1)
+        self.sums: list[Block] = []  # of dK and dV
         if "dO" in inputs:
             self._ready_backward(inputs["dO"], most)
+        transport.register([block.buffer for block in (*self.kv[1:], *self.sums)])
 
     def _ready_backward(self, d_out: Any, most: int) -> None:
         p = self.problem
@@ -136,7 +195,8 @@ class Rank:
 
     def forward(self) -> Iterator[None]:
         """Enqueue the pass. It ends with O and logsumexp of this rank's rows over all keys. Raises as launches and exchanges do."""
-        self._clear(0, (self.sum, self.q_rows, 0), (self.lse, self.q_rows, -np.inf))
+        sum_ = () if self._all_merged else ((self.sum, self.q_rows, 0),)  # the first merge of a row reads no sum
+        self._clear(0, *sum_, (self.lse, self.q_rows, -np.inf))
         for step in range(self.partition.ranks):
             arrived = self._pass_on_keys(step) if self.overlap else None
             self._compute(step, self._forward[step])
@@ -177,6 +237,11 @@ class Rank:
         for _, additions in self._first:
             self._compute(ranks, additions)
         self._compute(ranks, self._backward_end)
+
+    def meet(self) -> None:
+        """A byte all the way round, enqueued: what follows begins on all ranks at the same time. It goes where K and V will arrive."""
+        for _ in range(1, self.transport.size):
+            self.transport.exchange(self.kv[0].buffer[:1], self.kv[1].buffer[:1]).wait()
 
     def outputs(self, pass_: str) -> dict[str, Any]:
         """This rank's rows of what a pass writes, host storage arrays. The device has finished."""

@@ -1,6 +1,6 @@
 """How a ring starts: in this process (--simulate), as the rank that a launcher made of it, or as processes that are started here.
 
-With GPUs every rank is a process of ours and NCCL moves the tensors. On the CPU it is mpiexec that starts the ranks, and MPI.
+With GPUs every rank is a process of ours. On the CPU it is mpiexec that starts the ranks, and MPI.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
     if raised:
         raise raised[0]
     if stuck and (not died or died[0] not in ended):  # the first to end had given up on another
-        raise min(stuck, key=lambda fault: fault.when)
+        raise min(stuck, key=lambda fault: (fault.done, fault.when))
     if ended:
         hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
         rank = next(iter([rank for rank in died if rank in ended] or hung or ended))

@@ -65,7 +65,8 @@ def run_pass(ranks: Sequence[Rank], pass_: str, count: int, timeout: float) -> l
     Raises Stuck where the device has not come to the end of a run within timeout seconds after the run before.
     """
     clock = ranks[0].transport.clock
-    _meet(ranks)
+    if len(ranks) == 1:
+        ranks[0].meet()  # ranks of one process need not
     marks, spans = [clock.mark()], []
     for _ in range(count):
         if len(marks) > 2:
@@ -87,7 +88,7 @@ def replay(rank: Rank, pass_: str, count: int, timeout: float) -> tuple[float, .
     clock = transport.clock
     again = transport.captured(lambda: run_together([getattr(rank, pass_)]))
     rank.spans.clear()
-    _meet([rank])
+    rank.meet()
     marks = [clock.mark()]
     for _ in range(count):
         if len(marks) > 2:
@@ -96,15 +97,6 @@ def replay(rank: Rank, pass_: str, count: int, timeout: float) -> tuple[float, .
         marks.append(clock.mark())
     wait_for(transport, marks[-1], timeout)
     return tuple(clock.seconds(began, ended) for began, ended in pairwise(marks))
-
-
-def _meet(ranks: Sequence[Rank]) -> None:
-    """A byte all the way round, enqueued: what follows begins on all ranks at the same time. Ranks of one process need none."""
-    transport = ranks[0].transport
-    if len(ranks) == 1 and transport.size > 1:
-        byte = ranks[0].backend.memory(2)
-        for _ in range(1, transport.size):
-            transport.exchange(byte[:1], byte[1:]).wait()
 
 
 def _sample(clock: Any, marks: Sequence[Any], run: int, spans: Sequence[Span], steps: int) -> Sample:

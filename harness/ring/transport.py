@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -17,16 +17,18 @@ from ..fault import EnvironmentFault
 
 
 class Stuck(EnvironmentFault):
-    """A rank waited for another longer than it may. when: seconds since 1970; of several ranks the first to say so knows best."""
+    """A rank waited for another longer than it may. done: exchanges that had ended on its GPU, if it waits there; when: seconds since 1970.
 
-    def __init__(self, rank: int, waits_for: int | None, seconds: float) -> None:
+    Of several ranks the one with the fewest exchanges knows best, then the first to say so: the others wait for ranks that wait."""
+
+    def __init__(self, rank: int, waits_for: int | None, seconds: float, done: float = float("inf")) -> None:
         whom = "the others" if waits_for is None else f"rank {waits_for}"
         super().__init__(
             f"{whom} did not answer within {seconds:g} s",
             f"rank {rank} waited for {whom}; a rank that died or hangs stops the whole ring",
             "see what that rank printed; fa-cli doctor; a slow link or a large problem needs a longer --timeout",
         )
-        self.when = time.time()
+        self.done, self.when = done, time.time()
 
 
 class Clock(Protocol):
@@ -116,14 +118,22 @@ class Control(Protocol):
 
 
 class Transport(Protocol):
-    """Device memory between neighbours of the ring."""
+    """Device memory between neighbours of the ring. engine: what moves the bytes."""
 
     rank: int
     size: int
+    engine: str
 
     @property
     def clock(self) -> Clock:
         """Of the device that computes."""
+        ...
+
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Say on all ranks together, before the first exchange, which arrays will be received into; those of an earlier call no longer are.
+
+        In an exchange every rank receives into the same one of its list, from its first byte on. Sizes are the same on all ranks.
+        """
         ...
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
@@ -148,8 +158,74 @@ def wait_for(transport: Transport, mark: Any, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not transport.clock.reached(mark):
         if time.monotonic() > deadline:
+            if isinstance(transport, Streams):
+                whom, done = transport.late()
+                raise Stuck(transport.rank, whom, timeout, done)
             raise Stuck(transport.rank, (transport.rank - 1) % transport.size, timeout)
         time.sleep(2e-5)
+
+
+class Streams:
+    """What transports between GPUs have in common: the compute stream and the communication stream of a rank, without a wait of the host.
+
+    Messages are enqueued before the launches that they run beside, on a stream of a higher priority. xp: CuPy.
+    """
+
+    def __init__(self, xp: Any, talk: Control, timeout: float) -> None:
+        self.rank, self.size, self._timeout, self._cuda = talk.rank, talk.size, timeout, xp.cuda
+        self.clock: Clock = CudaClock(xp)
+        self.compute = xp.cuda.Stream(non_blocking=True)
+        self.stream = xp.cuda.Stream(non_blocking=True, priority=-1)  # before the next blocks of a kernel that already runs
+        self._posted = 0
+        self._last: deque[tuple[Any, Any]] = deque(
+            maxlen=4 * self.size
+        )  # exchanges of two passes: when their own part ended, and their end
+
+    def exchange(self, send: Any, receive: Any) -> Arrival:
+        """Enqueue both directions behind what the compute stream has so far."""
+        ready = self._cuda.Event(disable_timing=True)
+        ready.record(self.compute)
+        self.stream.wait_event(ready)
+        began = self.clock.mark(self.stream)
+        sent = self._enqueue(send, receive)
+        ended = self.clock.mark(self.stream)
+        self._posted += 1
+        self._last.append((sent or ended, ended))
+
+        def finish() -> Any:
+            self.compute.wait_event(ended)
+            return ended
+
+        return Arrival(int(send.nbytes), began, finish)
+
+    def _enqueue(self, send: Any, receive: Any) -> Any:
+        """Both directions, on the communication stream. An event between them, after which only the rank before is waited for, or None."""
+        raise NotImplementedError
+
+    def late(self) -> tuple[int, int]:
+        """Whom the communication stream waits for, the rank before where it cannot tell, and how many exchanges have ended."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for left, (sent, ended) in zip(range(len(self._last), 0, -1), self._last, strict=True):
+            if not self.clock.reached(ended):
+                return before if sent is ended or self.clock.reached(sent) else after, self._posted - left
+        return before, self._posted
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The compute stream as CuPy's current one."""
+        stream: AbstractContextManager[Any] = self.compute
+        return stream
+
+    def captured(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """What `enqueue` puts on both streams as a CUDA graph; the function returned enqueues a replay. All ranks capture and replay.
+
+        Marks within are no times any more. The graph goes before the transport is closed.
+        """
+        with self.compute:
+            self.compute.begin_capture()
+            enqueue()
+            graph = self.compute.end_capture()
+        self._last.clear()  # nobody may ask for events of a graph
+        return lambda: graph.launch(self.compute)
 
 
 class Alone:
@@ -168,8 +244,13 @@ class Alone:
 class Local:
     """A rank of a ring inside one process, where the ranks take turns: a message is a copy in the receiver's letter box."""
 
+    engine = "copies in one process"
+
     def __init__(self, backend: Backend, rank: int, boxes: list[deque[Any]]) -> None:
         self.rank, self.size, self.clock, self._boxes = rank, len(boxes), clock_of(backend), boxes
+
+    def register(self, buffers: Sequence[Any]) -> None:
+        """Any memory will do."""
 
     def exchange(self, send: Any, receive: Any) -> Arrival:
         """Post a copy. The wait comes when the neighbour has had its turn."""

@@ -22,7 +22,8 @@
 //     logsumexp = log(exp(running) + exp(step))      O = exp(running - logsumexp) * O + exp(step - logsumexp) * O of the step
 //
 // The running O and logsumexp are float32 and normalised after every step, so their magnitude is that of an attention output. O is
-// rounded to the storage type once, after the last step (round.cu). The limit is global memory: 10 bytes an element in 16 bit.
+// rounded to the storage type once, after the last step (round.cu). The limit is global memory: 10 bytes an element in 16 bit. Where the
+// running logsumexp is -inf, nothing was summed before: the running O is not read, and need not be cleared, which leaves 6 bytes.
 //
 // The tensors in fa::Args:  Q: O of the step, (batch, heads, rows, head_dim), storage type   K: its logsumexp, float32
 //                           O: running O, float32                                            logsumexp: running logsumexp
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const __grid_constan
     const int head = blockIdx.y, batch = blockIdx.z;
     const bool there = row < args.seq_q;
     float* running = fa::row_pointer<float>(args.logsumexp, batch, head, there ? row : 0);
+    const bool first = *running == -fa::infinity();
     const fa::Merged merged = fa::merge_rows(*running, *fa::row_pointer<const float>(args.K, batch, head, there ? row : 0));
     __syncwarp();  // every lane of the row has read the running logsumexp
     if (!there) return;
@@ -50,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const __grid_constan
         const fa::Vec128<scalar> step_reg = fa::load_128(step + d);
 #pragma unroll
         for (int part = 0; part < vec; part += 4) {
-            fa::Vec<float, 4> out_reg = fa::load_vec<4>(out + d + part);
+            fa::Vec<float, 4> out_reg{};
+            if (!first) out_reg = fa::load_vec<4>(out + d + part);
 #pragma unroll
             for (int i = 0; i < 4; ++i) out_reg[i] = merged.kept * out_reg[i] + merged.added * fa::widen(step_reg[part + i]);
             fa::store_vec(out + d + part, out_reg);

@@ -16,7 +16,7 @@ from harness.dataset.storage import STORAGE, round_to, widen
 from harness.fault import EnvironmentFault
 from harness.kernel.kernel import KERNELS, Kernel
 from harness.problem import Problem
-from harness.ring.memory import Block
+from harness.ring.rank import Block
 
 INF = np.inf
 PAIRS = [(0.0, 0.0), (3.0, -2.0), (-2.0, 3.0), (80.0, -80.0), (-INF, 1.5), (1.5, -INF), (-INF, -INF), (1e4, 1e4 + 1), (-1e4, -1e4)]

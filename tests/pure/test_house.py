@@ -34,7 +34,7 @@ def test_imports_have_no_circle() -> None:
 @pytest.mark.parametrize(
     ("package", "home"),
     [
-        ("cupy", {"harness/backends/cuda.py", "harness/ring/nccl.py", "harness/ring/probe.py"}),
+        ("cupy", {"harness/backends/cuda.py", *(f"harness/ring/{name}.py" for name in ("nccl", "peer", "probe"))}),
         ("mpi4py", {"harness/ring/mpi.py"}),
         (
             "subprocess",
@@ -69,7 +69,7 @@ def test_imports_have_no_circle() -> None:
     ],
 )
 def test_packages_have_one_home(package: str, home: set[str]) -> None:
-    """Only cuda.py imports CuPy (and nccl.py its NCCL), only host/ starts a compiler, pandas is report.py's, matplotlib the figures'."""
+    """Only cuda.py and the ring between GPUs import CuPy, only host/ starts a compiler, pandas is report.py's, matplotlib the figures'."""
     users = {path.relative_to(ROOT).as_posix() for path in SOURCES if package in imports(path)}
     assert users <= home
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"

@@ -84,11 +84,12 @@ def test_the_error_does_not_grow_with_the_ranks(backend: Backend) -> None:
         assert max(errors[2][name], errors[8][name]) <= 2 * least + 1e-6, (name, errors)
 
 
-def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge that forgets the weight of what was summed before."""
+@pytest.mark.parametrize(("right", "wrong"), [("merged.kept * out_reg[i]", "out_reg[i]"), ("if (!first) ", "")])
+def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
+    """A merge that forgets the weight of what was summed before, and one that reads a sum which nobody has written."""
     text = (rank.KERNELS / "ring" / "merge.cu").read_text()
     spoiled = tmp_path / "merge.cu"
-    spoiled.write_text(text.replace("merged.kept * out_reg[i]", "out_reg[i]"))
+    spoiled.write_text(text.replace(right, wrong))
     assert spoiled.read_text() != text
     monkeypatch.setattr(rank, "MERGE", spoiled)
     oracle = oracle_for(Problem.of(1, 1, 64, 32), backend, "both")

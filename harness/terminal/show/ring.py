@@ -64,6 +64,7 @@ def ring_json(outcome: Outcome) -> dict[str, Any]:
         "repeated": outcome.repeated,
         "device_bytes": outcome.device_bytes,
         "simulated": outcome.simulated,
+        "transport": outcome.transport,
     }
 
 
@@ -100,6 +101,8 @@ def _notes(outcome: Outcome) -> list[str]:
     if outcome.simulated:
         gbps = outcome.spec.bandwidth / 1e9
         found.append(f"simulated: {outcome.ranks} ranks took turns on one device; times are predicted from their steps and {gbps:g} GB/s")
+    elif outcome.device == "cuda" and outcome.ranks > 1:
+        found.append(f"messages between GPUs: {outcome.transport}")
     if outcome.device == "cpu":
         found.append("CPU time (host backend), not GPU performance")
     if not outcome.repeated:

@@ -1,0 +1,319 @@
+"""Peer copies between the GPUs of tests/support/gpus.py: right in every order of the streams, wrong with a fault. Speed, GPUs must show."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
+
+from harness.fault import UsageFault
+from harness.ring import peer
+from harness.ring.transport import CudaClock, Stuck, wait_for
+
+
+class Ring:
+    """Transports of several ranks, and K and V that go round on them."""
+
+    ROOM = 64
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, seed: int = 0, module: Any = peer) -> None:
+        self.machine = Machine(random.Random(seed))
+        monkeypatch.setitem(sys.modules, "cupy", self.machine.cupy)
+        monkeypatch.setattr(module, "Driver", lambda: self.machine)
+        monkeypatch.setattr(CudaClock, "mark", lambda clock, stream: _recorded(stream))
+        values, barrier = [None] * ranks, threading.Barrier(ranks)
+        self.ranks, self.seen, self.passes = ranks, list[tuple[int, int, bytes]](), [0] * ranks
+        self.controls = [Together(rank, values, barrier) for rank in range(ranks)]
+        self.transports: list[Any] = self.on_all(lambda rank: module.between_gpus(self.controls[rank], 5.0, []))
+
+    def on_all(self, work: Callable[[int], Any]) -> list[Any]:
+        """A thread a rank."""
+        found: list[Any] = [None] * self.ranks
+
+        def one(rank: int) -> None:
+            self.machine.here.rank = rank
+            try:
+                found[rank] = work(rank)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(20)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+    def ready(self) -> None:
+        """Blocks: one that stays and two that travel, in one allocation, as CuPy's pool has it."""
+        self.blocks: list[list[Array]] = []
+        for _ in range(self.ranks):
+            base = self.machine.malloc(3 * self.ROOM)
+            self.blocks.append([Array(base + i * self.ROOM, self.ROOM) for i in range(3)])
+        self.on_all(lambda rank: self.transports[rank].register(self.blocks[rank][1:]))
+
+    def enqueue(self, rank: int, sizes: list[int]) -> None:
+        """A pass: it makes its own K and V; in each step they go on while compute reads them."""
+        transport, blocks = self.transports[rank], self.blocks[rank]
+        transport.compute.add(lambda _: self.make(rank))
+        for step in range(self.ranks):
+            source = (rank - step) % self.ranks
+            held, free = (blocks[0] if s == 0 else blocks[1 + (s - 1) % 2] for s in (step, step + 1))
+            arrival = None
+            if step + 1 < self.ranks:
+                arrival = transport.exchange(held[: sizes[source]], free[: sizes[source - 1]])
+            transport.compute.add(lambda _, held=held, source=source: self.read(rank, source, held.data.ptr, sizes[source]))
+            if arrival:
+                arrival.wait()
+
+    def make(self, rank: int) -> Iterator[bool]:
+        """Bytes that are of this rank and this pass."""
+        self.passes[rank] += 1
+        for half in (slice(0, self.ROOM // 2), slice(self.ROOM // 2, self.ROOM)):
+            self.machine.bytes(self.blocks[rank][0].data.ptr, self.ROOM)[half] = 16 * self.passes[rank] + rank
+            yield True
+
+    def read(self, rank: int, source: int, address: int, size: int) -> Iterator[bool]:
+        for _ in range(3):
+            self.seen.append((16 * self.passes[rank] + source, size, self.machine.bytes(address, size).tobytes()))
+            yield True
+
+    def right(self) -> bool:
+        """Whether every read found the bytes of its source in the same pass."""
+        return all(data == bytes([value]) * size for value, size, data in self.seen)
+
+
+def _recorded(stream: Stream) -> Event:
+    event = Event()
+    event.record(stream)
+    return event
+
+
+def went(monkeypatch: pytest.MonkeyPatch, seed: int, ranks: int = 3, module: Any = peer) -> str:
+    """What becomes of three passes: "right", "wrong" or "stuck"."""
+    ring = Ring(monkeypatch, ranks, seed, module)
+    ring.ready()
+    for _ in range(3):
+        for rank in range(ranks):
+            ring.enqueue(rank, [ring.ROOM] * ranks)
+    try:
+        ring.machine.run()
+    except Deadlock:
+        return "stuck"
+    return "right" if ring.right() and len(ring.seen) == 9 * ranks * ranks else "wrong"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_order_is_right(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Passes behind one another, without a word between the hosts."""
+    assert {went(monkeypatch, seed, ranks) for seed in range(12)} == {"right"}
+
+
+#: A method: it has another compute stream while it enqueues.
+_UNORDERED = """
+    def exchange(self, send, receive):
+        compute, self.compute = self.compute, self._cuda.Stream(non_blocking=True)
+        try:
+            return super().exchange(send, receive)
+        finally:
+            self.compute = compute
+"""
+_COPY = """        if send.size:
+            self._runtime.memcpyAsync(place, int(send.data.ptr), int(send.nbytes), self._runtime.memcpyDefault, self.stream.ptr)
+"""
+_AFTER = "        after(self.stream.ptr)\n"
+_RECORD = "        sent.record(self.stream)\n"
+_CLEAR = "(_WRITE, self._page + flag, 0, _NO_FENCE)"
+FAULTS = {
+    "the copy does not wait for `free`": (("self._awaited(free) if sends", "[] if sends"),),
+    "`free` is said before compute is done": (('    engine = "peer copies"\n', _UNORDERED),),
+    "`arrived` before the copy": ((_RECORD + _AFTER, _RECORD), (_COPY, _AFTER + _COPY)),
+    "`arrived` without a fence": (("self._next_page + arrived, _SET, _FENCE", "self._next_page + arrived, _SET, _NO_FENCE"),),
+    "nobody waits for `arrived`": (("self._awaited(arrived) if receives", "[] if receives"),),
+    "flags stay set": ((f", {_CLEAR}", ""),),
+    "`free` is cleared after `arrived` is set": (
+        ("self._awaited(free) if sends", "self._awaited(free)[:1] if sends"),
+        ("after += self._awaited(arrived)", "after += self._awaited(free)[1:] + self._awaited(arrived)"),
+    ),
+    "they wait before they announce": (
+        ("        before += self._awaited(free) if sends else []\n", "        before = self._awaited(free) + before\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In some order of the streams it reads wrong bytes, or does not end."""
+    module = types.ModuleType("harness.ring.peer")
+    module.__package__ = "harness.ring"
+    monkeypatch.setitem(sys.modules, "harness.ring.peer", module)  # where its dataclass looks
+    assert peer.__file__ is not None
+    text = Path(peer.__file__).read_text()
+    for before, after in FAULTS[fault]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    exec(compile(text, "spoiled", "exec"), module.__dict__)
+    assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
+
+
+def test_shards_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without rows: their neighbours say nothing and wait for nothing."""
+    for seed in range(8):
+        ring = Ring(monkeypatch, 4, seed)
+        ring.ready()
+        for sizes in ([0, 64, 3, 0], [1, 0, 0, 0], [64, 64, 64, 64]):
+            for rank in range(4):
+                ring.enqueue(rank, sizes)
+        ring.machine.run()
+        assert ring.right() and len(ring.seen) == 3 * 3 * 16
+
+
+def test_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same flags again, some ranks a replay ahead."""
+    for seed in range(12):
+        ring = Ring(monkeypatch, 3, seed)
+        ring.ready()
+        again = [each.captured(partial(ring.enqueue, rank, [ring.ROOM] * 3)) for rank, each in enumerate(ring.transports)]
+        assert not ring.seen
+        for _ in range(3):
+            for replay in again:
+                replay()
+        ring.machine.run()
+        assert ring.right() and len(ring.seen) == 3 * 3 * 9
+
+
+def test_nothing_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is mapped once, whatever it holds; a second list of buffers ends the first; a page is freed when nobody has it mapped."""
+    ring = Ring(monkeypatch, 3)
+    ring.ready()
+    kept = [ring.machine.bytes(each.data.ptr, 16).tobytes() for each in ring.blocks[0][1:]]
+    assert kept == [b"\xff" * 16] * 2  # the marks are gone
+    first = set(ring.machine.maps)
+    assert len(first) == 3 * 3  # two pages and the next rank's blocks
+    ring.ready()
+    assert len(ring.machine.maps) == 9 and ring.machine.maps != first
+    ring.on_all(lambda rank: ring.transports[rank].register(()))
+    assert len(ring.machine.maps) == 6
+    ring.on_all(lambda rank: ring.transports[rank].close())
+    assert not ring.machine.maps and len(ring.machine.memory) == 6  # two times three blocks, which are not the transport's
+    ring.on_all(lambda rank: ring.transports[rank].close())
+
+
+def test_a_rank_that_failed_lets_its_streams_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbour never comes: without an end of the streams the process could not free its memory, and not end."""
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    for _ in range(2):
+        ring.enqueue(0, [64, 64])
+    with pytest.raises(Deadlock):
+        ring.machine.run()
+    ring.transports[0].close(failed=True)
+    ring.transports[0].close()
+    ring.machine.run()
+    assert ring.transports[0].stream.done
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 3])
+def test_the_rank_that_stopped_is_named(monkeypatch: pytest.MonkeyPatch, stopped: int) -> None:
+    """By both its neighbours, which have come less far than the others; whoever waits for them names them."""
+    for seed in range(8):
+        ring = Ring(monkeypatch, 5, seed)
+        ring.ready()
+        for rank in range(5):
+            for _ in range(1 if rank == stopped else 3):
+                ring.enqueue(rank, [64] * 5)
+        with pytest.raises(Deadlock):
+            ring.machine.run()
+        faults = []
+        for each in ring.transports:
+            if each.rank != stopped:
+                with pytest.raises(Stuck) as raised:
+                    wait_for(each, Event(), 0.0)
+                faults.append((raised.value.done, raised.value.what.split(" did")[0], each.rank))
+        least = [fault for fault in faults if fault[0] == min(faults)[0]]
+        assert least == [(4, f"rank {stopped}", rank) for rank in sorted({(stopped - 1) % 5, (stopped + 1) % 5})]
+
+
+def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuda.h has them: 48 bytes each, its fields 8 bytes apart; the driver's errors are RuntimeErrors."""
+    got: list[Any] = []
+
+    def batch(stream: Any, count: Any, words: Any, flags: Any) -> int:
+        got.append((stream.value, count.value, list(words), flags.value))
+        return int(stream.value == 9)
+
+    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
+    two = peer.Driver().prepared([(2, 1 << 40, 5, 0), (1, 4096, 6, 1)])
+    two(7)
+    assert got == [(7, 2, [2, 1 << 40, 5, 0, 0, 0, 1, 4096, 6, 1, 0, 0], 0)]
+    with pytest.raises(RuntimeError, match="batch: error 1"):
+        two(9)
+
+
+def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping that leads elsewhere, on every rank before the first message; other sizes; a buffer that nobody was told of."""
+    ring = Ring(monkeypatch, 3)
+    ring.machine.wrong_maps = 64
+    with pytest.raises(peer.NoPeers, match="no peer copies") as raised:
+        ring.ready()
+    assert "is not where it was mapped" in raised.value.why and "FA_CLI_RING_TRANSPORT=nccl" in raised.value.hint
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    with pytest.raises(peer.NoPeers) as raised:
+        ring.on_all(lambda rank: ring.transports[rank].register([ring.blocks[rank][1][: 64 - rank]]))
+    assert "bytes, and the own one" in raised.value.why
+    ring = Ring(monkeypatch, 2)
+    ring.ready()
+    for send, receive in ((ring.blocks[0][0], ring.blocks[0][0]), (Array(DEVICE, 65), ring.blocks[0][1])):
+        with pytest.raises(ValueError, match="was not registered"):
+            ring.transports[0].exchange(send, receive)
+
+
+class Other:
+    """In the place of NCCL."""
+
+    def __init__(self, talk: Any, timeout: float) -> None:
+        self.engine = "NCCL"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached", "engine"), [("", True, "peer copies"), ("nccl", True, "NCCL"), ("", False, "NCCL"), ("peer", True, "peer copies")]
+)
+def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, engine: str) -> None:
+    """Peer copies where neighbours reach each other; a word in the environment forces one."""
+    monkeypatch.setattr(peer, "Nccl", Other)
+    monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: reached)
+    monkeypatch.setenv(peer.CHOICE, asked)
+    assert {each.engine for each in Ring(monkeypatch, 3).transports} == {engine}
+
+
+def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced peer copies without peer access, a word that is no transport, and hosts of other names; why goes into the notes."""
+    monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: False)
+    monkeypatch.setenv(peer.CHOICE, "peer")
+    with pytest.raises(peer.NoPeers) as raised:
+        Ring(monkeypatch, 2)
+    assert raised.value.why == "GPU 0 has no peer access to GPU 1"
+    monkeypatch.setenv(peer.CHOICE, "mpi")
+    with pytest.raises(UsageFault, match="'mpi'"):
+        Ring(monkeypatch, 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(peer, "Nccl", Other)
+    names = iter("abc")
+    monkeypatch.setattr(peer.platform, "node", lambda: next(names))
+    ring, notes = Ring(monkeypatch, 2), list[str]()
+    assert {each.engine for each in ring.transports} == {"NCCL"}
+    names = iter("ab")
+    ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
+    assert notes == ["no peer copies between the ranks: the ranks are on several hosts"] * 2
