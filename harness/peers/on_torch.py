@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class TorchPeer(Library):
     def refuse(self, problem: Problem, pass_: str) -> None:
         """As Library.refuse, and for a GPU that it has no code for."""
         super().refuse(problem, pass_)
-        if self.device == "cuda" and self.arch != (0, 999):
+        if self.device == "cuda" and self.arch != (0, 999) and importlib.util.find_spec("torch"):
             import torch
 
             if torch.cuda.is_available():

@@ -52,17 +52,18 @@ class NoPeers(EnvironmentFault):
 
 
 def between_gpus(talk: Control, timeout: float, notes: list[str]) -> Transport:
-    """Peer copies where all ranks are on one host and reach their neighbours' memory, else NCCL; notes then says why. The first rank's
-    FA_CLI_RING_TRANSPORT (nccl or peer) allows one only. Raises UsageFault for another word, NoPeers, and as Nccl does."""
+    """NCCL, until peer copies have run on a GPU. The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto: peer copies where all
+    ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises UsageFault for another word, NoPeers, and
+    as Nccl does."""
     asked = talk.gather(os.environ.get(CHOICE, ""))[0]
-    if asked not in ("", "nccl", "peer"):
-        raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl and peer", f"unset {CHOICE}")
-    if asked == "nccl" or talk.size == 1:
+    if asked not in ("", "nccl", "peer", "auto"):
+        raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
+    if asked in ("", "nccl") or talk.size == 1:
         return Nccl(talk, timeout)
     try:
         return Peer(talk, timeout)
     except NoPeers as fault:
-        if asked:
+        if asked == "peer":
             raise
         notes.append(f"{fault.what}: {fault.why}")
         return Nccl(talk, timeout)

@@ -111,6 +111,3 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     assert np.array_equal(tile[0], wanted[:, :64]) and np.array_equal(tile[1][:, :16], wanted[:, 64:])
     assert (tile[1][:, 16:].copy().view(np.uint8) == 0x7F).all()
     assert np.array_equal(answers(6)[0][:, :32], registers(sum(head @ head.T for head in q)))
-    written = answers(7)[2][: 64 * 128].reshape(64, 128)
-    assert np.array_equal(written[:41, :80].copy().view(TYPES[dtype]), wanted[:41, :40])
-    assert (written[41:] == 0x7F).all() and (written[:, 80:] == 0x7F).all()
