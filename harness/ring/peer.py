@@ -130,8 +130,12 @@ class Peer(Streams):
             self._driver = Driver()
             self._page = self._runtime.malloc(_PAGE)
             self._runtime.memset(self._page, 0, _PAGE)
+            self._runtime.deviceSynchronize()
             can = self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanFlushRemoteWrites, self._runtime.getDevice())
             self._flush = _FLUSH if can else 0
+            tried = [(_WRITE, self._page + _APART, _SET, _FENCE), *self._awaited(_APART)]  # a flag of no buffer
+            self._driver.prepared(tried)(self.stream.ptr)  # what the driver refuses, it refuses here
+            self.stream.synchronize()
         except (OSError, AttributeError, RuntimeError) as error:  # no library, an old one, no memory
             why = why or str(error)
         (self._next_page,), (self._before_page,) = self._share([(self._page, _PAGE)], (self._next, self._before), why)

@@ -280,6 +280,10 @@ def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ring.transports[0].exchange(send, receive)
 
 
+def _refused(*_: object) -> None:
+    raise RuntimeError("cuStreamBatchMemOp_v2: error 801")
+
+
 class Other:
     """In the place of NCCL."""
 
@@ -305,6 +309,11 @@ def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(peer.NoPeers) as raised:
         Ring(monkeypatch, 2)
     assert raised.value.why == "GPU 0 has no peer access to GPU 1"
+    monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: True)
+    with monkeypatch.context() as refused, pytest.raises(peer.NoPeers, match="peer copies") as raised:
+        refused.setattr(Machine, "wait", _refused)
+        Ring(monkeypatch, 2)
+    assert raised.value.why == "cuStreamBatchMemOp_v2: error 801"
     monkeypatch.setenv(peer.CHOICE, "mpi")
     with pytest.raises(UsageFault, match="'mpi'"):
         Ring(monkeypatch, 2)
