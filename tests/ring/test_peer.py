@@ -19,6 +19,12 @@ from harness.ring import peer
 from harness.ring.transport import CudaClock, Stuck, wait_for
 
 
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peer copies, which are not the default."""
+    monkeypatch.setenv(peer.CHOICE, "auto")
+
+
 class Ring:
     """Transports of several ranks, and K and V that go round on them."""
 
@@ -292,10 +298,11 @@ class Other:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reached", "engine"), [("", True, "peer copies"), ("nccl", True, "NCCL"), ("", False, "NCCL"), ("peer", True, "peer copies")]
+    ("asked", "reached", "engine"),
+    [("auto", True, "peer copies"), ("nccl", True, "NCCL"), ("", True, "NCCL"), ("auto", False, "NCCL"), ("peer", True, "peer copies")],
 )
 def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, engine: str) -> None:
-    """Peer copies where neighbours reach each other; a word in the environment forces one."""
+    """A word in the environment chooses; auto: peer copies where neighbours reach each other."""
     monkeypatch.setattr(peer, "Nccl", Other)
     monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: reached)
     monkeypatch.setenv(peer.CHOICE, asked)
@@ -318,6 +325,7 @@ def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageFault, match="'mpi'"):
         Ring(monkeypatch, 2)
     monkeypatch.undo()
+    monkeypatch.setenv(peer.CHOICE, "auto")
     monkeypatch.setattr(peer, "Nccl", Other)
     names = iter("abc")
     monkeypatch.setattr(peer.platform, "node", lambda: next(names))
