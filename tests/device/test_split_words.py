@@ -16,7 +16,7 @@ from word_kernel import f32, integers, run
 
 from harness.backends import Backend
 
-BEFORE = "#include <fa/split.cuh>\n" + PRODUCT.split("template <int W, bool S>")[0]
+BEFORE = "#include <fa/gradient.cuh>\n#include <fa/split.cuh>\n" + PRODUCT.split("template <int W, bool S>")[0]
 #: 2^-8 of an integer below 8, scaled to [2^14, 2^15), reaches into the low part and ends there.
 FRACTION = 2.0**-15
 
@@ -161,6 +161,69 @@ def test_split_products(backend: Backend, tmp_path: Path, width: int, m: int) ->
     np.testing.assert_allclose(f32(got[3072:], rows, width), exact, rtol=2.0**-21, atol=np.abs(exact).max() * 2.0**-22)
     without = 3 + (ph @ bh + ph @ bl) / 2048  # the comparison can fail: a product less is seen
     assert np.abs(without - exact).max() > 100 * np.abs(exact).max() * 2.0**-22
+
+
+TILES = """\
+template <int W> __device__ void tiles(const float* a, const float* b, float* out, int t) {
+    unsigned char* smem = fa::dynamic_shared();  // A [32][W], B [32][W], P [32][32], each high and low parts; a copy of A; 64 floats
+    constexpr uint32_t size = 4 * 32 * W, p_size = 4 * 32 * 32;
+    float* maxima = reinterpret_cast<float*>(smem + 3 * size + p_size);
+    const fa::SplitSizes of_a = fa::split_tile<32, W>(smem, a, W, 31, W - 3, maxima);
+    const fa::SplitSizes of_b = fa::split_tile<32, W>(smem + size, b, W, 32, W, maxima + 16);
+    for (int i = t; i < 32 * 16; i += 256) {  // P, whose columns are the rows of P^T B
+        fa::Vec<uint32_t, 2> word;
+        const float* p = b + 32 * W + i / 16 * 32 + i % 16 * 2;
+        fa::split_pair(word[0], word[1], p[0], p[1]);
+        for (int low = 0; low < 2; ++low)
+            *reinterpret_cast<uint32_t*>(smem + 2 * size + low * p_size / 2 + fa::chunk_at<32>(i / 16, i % 16 / 4) + i % 4 * 4) = word[low];
+    }
+    const float largest = fa::block_max(float(t * 7 % 256), maxima + 32);
+    float* copied = reinterpret_cast<float*>(smem + 2 * size + p_size);
+    fa::copy_bytes<size, 256>(fa::smem_u32(copied), reinterpret_cast<const unsigned char*>(a));
+    fa::cp_async_commit_group();
+    fa::cp_async_wait_group<0>();
+    __syncthreads();
+    for (int i = t; i < 16 * W; i += 256) out[6144 + i] = copied[i] + copied[i + 16 * W];
+    if (t == 0) out[0] = of_a.inverse, out[1] = of_a.norm, out[2] = of_b.inverse, out[3] = of_b.norm, out[4] = largest;
+    if (t >= 32) return;
+    const uint32_t a_smem = fa::smem_u32(smem), b_smem = a_smem + size, p_smem = b_smem + size;
+    float s[2][4][4] = {}, d[2][W / 16][4] = {};
+    fa::split_multiply_rows<W>(s, fa::lane_of_a<W>(a_smem), size / 2, fa::lane_of_b<W>(b_smem), size / 2);
+    put(out + 1024, s);
+    const uint32_t p_lane = fa::lane_of_b_at<32>(p_smem, 0, 0, t);
+    fa::split_multiply_atb<2, 32, W, 2>(d, p_lane, p_size / 2, fa::lane_of_a_at<W>(b_smem, 0, 1, t), size / 2);
+    put(out + 2048, d);
+}
+"""
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_split_tiles(backend: Backend, tmp_path: Path, width: int) -> None:
+    """Tiles split by a block with one scale, their products by whole rows and by columns of A, a copy, a maximum."""
+    draw = np.random.RandomState(width)
+    a, b, p = draw.randn(32, width), draw.randn(32, width) * 1e-6, draw.rand(32, 32) * 2.0**14
+    a, b, p = (x.astype(np.float32) for x in (a, b, p))
+    b[3, 4] = np.inf
+    b[3, 5:] = 0  # a row that is not finite: its sizes leave it out, and only products with it are NaN
+    body = f"    tiles<{width}>(a, b, reinterpret_cast<float*>(out), t);"
+    both = np.concatenate([b.reshape(-1), p.reshape(-1)])
+    shared = 3 * 128 * width + 4096 + 256
+    got = run(backend, tmp_path, body, a, both, before=BEFORE + TILES, block=256, shared=shared)
+    inverse_a, norm_a, inverse_b, norm_b, largest = f32(got, 5).astype(float)
+    wide_a, wide_b = a.astype(float), np.where(np.isfinite(b), b, 0).astype(float)
+    wide_a[31] = wide_a[:, width - 3 :] = 0
+    for x, inverse, norm in ((wide_a, inverse_a, norm_a), (wide_b, inverse_b, norm_b)):
+        assert np.frexp(inverse)[0] == 0.5 and 2.0**14 <= np.abs(x).max() / inverse < 2.0**15
+        np.testing.assert_allclose(norm, np.sqrt((x * x).sum(1)).max(), rtol=1e-5)
+    assert largest == 255 and np.array_equal(f32(got[6144:], 16, width), a[:16] + a[16:])
+    finite = [i for i in range(32) if i != 3]
+    scores = wide_a @ wide_b.T / (inverse_a * inverse_b)
+    found = f32(got[1024:], 32, 32)
+    np.testing.assert_allclose(found[:, finite], scores[:, finite], rtol=0, atol=np.abs(scores).max() * 2.0**-20)
+    assert np.isnan(found[:, 3]).all()
+    columns = [c for c in range(width) if c // 16 % 2]
+    exact = (p.T.astype(float) @ wide_b / inverse_b)[:, columns]
+    np.testing.assert_allclose(f32(got[2048:], 32, width // 2), exact, rtol=0, atol=np.abs(exact).max() * 2.0**-20)
 
 
 def test_split_softmax(backend: Backend, tmp_path: Path) -> None:
