@@ -288,8 +288,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     const auto fetch = [&](int tile, fa::uint32_t stage) {  // starts the copy of a tile
         fa::copy_bytes<Q_ITEM, THREADS>(k_smem + AT_Q + stage * Q_ITEM, query_item(args, tile));
     };
-    fa::copy_bytes<K_ITEM, THREADS>(k_smem, key_item(args, batch, kv_head, blockIdx.x));
-    if (tile < tile_end) fetch(tile, 0);
+    if (tile < tile_end) {
+        fa::copy_bytes<K_ITEM, THREADS>(k_smem, key_item(args, batch, kv_head, blockIdx.x));
+        fetch(tile, 0);
+    }
     fa::cp_async_commit_group();
 
     float dk_reg[M][COLUMNS][4] = {}, dv_reg[M][COLUMNS][4] = {};
@@ -395,7 +397,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         }
         tile = next;
     }
-    fa::cp_async_wait_group<0>();
 
     // Epilogue: dK and dV from registers to global memory; a quad writes a sector.
     const Coordinates at;
@@ -440,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
     };
 #pragma unroll
     for (int i = 0; i < items; ++i)
-        if (q_first + i * BLOCK_Q < q_end)
+        if (keys > 0 && q_first + i * BLOCK_Q < q_end)
             fa::copy_bytes<Q_ITEM, DQ_THREADS>(q_smem + i * Q_ITEM,
                                                query_item(args, first_tile(args, batch, head) + q_first / BLOCK_Q + i));
     fa::uint32_t stage = items * Q_ITEM;
@@ -498,7 +499,6 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
                                                factors.dq);
         stage = other;
     }
-    fa::cp_async_wait_group<0>();
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
