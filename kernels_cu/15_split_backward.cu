@@ -9,6 +9,7 @@
 // logits = "any"
 // deterministic = "optional"
 // auto = false  # it has not run on a GPU yet
+// spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
 // BLOCK_Q = "64 if HEAD_DIM == 64 else 32"
 // BLOCK_K = "(16384 if shared_optin >= 232448 else 8192 if shared_optin >= 163840 or HEAD_DIM == 64 else 4096) // max(128, HEAD_DIM)"
