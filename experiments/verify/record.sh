@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes this folder's record on the GPU of this machine: bash experiments/verify/record.sh [FOLDER] (default: this one).
-# Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, run, sanitizer). A case that does not
+# Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, repeat, run, sanitizer). A case that does not
 # fit its memory is left out, and verify.log says so. The fuzz runs in FUZZ_PROCESSES processes (4), each at most FUZZ_SECONDS (0: no limit).
 # While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
@@ -10,7 +10,7 @@ export PYTHONPATH=. PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 cli="$python cli.py"
 failed=0
-parts=${PARTS:-verify fuzz run sanitizer}
+parts=${PARTS:-verify fuzz repeat run sanitizer}
 want() { [[ " $parts " == *" $1 "* ]]; }
 
 step() { # what to expect, a log and a command: run beside the others, its command, output and exit code in the log
@@ -33,9 +33,15 @@ join() { # waits for the steps under way and puts their logs one behind the othe
 }
 
 if want verify; then
-    for kernels in 00 01-02 03-04 05-06 07 08-09 10-11 12-13 14 16; do
+    for kernels in 01-02 03-04 05-06 08-09 10-11 12-13; do
         step 0 "part.$kernels.log" $cli verify --compute $kernels --matrix full --device cuda -v &
     done
+    for kernel in 00 07 14 15 16; do # the ones with a backward pass: a process a pass
+        for mode in forward backward; do
+            step 0 "part.$kernel.$mode.log" $cli verify --compute $kernel --mode $mode --matrix full --device cuda -v &
+        done
+    done
+    step 0 part.deterministic.log $cli verify --compute 14,16 --mode backward --matrix full --deterministic --device cuda -v &
     join verify.log
 fi
 if want fuzz; then # 5,000 random cases in a few processes of one seed each, every case on every kernel that takes it
@@ -46,6 +52,12 @@ if want fuzz; then # 5,000 random cases in a few processes of one seed each, eve
     done
     join fuzz.log
     set +m
+fi
+if want repeat; then # 250 launches of the same inputs give the same bits
+    for dtype in float32 float16 bfloat16; do
+        step 0 "part.$dtype.log" $cli verify --case "B60_H4_S257_D64_$dtype,causal" --repeat 250 --deterministic --device cuda &
+    done
+    join repeat.log
 fi
 if want run; then
     for shape in "--batch 2 --heads 8 --seq 512" "--batch 8 --heads 16 --seq 2048"; do
@@ -74,6 +86,6 @@ from harness import backends, environment
 facts = environment.environment(**backends.pick("cuda").environment())
 environment.write_env(Path(sys.argv[1]) / "env.json", facts | {"command": "bash experiments/verify/record.sh"})
 PYTHON
-grep -hE "^PASS|^FAIL|^note: fuzz.* after|exit code" "$out"/{verify,fuzz}.log
+grep -hE "^PASS|^FAIL|^note: fuzz.* after|exit code" "$out"/{verify,fuzz,repeat}.log
 grep -E "ERROR SUMMARY|RACECHECK SUMMARY|exit code" "$out/sanitizer.log"
 exit $failed
