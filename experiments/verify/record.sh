@@ -54,8 +54,8 @@ if want fuzz; then # 5,000 random cases in a few processes of one seed each, eve
     set +m
 fi
 if want repeat; then # 250 launches of the same inputs give the same bits
-    for dtype in float32 float16 bfloat16; do
-        step 0 "part.$dtype.log" $cli verify --case "B60_H4_S257_D64_$dtype,causal" --repeat 250 --deterministic --device cuda &
+    for dtype in "" _float16 _bfloat16; do
+        step 0 "part.x$dtype.log" $cli verify --case "B60_H4_S257_D64$dtype,causal" --repeat 250 --deterministic --device cuda &
     done
     join repeat.log
 fi
