@@ -209,17 +209,17 @@ STORE = (
 )
 
 
-def test_tma_stores(backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [(0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)], ids=str)
+def test_tma_stores(at: tuple[int, int, int], backend: Backend, tmp_path: Path) -> None:
     """A swizzled tile inside and over the edges of O: what lies outside is not written, and nothing else is."""
     kernel = bound(backend, tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
     numbers = np.arange(4096).astype(np.uint16).reshape(-1, 8)
     chunk = np.arange(512)
-    tile = numbers[chunk ^ (chunk >> 3 & 7)].reshape(64, 64)
-    for column, row, head in ((0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)):
-        got = with_fields(kernel, seq_q=column, seq_kv=row, head_dim=head).view(np.uint16).reshape(HEADS, ROWS, WIDTH)
-        wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 128), 0xFFFF, np.uint16)  # head -1 is its last
-        wanted[head, 64 + row : 128 + row, 64 + column : 128 + column] = tile
-        assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, 64 : 64 + WIDTH]), (column, row, head)
+    column, row, head = at
+    got = with_fields(kernel, seq_q=column, seq_kv=row, head_dim=head).view(np.uint16).reshape(HEADS, ROWS, WIDTH)
+    wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 128), 0xFFFF, np.uint16)  # head -1 is its last
+    wanted[head, 64 + row : 128 + row, 64 + column : 128 + column] = numbers[chunk ^ (chunk >> 3 & 7)].reshape(64, 64)
+    assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, 64 : 64 + WIDTH])
 
 
 def test_a_column_that_is_not_aligned_is_refused_on_the_cpu(tmp_path: Path) -> None:
