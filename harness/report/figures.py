@@ -50,9 +50,11 @@ def energy(view: View, title: str, footer: str) -> Figure | None:
     figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 2.7))
     _bars(axes[0], view, picojoules, 0)
     axes[0].set_ylabel("pJ/FLOP")
+    extra = []
     if (product := gemm(view)) and (least := picojoules(product)):
-        ceiling(axes[0], least, f"GEMM {product.Kernel.rpartition('-')[2]} {least:.3g} pJ/FLOP")
-    style.legend(figure, view, bars=True)
+        words = f"GEMM {product.Kernel.rpartition('-')[2]} {least:.3g} pJ/FLOP"  # in the legend, for bars stand where the line is
+        extra.append(axes[0].axhline(least, color="0.2", linestyle="--", linewidth=0.8, zorder=2.5, label=words))
+    style.legend(figure, view, extra, bars=True)
     return figure
 
 
@@ -67,10 +69,10 @@ def _bars(axis: Axes, view: View, value: Callable[[Row], float | None], power: i
         axis.bar(xs, ys, width=width, label=kernel, zorder=2, **style.block(view, kernel))
         if power and rows:
             axis.errorbar(xs, ys, yerr=style.spread([row for _, row in rows], ys, power), **{**BARS, "capsize": 1.1, "elinewidth": 0.5})
-    axis.set_xticks(
-        range(len(shapes)), [view.label(s).replace("_causal", "").replace(" (", "\n(") for s in shapes], rotation=35, ha="right"
-    )
-    plt.setp(axis.get_xticklabels(), fontsize=5, rotation_mode="anchor", va="center", linespacing=0.95)
+    few, labels = len(shapes) <= 4, [view.label(shape).replace("_causal", "") for shape in shapes]
+    axis.set_xticks(range(len(shapes)), [label.replace(" (", "\n(") if few else label for label in labels])
+    if not few:
+        plt.setp(axis.get_xticklabels(), fontsize=5, rotation=35, ha="right", rotation_mode="anchor", va="center")
     axis.set_xlim(-0.5, len(shapes) - 0.5)
     axis.grid(visible=False, axis="x")
     axis.set_ylim(0, None)
@@ -172,9 +174,15 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
 
 
 def memory(view: View, title: str, footer: str) -> Figure | None:
-    """Peak device bytes of each kernel over S, beside its tensors alone and beside the S x S matrix that it may have to store."""
+    """Peak device bytes of each kernel over S, beside its tensors alone and beside the S x S matrix that it may have to store.
+
+    None too at a fixed number of tokens, where only the matrix grows, if no kernel stores it.
+    """
     rows = [row for row in view.rows if row.peak_bytes]
-    if not rows:
+    peaks = {k: sorted((row.SeqLen, row.peak_bytes) for row in view.cells(k).values() if row.peak_bytes) for k in view.kernels}
+    peaks = {kernel: points for kernel, points in peaks.items() if points}
+    sizes = [[size for _, size in points] for points in peaks.values()]
+    if not rows or (len({row.Batch for row in rows}) > 1 and all(max(each) < 1.1 * min(each) for each in sizes)):
         return None
     figure, axes = style.sheet(view, title, style.family_words(view), footer, (COLUMN, 2.7))
     axis = axes[0]
@@ -184,15 +192,15 @@ def memory(view: View, title: str, footer: str) -> Figure | None:
     tensors = [p.bytes(view.mode) for p in problems.values()]
     for text, values, dash in ((f"the S × S matrix in {dtype}", matrix, "--"), ("inputs and outputs", tensors, ":")):
         axis.plot(list(problems), values, color=GREY, linestyle=dash, linewidth=0.9, label=text, zorder=1)
-    for kernel in view.kernels:
-        points = sorted((row.SeqLen, row.peak_bytes) for row in view.cells(kernel).values() if row.peak_bytes)
-        axis.plot([s for s, _ in points], [size for _, size in points], **view.looks[kernel], **MARK, label=kernel)
+    for place, (kernel, points) in enumerate(peaks.items()):
+        mark = style.ringed(place, len(peaks))
+        axis.plot([s for s, _ in points], [size for _, size in points], **view.looks[kernel], **mark, label=kernel)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.bytes_words(value)))
     axis.set_ylabel("peak memory of one run")
     style.lengths(axis, view)
     grey = [Line2D([], [], color=GREY, linewidth=0.9, linestyle=line.get_linestyle(), label=line.get_label()) for line in axis.lines[:2]]
-    style.legend(figure, view, grey, of=[k for k in view.kernels if any(row.Kernel == k for row in rows)], order=lambda row: row.peak_bytes)
+    style.legend(figure, view, grey, of=list(peaks), order=lambda row: row.peak_bytes)
     return figure
 
 
@@ -257,10 +265,11 @@ def error_vs_s(view: View, title: str, footer: str) -> Figure | None:
 
 
 def _errors(axis: Axes, view: View, tensor: str) -> None:
-    for kernel in view.kernels:
+    for place, kernel in enumerate(view.kernels):
         cells = sorted((row for row in view.cells(kernel).values() if _error(row, tensor)), key=lambda row: row.SeqLen)
         points = [(row.SeqLen, _error(row, tensor)) for row in cells if math.isfinite(_error(row, tensor))]
-        axis.plot([s for s, _ in points], [error for _, error in points], **view.looks[kernel], **MARK, label=kernel)
+        mark = style.ringed(place, len(view.kernels))
+        axis.plot([s for s, _ in points], [error for _, error in points], **view.looks[kernel], **mark, label=kernel)
         for row in cells:
             if row.Status == "FAIL":
                 y = _error(row, tensor) if math.isfinite(_error(row, tensor)) else 1.0
@@ -270,9 +279,10 @@ def _errors(axis: Axes, view: View, tensor: str) -> None:
     dtype = "float32" if tensor == "logsumexp" and view.dtype != "float64" else view.dtype
     unit = 2.0 ** -{"float16": 11, "tf32": 11, "bfloat16": 8, "float64": 53}.get(dtype, 24)
     axis.set_yscale("log")
-    ceiling(axis, unit, f"half an ulp of 1 in {dtype}")
+    ceiling(axis, unit, f"half an ulp of 1 in {dtype}", right=True)  # most errors fall with S
     axis.set_ylabel(f"max |error|, {tensor}")
     axis.margins(y=0.1)
+    style.plain_log(axis)
     style.lengths(axis, view)
 
 

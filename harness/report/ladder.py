@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from .. import peers
 from ..kernel.kernel import catalogue
 from . import style
-from .palette import DASHES, ORANGE, SKY
+from .palette import ORANGE, SKY, look_of
 from .style import GREY, Keywords, ceiling
 from .views import View, gemm, problem_of, steps
 
@@ -33,17 +33,19 @@ def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
     size = (max(style.COLUMN, 0.36 * sum(counts) + 0.7), 2.9)
     figure, axes = style.sheet(replace(panels[0], dtype=""), title, "", footer, size, 1, len(panels), width_ratios=counts)
     units: dict[str, Patch] = {}
+    beside: dict[str, list[str]] = {}  # a peer's rate in each panel
     for axis, panel in zip(axes, panels, strict=True):
         units |= _bars(axis, panel)
-        _lines(axis, panel)
+        for name, rate in _lines(axis, panel).items():
+            beside.setdefault(name, []).append(f"{rate:.3g}")
         if (product := gemm(panel)) and product.TFLOPS:
             ceiling(axis, product.TFLOPS, f"GEMM {product.TFLOPS:,.4g}")
             axis.set_ylim(0, max(axis.get_ylim()[1], 1.08 * product.TFLOPS))
         problem = problem_of(panel.rows[0])
         axis.set_title(f"{panel.dtype}, B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}")
     axes[0].set_ylabel(f"{_rate(panels[0])[0]} (p20 to p80)")
-    handles = [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, borderaxespad=style.FOOT_PAD)
+    lines = [Line2D([], [], **_line(name), label=f"{name} {' and '.join(rates)}") for name, rates in beside.items()]
+    style.keys(figure, [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before"), *lines])
     return figure
 
 
@@ -86,8 +88,8 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
     return units
 
 
-def _lines(axis: Axes, view: View) -> None:
-    """A line a peer, its name and rate at the left, where the bars of the first steps are low."""
+def _lines(axis: Axes, view: View) -> dict[str, float]:
+    """A line a peer; their rates, for the legend: beside the lines names would stand in the bars' numbers."""
     one = _rate(view)[1]
     rates = {
         row.Kernel: (row.TFLOPS or 0) * one for row in view.rows if peers.find(row.Kernel) and row.TFLOPS and row.timing == view.timing
@@ -99,18 +101,12 @@ def _lines(axis: Axes, view: View) -> None:
         ]
     )
     axis.set_ylim(0, top * 1.14)
-    found = sorted(rates.items(), key=lambda item: item[1])
-    for place, (name, rate) in enumerate(found):
-        axis.axhline(rate, color="0.25", linestyle=DASHES[place % 3], linewidth=0.9, zorder=1.5)
-        crowded = place + 1 < len(found) and found[place + 1][1] - rate < 0.06 * top  # the next name would be written over this one
-        axis.annotate(
-            f"{name} {rate:.3g}",
-            (-0.55, rate),
-            xytext=(0, -2 if crowded else 2),
-            textcoords="offset points",
-            va="top" if crowded else "bottom",
-            fontsize=6,
-            color="0.15",
-            zorder=4,
-            bbox=_WHITE,
-        )
+    for name, rate in rates.items():
+        axis.axhline(rate, **_line(name), zorder=1.5)
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
+
+
+def _line(peer: str) -> Keywords:
+    """The look of a peer's line."""
+    look = look_of(peer)
+    return {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.1}

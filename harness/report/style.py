@@ -120,12 +120,13 @@ def lengths(axis: Axes, view: View) -> None:
     axis.set_xlabel("sequence length S")
 
 
-def ceiling(axis: Axes, value: float, text: str) -> None:
-    """A measured ceiling: a dashed line with its value and origin."""
+def ceiling(axis: Axes, value: float, text: str, right: bool = False) -> None:
+    """A measured ceiling: a dashed line with its value and origin, at its left or its right end."""
     axis.axhline(value, color="0.2", linestyle="--", linewidth=0.8, zorder=1.5)
-    place: Keywords = {"xycoords": ("axes fraction", "data"), "xytext": (2, 2), "textcoords": "offset points"}
+    place: Keywords = {"xycoords": ("axes fraction", "data"), "xytext": (-2 if right else 2, 2), "textcoords": "offset points"}
     white = {"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-    axis.annotate(text, (0.01, value), **place, fontsize=5.5, color="0.2", bbox=white, zorder=3)
+    at, side = (0.99, "right") if right else (0.01, "left")
+    axis.annotate(text, (at, value), **place, ha=side, fontsize=5.5, color="0.2", bbox=white, zorder=3)
 
 
 def legend(
@@ -150,8 +151,12 @@ def legend(
         text, look = kernel + (suffix or {}).get(kernel, ""), view.looks[kernel] | ({} if lines else {"linestyle": ""})
         handles.append(Patch(**block(view, kernel), label=text) if bars else Line2D([], [], **look, **MARK, label=text))
     handles += extra
-    longest = max((len(str(handle.get_label())) for handle in handles), default=1)
-    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] / (0.047 * longest + 0.36))))
+    keys(figure, handles)
+
+
+def keys(figure: Figure, handles: Sequence[Any]) -> None:
+    """The legend's entries below the axes, in as many columns as the figure is wide for."""
+    labels = [str(handle.get_label()) for handle in handles]
     figure.legend(
         handles=handles,
         frameon=False,
@@ -161,8 +166,23 @@ def legend(
         handletextpad=0.5,
         borderaxespad=FOOT_PAD,
         loc="outside lower center",
-        ncols=columns,
+        ncols=_columns(labels, figure.get_size_inches()[0]),
     )
+
+
+def _columns(labels: Sequence[str], width: float) -> int:
+    """How many columns of a legend's entries are no wider than `width` inches. Each is as wide as its longest entry."""
+
+    def wide(count: int) -> float:  # filled one after the other, as matplotlib fills them
+        return sum(0.047 * max(map(len, column)) + 0.36 for column in np.array_split(np.array(labels, dtype=object), count))
+
+    return next((count for count in range(len(labels), 1, -1) if wide(count) <= width), 1)
+
+
+def ringed(place: int, count: int) -> Keywords:
+    """MARK for the place-th of count lines: the earlier, the larger, so that those of equal values show as rings around one another."""
+    later = count - 1 - place
+    return MARK | {"markersize": 3.0 + 0.55 * later, "linewidth": 0.8 + 0.22 * later}
 
 
 def block(view: View, kernel: str) -> Keywords:

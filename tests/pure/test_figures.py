@@ -231,6 +231,24 @@ def test_memory(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
     assert "MiB" in texts(drawn["memory.png"]) and "memory" in axis.get_ylabel()
 
 
+def test_memory_that_no_length_changes_is_no_figure(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """At a fixed number of tokens: every line would be flat, unless a kernel stores the S x S matrix."""
+    flat = [row("fa2", f"S{s}", 1.0, Problem.of(4096 // s, 8, s, 64)) for s in (256, 512, 1024, 2048)]
+    report.draw(flat, tmp_path)
+    assert "seqlen_analysis.png" in drawn and "memory.png" not in drawn
+    report.draw([*flat, *(replace(r, Kernel="naive", peak_bytes=r.SeqLen << 20) for r in flat)], tmp_path)
+    assert set(curves(drawn["memory.png"].axes[0])) >= {"fa2", "naive"}
+
+
+def test_lines_of_equal_values_can_be_seen(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """Errors and bytes are often the same: marks and lines that are drawn later are smaller."""
+    report.draw(lengths("fa2", "naive", "torch-math"), tmp_path)
+    for name in ("error_vs_S.png", "memory.png"):
+        lines = [line for line in drawn[name].axes[0].lines if line.get_label() in ("fa2", "naive", "torch-math")]
+        sizes = [(line.get_markersize(), line.get_linewidth()) for line in sorted(lines, key=lambda line: line.get_zorder())]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3, name
+
+
 def test_roofline(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
     """Kernels at (FLOPs a byte, TFLOP/s); ceilings as dashed lines with their values, and in the panels of rates."""
     report.draw(lengths("fa2") + ceilings(gemm_float32=50.0, copy=4000.0, exp=3.0), tmp_path)
