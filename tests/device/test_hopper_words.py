@@ -209,7 +209,11 @@ STORE = (
 )
 
 
-@pytest.mark.parametrize("at", [(0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)], ids=str)
+@pytest.mark.parametrize(
+    "at",
+    [(0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)],
+    ids=["inside", "last_rows", "rows_before", "head_after", "head_before"],
+)
 def test_tma_stores(at: tuple[int, int, int], backend: Backend, tmp_path: Path) -> None:
     """A swizzled tile inside and over the edges of O: what lies outside is not written, and nothing else is."""
     kernel = bound(backend, tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
