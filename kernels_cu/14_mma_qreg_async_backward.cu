@@ -403,7 +403,8 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_cons
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int query = q_first + 8 * half + row;
-        if (query < args.seq_q)
-            fa::store_128_upto(fa::row_pointer<scalar>(args.dQ, batch, head, query) + chunk * 8, rows[half], args.head_dim - chunk * 8);
+        // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
+        auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query)) + chunk;
+        if (query < args.seq_q) fa::store_128_upto(reinterpret_cast<scalar*>(to), rows[half], args.head_dim - chunk * 8);
     }
 }

@@ -561,10 +561,12 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
 #pragma unroll
         for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = fa::narrow<scalar>(dq[e] * scale);
     }
-    const int column = part / ROW_PARTS * 64 + group * 8;
+    // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at head dim 64.
+    const int chunk = part / ROW_PARTS * 8 + group;
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + 8 * half + row;
-        if (query < args.seq_q)
-            fa::store_128_upto(fa::row_pointer<scalar>(args.dQ, batch, head, query) + column, rows[half], args.head_dim - column);
+        auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query)) + chunk;
+        if (query < args.seq_q) fa::store_128_upto(reinterpret_cast<scalar*>(to), rows[half], args.head_dim - chunk * 8);
     }
 }
