@@ -9,12 +9,13 @@
 // logits = 4096
 // deterministic = "optional"
 // arithmetic = "p16"
-// spill_bytes_allowed = 16  # of the producer, which has 24 registers, or of a consumer between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
-// KV_STAGES = "1 if HEAD_DIM == 256 else 2"  # 2: the next K and V arrive while the last products run
+// DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
+// KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -71,7 +72,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 48"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -90,29 +91,41 @@
 // the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
 // goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
 //
-// A tile of queries n, as a consumer runs it. S(n) and dP(n) are in flight when it begins:
+// A tile of queries n, as a consumer runs it with DQ_STAGED:
 //
 //     issue               wait for    compute, while the rest runs
-//                         S(n)        P(n), an exponential a score
-//     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory too
-//     dK += dS(n) Q                   a barrier: the other consumer's dS(n) is there
+//     S(n), dP(n)         S           P, an exponential a score
+//                         dP          dS, which goes to shared memory too
+//     dV += P dO                      a barrier: the other consumer's dS is there
+//     dQ = dS K           dV
+//     dK += dS Q          dQ          dQ goes to shared memory, and a storer adds it in global memory by a bulk reduction
+//                         dK          the stage of Q and dO is empty
+//
+// A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
+// that run are the other's. Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
+// warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
+// dP(n) are in flight when a tile begins.
+//
+//     issue               wait for    compute, while the rest runs
+//                         S(n)        P(n)
+//     dV += P(n) dO       dP(n)       dS(n)
+//     dK += dS(n) Q                   a barrier
 //     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
 //     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
 //     dP(n + 1)                       the rest of dQ(n) added
 //
-// Products run in the order of issue, so the tensor cores have at least one more to do whenever a consumer computes. It takes registers: at
-// head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same,
-// and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead.
-// What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too
-// many. That order gains 2 % at head dim 256, and at 64 without a mask. At 128 it loses 4 % under the mask.
+// That is for where shared memory has no room for dQ: at head dim 256, and at 128 where the next K and V must be there (KV_STAGES = 2),
+// since a tile of keys has few tiles of queries; and at head dim 64 without a mask, where it is as fast. Either takes registers: at head dim
+// 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same, and the
+// compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead. What is added
+// after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too many.
 //
-// What the order hides is no longer what the time is made of. 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB
-// of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16, the copies of Q and dO 32: 304 KB, 2430 cycles. An H200 takes 4700, and 3950
-// without the reductions, at its power limit: their 32 KB cost 80 pJ a byte, 18 % of a launch's energy. So dQ goes the shortest way, from
-// the accumulators in their own layout: a red.v4 a thread for 8 columns of a warp's rows, 512 bytes side by side. Launch 3 reorders, scales
-// and rounds. Tried, and as fast or slower: dQ before dK, dQ one tile late, dQ staged in shared memory for bulk reductions, one stage of K
-// and V, blocks of a head that begin at different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but
-// Q and dO are read once from memory for all of them. A cluster of two blocks that add once would halve the bytes.
+// 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
+// the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
+// higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
+// Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
+// different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
+// all of them. A cluster of two blocks that add once would halve the bytes.
 //
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
@@ -146,6 +159,9 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 // the queries (of S and dP) and half of the columns (of dK, dV and dQ).
 constexpr bool SHARED_KEYS = BLOCK_K == 64;
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
+
+// dQ goes through shared memory, and each tile is finished before the next one begins.
+constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
 
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
@@ -279,14 +295,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
     unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
+    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // with DQ_STAGED: [2][GROUPS][128 threads][4]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    int* numbers = reinterpret_cast<int*>(do_full + STAGES);  // [KV_STAGES]: the work whose K is there; -1: no more
+    uint64_t* dq_full = do_full + STAGES;  // [2]
+    uint64_t* dq_empty = dq_full + 2;  // [2]
+    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
@@ -297,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
         }
+        for (int i = 0; i < 2; ++i) fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         fa::mbarrier_init_fence();
     }
     __syncthreads();
@@ -336,13 +356,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. The stage of K and V, which holds dK and dV by then, is empty when the stores have read it.
+            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
+            // stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
+                Walk at;
+                at.begin(args, work);
+#pragma unroll 1
+                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
+                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(own_dq(args, tile_number(args, work.batch, at.head, at.tile), consumer),
+                                     dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::bulk_commit();
+                    fa::bulk_wait_read<0>();
+                    fa::mbarrier_arrive(dq_empty + consumer);
+                }
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
@@ -368,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
-    Walk at{};  // the first tile whose dQ has not been added
+    Walk at{};  // the first tile whose dQ has not been added or staged
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
@@ -444,25 +476,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
     };
-    // A tile of queries whose S and dP are in flight, until all its products are.
-    auto issue_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
-        fa::wgmma_wait<1>(p_reg);
+    auto make_p = [&](const float* stats) {
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask();
         fa::pack_operand<scalar>(p16_reg, p_reg);
-        if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
-        issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-        fa::wgmma_wait<1>(ds_reg);
+    };
+    auto make_ds = [&](const float* stats) {
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         share(ds_smem, ds16_reg);
-        if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-        wait_for_other();
-        if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-        issue_dq();
-        if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
-        else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
+    };
+    // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
+    auto issue_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        fa::wgmma_wait<1>(p_reg);
+        make_p(stats);
+        if constexpr (STAGED) {
+            fa::wgmma_wait<0>(ds_reg);
+            make_ds(stats);
+            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+            wait_for_other();
+            issue_dq();
+            fa::wgmma_wait<1>(p16_reg);
+            issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            fa::wgmma_wait<1>(dq_reg);
+        } else {
+            if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
+            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+            fa::wgmma_wait<1>(ds_reg);
+            make_ds(stats);
+            if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            wait_for_other();
+            if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            issue_dq();
+            if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
+            else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
+        }
         q.next();
     };
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
@@ -478,6 +527,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_for_other();
         issue_dq();
         q.next();
+    };
+    // dQ of a tile is complete, and goes to the storer.
+    auto stage_dq = [&]() {
+        fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        float* dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dq_full + consumer);
+        at.next(work);
     };
     // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
     auto begin_sum = [&]() {
@@ -508,29 +569,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            add(begin_sum(), 0, GROUPS, dq_reg);
+            if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
+            else add(begin_sum(), 0, GROUPS, dq_reg);
         }
         const bool seen = n < work.count;
         if (seen) {
-            issue_scores();
-            fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-            issue_dp();
-            for (bool accumulate = false;; accumulate = true) {
-                issue_tile(accumulate);
-                if (++n == work.count) break;
+            if constexpr (STAGED) {
+                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+                for (bool accumulate = false; n < work.count; ++n, accumulate = true) {
+                    issue_scores();
+                    issue_dp();
+                    issue_tile(accumulate);
+                    stage_dq();
+                    fa::schedule_fence();
+                    fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+                    release(q_empty + (q.stage() ^ 1));
+                }
+            } else {
                 issue_scores();
-                if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
-                else fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                float* dq = begin_sum();
-                add(dq, 0, EARLY_GROUPS, dq_reg);
-                fa::schedule_fence();
-                if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
                 issue_dp();
-                fa::schedule_fence();
-                add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
+                for (bool accumulate = false;; accumulate = true) {
+                    issue_tile(accumulate);
+                    if (++n == work.count) break;
+                    issue_scores();
+                    if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
+                    else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                    float* dq = begin_sum();
+                    add(dq, 0, EARLY_GROUPS, dq_reg);
+                    fa::schedule_fence();
+                    if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                    issue_dp();
+                    fa::schedule_fence();
+                    add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
+                }
+                fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
+                add(begin_sum(), 0, GROUPS, dq_reg);
             }
-            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-            add(begin_sum(), 0, GROUPS, dq_reg);
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
         last_number = -1;

@@ -28,6 +28,7 @@ struct Box {  // what TMA copies
     int mbarrier;    // counts a load's bytes, in this phase
     unsigned phase;
     unsigned bytes, room;
+    bool adds;  // floats, as they lie
     unsigned char* image;  // of shared memory, twice
 };
 
@@ -195,9 +196,10 @@ struct Async {
         return found >= 0;
     }
 
-    void begin_store(Worker& w, const TensorMap& map, char* from, const int* at, const Copy& given) {
+    void begin_store(Worker& w, const TensorMap& map, char* from, const int* at, const Copy& given, bool adds = false) {
         Copy& c = start(w, store[w.current], given);
         Box& box = boxed(w, c, map, at);
+        box.adds = adds;
         memcpy(box.image, from, box.bytes);
         if (w.race) w.race->access(from, box.bytes, false, c.code, own_clock(), read_begun);
         complete_some(w);
@@ -210,7 +212,10 @@ struct Async {
             Copy& c = copy[q.first];
             if (memcmp(c.to, c.box->image, c.box->bytes)) wrong(w, "shared memory was written while a TMA store from it was in flight", c);
             if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, own_clock(), by_async_proxy);
-            c.box->map.store(c.box->at, c.box->image);
+            const float* values = reinterpret_cast<const float*>(c.box->image);
+            float* to = reinterpret_cast<float*>(c.box->map.base);
+            if (!c.box->adds) c.box->map.store(c.box->at, c.box->image);
+            for (unsigned i = 0; c.box->adds && i < c.box->bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
             pop_front(q);
         }
     }

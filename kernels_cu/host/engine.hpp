@@ -105,6 +105,7 @@ void fa_host_proxy_fence();
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
 void fa_host_tma_store(const void* map, const void* from, const int* at, int rank, const char* file, int line);
 void fa_host_tma_prefetch(const void* map, const char* file, int line);
+void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
 void fa_host_bulk_wait(int but);
 

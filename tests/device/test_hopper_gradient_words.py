@@ -163,3 +163,35 @@ def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
     kernel = bound(pick("cpu"), tmp_path, backward, {}, {}, grid=6)
     with pytest.raises(KernelFault, match="all blocks that run wait, this one for the turn of one that has not begun"):
         with_fields(kernel)
+
+
+ADD = (
+    entry("o")
+    + """\
+    unsigned char* zeros_smem = fa::dynamic_shared_1024();
+    float* numbers_smem = reinterpret_cast<float*>(zeros_smem + 8192);
+    for (int i = threadIdx.x; i < 2048; i += 128) reinterpret_cast<uint32_t*>(zeros_smem)[i] = 0, numbers_smem[i] = 0.5f * i;
+    fa::fence_proxy_async_shared();
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    float* to = static_cast<float*>(args.O.data);
+    fa::tma_store_4d(&o_map, zeros_smem, 0, 0, 0, 0);
+    fa::bulk_commit();
+    fa::bulk_wait<0>();
+    fa::bulk_add_f32(to, numbers_smem, 1024);
+    fa::bulk_add_f32(to + 4, numbers_smem + 1024, 16);
+    fa::bulk_commit();
+    fa::bulk_wait<0>();
+}
+"""
+)
+
+
+def test_bulk_reductions(backend: Backend, tmp_path: Path) -> None:
+    """Floats are added where they meet, and nothing is written beside them."""
+    got = with_fields(bound(backend, tmp_path, ADD, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16", shared=16384)).view(np.float32)
+    wanted = np.zeros(2048, np.float32)
+    wanted[:1024] += np.arange(1024) / 2
+    wanted[4:20] += np.arange(1024, 1040) / 2
+    assert np.array_equal(got[:2048], wanted)
+    assert (got[2048:].view(np.uint32) == 0xFFFFFFFF).all()

@@ -32,6 +32,10 @@ __forceinline__ void tma_store_4d(const TensorMap* map, const void* tile_smem, i
     fa_host_tma_store(map, tile_smem, at, 4, file, line);
 }
 
+__forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count, FA_HOST_HERE) {
+    fa_host_bulk_add(to, from_smem, count, file, line);
+}
+
 // A store writes global memory when it has read shared memory: the two waits are one here.
 __forceinline__ void bulk_commit() { fa_host_bulk_commit(); }
 template <int N> __forceinline__ void bulk_wait_read() { fa_host_bulk_wait(N); }

@@ -27,19 +27,23 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_smem
 }
 
 // Waits for the end of the phase of a parity. try_wait suspends the thread for a time that the hardware limits, so the loop hardly polls.
-// After seconds without success it traps: a deadlock is an error, not a hang. The loop and its trap are one asm: a branch in C++ between
-// an asynchronous product and its wait makes the compiler spill accumulators.
+// After some ten seconds without success it traps: a deadlock is an error, not a hang. They are counted by the upper half of globaltimer, in
+// 2^32 ns: under compute-sanitizer a million tries take no time. The loop and its trap are one asm: a branch in C++ between an asynchronous
+// product and its wait makes the compiler spill accumulators.
 __device__ __forceinline__ void mbarrier_wait_parity(uint64_t* barrier_smem, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
-        ".reg .u32 tries;\n"
-        "mov.u32 tries, 0;\n"
+        ".reg .u32 began, now;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "@done bra DONE;\n"
+        "mov.u32 began, %%globaltimer_hi;\n"
         "WAIT:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
         "@done bra DONE;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 done, tries, 1000;\n"
+        "mov.u32 now, %%globaltimer_hi;\n"
+        "sub.u32 now, now, began;\n"
+        "setp.lt.u32 done, now, 3;\n"
         "@done bra WAIT;\n"
         "trap;\n"
         "DONE:\n"

@@ -51,6 +51,13 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* t
                  : "memory");
 }
 
+// Starts to add floats at from_smem to global memory, both 16-byte aligned, without a map. Like a store, but each float is added by itself.
+__device__ __forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(smem_u32(from_smem)),
+                 "r"(count * 4)
+                 : "memory");
+}
+
 // Stores in groups, as cp.async's: bulk_commit closes one; _read waits until all but the latest N groups have read shared memory,
 // which may then be overwritten; the other until they are complete.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
