@@ -24,6 +24,27 @@ for sweep in "${sweeps[@]}"; do
 done
 rm -rf "$folder"/taken.*
 
+# FlashAttention-4 and Triton compile for each head dim and mask: all of it at once, into their caches, not between the measurements.
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+ahead() { # a sweep
+    local mode=backward form=() dim peer mask
+    [ "$1" != hopper ] || mode=forward
+    [ "$1" != hopper_deterministic ] || form=(--deterministic)
+    for dim in 64 128 256; do
+        for peer in fa4 triton; do
+            for mask in "" --causal; do
+                "$python" cli.py run $peer --mode $mode --batch 1 --heads 2 --seq 512 --dim $dim --dtype bfloat16 $mask "${form[@]}" \
+                    --device cuda --output-dir "$(mktemp -d)" >/dev/null 2>&1 &
+            done
+        done
+    done
+}
+if [ "$device" = cuda ]; then
+    for sweep in "${sweeps[@]}"; do ahead "$sweep"; done
+    wait
+    echo "the peers are compiled: $SECONDS s"
+fi
+
 work() { # the parts of one GPU
     local i sweep mask dim tests which spec code start
     for i in "${!jobs[@]}"; do
