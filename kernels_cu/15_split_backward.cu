@@ -8,7 +8,6 @@
 // cross = true
 // logits = "any"
 // deterministic = "optional"
-// auto = false  # it has not run on a GPU yet
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
 // BLOCK_Q = "64 if HEAD_DIM == 64 else 32"

@@ -8,7 +8,6 @@
 // cross = true
 // logits = "any"
 // deterministic = true
-// auto = false  # it has not run on a GPU yet
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 else 32"  # queries of a warp
 // WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"

@@ -73,8 +73,9 @@ def test_a_range_without_a_kernel_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "dim", "passes", "arch", "name"),
     [
-        ("float32", 64, ["forward", "backward"], "sm_90", "fa2"),
-        ("float32", 64, ["forward"], "sm_90", "fa2"),  # not mma, which rounds float32 to tf32
+        ("float32", 64, ["forward", "backward"], "sm_90", "split"),
+        ("float32", 64, ["forward"], "sm_80", "split"),
+        ("float32", 64, ["forward", "backward"], "sm_75", "fa2"),
         ("bfloat16", 64, ["forward"], "sm_90", "hopper"),
         ("float16", 256, ["forward"], "sm_90", "hopper"),
         ("bfloat16", 64, ["forward"], "sm_80", "mma_qreg_async"),
@@ -85,7 +86,8 @@ def test_a_range_without_a_kernel_is_refused() -> None:
         ("bfloat16", 64, ["forward", "backward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 256, ["forward", "backward"], "sm_80", "naive"),  # no backward pass of that width on tensor cores
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
-        ("float32", 256, ["forward"], "sm_90", "naive"),
+        ("float32", 256, ["forward"], "sm_90", "split"),
+        ("float32", 256, ["forward"], "sm_75", "naive"),
         ("float64", 64, ["backward"], "sm_90", "naive"),
     ],
 )
