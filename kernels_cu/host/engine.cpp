@@ -466,6 +466,9 @@ void fa_host_tma_store(const void* given, const void* from, const int* at, int r
     abort_if_interrupted(w);
     const TensorMap& map = checked_map(w, given, from, rank, "tma_store", file, line);
     aligned_column(w, map, at[0], "tma_store", file, line);
+    for (unsigned i = 0; i < map.rank; ++i)
+        if (at[i] < 0)
+            tma_fault(w, "a store at a negative coordinate, at which an H200 stops with an illegal instruction", "tma_store", file, line);
     char* smem = const_cast<char*>(static_cast<const char*>(from));
     const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, 0, nullptr};
     Async::of(w)->begin_store(w, map, smem, at, copy);

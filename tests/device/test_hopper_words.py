@@ -211,26 +211,28 @@ STORE = (
 
 @pytest.mark.parametrize(
     "at",
-    [(0, 64, 1), (-8, 470, 3), (16, -5, 0), (0, 0, 4), (0, 0, -1)],
-    ids=["inside", "last_rows", "rows_before", "head_after", "head_before"],
+    [(0, 64, 1), (8, 470, 3), (64, 0, 2), (16, 512, 0), (0, 0, 4)],
+    ids=["inside", "last_rows", "columns_after", "rows_after", "head_after"],
 )
 def test_tma_stores(at: tuple[int, int, int], backend: Backend, tmp_path: Path) -> None:
-    """A swizzled tile inside and over the edges of O: what lies outside is not written, and nothing else is."""
+    """A swizzled tile inside, over an edge of O and behind it: what lies outside is not written, and nothing else is."""
     kernel = bound(backend, tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
     numbers = np.arange(4096).astype(np.uint16).reshape(-1, 8)
     chunk = np.arange(512)
     column, row, head = at
     got = with_fields(kernel, seq_q=column, seq_kv=row, head_dim=head).view(np.uint16).reshape(HEADS, ROWS, WIDTH)
-    wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 128), 0xFFFF, np.uint16)  # head -1 is its last
+    wanted = np.full((HEADS + 1, ROWS + 128, WIDTH + 128), 0xFFFF, np.uint16)
     wanted[head, 64 + row : 128 + row, 64 + column : 128 + column] = numbers[chunk ^ (chunk >> 3 & 7)].reshape(64, 64)
     assert np.array_equal(got, wanted[:HEADS, 64 : 64 + ROWS, 64 : 64 + WIDTH])
 
 
-def test_a_column_that_is_not_aligned_is_refused_on_the_cpu(tmp_path: Path) -> None:
-    """As an H200 stops at it."""
+def test_stores_at_which_an_h200_stops_are_refused_on_the_cpu(tmp_path: Path) -> None:
+    """A column that is no multiple of 16 bytes, a coordinate before the first."""
     kernel = bound(pick("cpu"), tmp_path, STORE, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16")
     with pytest.raises(KernelFault, match=r"innermost coordinate.*\bword_forward.cu:"):
         with_fields(kernel, seq_q=3)
+    with pytest.raises(KernelFault, match=r"negative coordinate.*\bword_forward.cu:"):
+        with_fields(kernel, seq_q=0, seq_kv=-5)
 
 
 # -- wgmma ------------------------------------------------------------------------------------------------------------

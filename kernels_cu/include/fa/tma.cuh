@@ -45,6 +45,7 @@ __device__ __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* ma
 }
 
 // Starts to copy the box at tile_smem to the tensor. The writers of tile_smem have passed fence_proxy_async_shared and a barrier before.
+// No coordinate is negative: a load may be, but at such a store an H200 stops.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* tile_smem, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(smem_u32(tile_smem)),
                  "r"(c0), "r"(c1), "r"(c2), "r"(c3)
