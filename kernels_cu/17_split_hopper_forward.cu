@@ -1,7 +1,7 @@
 // /// kernel
 // title = "float32 on Hopper's tensor cores: three wgmma for one, small products first in one chain"
 // dtypes = ["float32"]
-// head_dims = [64, 128]
+// head_dims = [64, 128, 256]
 // arch = "sm_90a"
 // causal = true
 // gqa = true
@@ -11,11 +11,10 @@
 // auto = false  # it has not run on a GPU yet
 // [tile]
 // CONSUMERS = 2  # warpgroups of 64 queries
-// BLOCK_K = "128 if HEAD_DIM == 64 else 64"
-// STAGES = 2     # tiles of K, and of V, in shared memory
-// Q_STAGES = "2 if HEAD_DIM == 64 else 1"
+// BLOCK_K = "128 if HEAD_DIM == 64 else 64 if HEAD_DIM == 128 else 32"
+// STAGES = "3 if HEAD_DIM == 256 else 5"  # tiles of K or V in shared memory
 // PINGPONG = 1   # the products of the consumers take turns
-// PIN = 1        # the exponentials stay before the wait for P V
+// PIN = 1        # the softmax ends before its consumer waits for its turn
 // SECTION = 16   # MB of K and V of the heads that run at the same time, under the causal mask
 // [workspace.q_parts]
 // dtype = "float16"
@@ -78,7 +77,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "4 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 4 * STAGES * BLOCK_K + 8 * (4 * Q_STAGES * CONSUMERS + 4 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * BLOCK_K + 8 * (4 * CONSUMERS + 2 * STAGES)"
 // ///
 //
 // ESSAY
@@ -92,10 +91,10 @@ using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns, each [high, low][rows][64]
-constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
-constexpr uint32_t Q_LOW = 64 * 128, K_LOW = BLOCK_K * 128;  // bytes of the high parts of a slab; the low ones follow
-constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, K_TILE = SLABS * 2 * K_LOW;
-constexpr bool K_FIRST = Q_STAGES == 1;  // the next tile of queries is loaded behind its first tile of keys
+constexpr int SLICE = HEAD_DIM == 256 ? 64 : HEAD_DIM, SLICES = HEAD_DIM / SLICE;  // columns of P V that are summed at a time
+constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 columns
+constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
+constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
 constexpr float SCALE_OF_P = 128, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
 // Truncation has taken some 2^-23 of S and of P V; it is given back. S comes with the scales of Q and K, 2^28 at most.
 constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f, V_FACTOR = (1 + 0x1p-23f) / SCALE_OF_P;
@@ -183,15 +182,6 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     return work;
 }
 
-// A position in a ring of N stages, and the parity of its round.
-template <int N> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == N) stage = 0, parity ^= 1;
-    }
-};
-
 // Loads a tile of both parts, slab by slab. more: bytes that other copies bring to the same barrier.
 template <uint32_t Low>
 __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int more) {
@@ -210,10 +200,10 @@ __device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_K / 2], const 
     }
 }
 
-// S becomes SCALE_OF_P times P = 2^(scale (S - reference)), and `sum` the sum of P over this thread's columns. The difference is exact where
-// it matters, at any size of the scores.
+// S becomes SCALE_OF_P times P = 2^(scale (S - row_max)), and P over this thread's columns is added to `sum`. The difference is exact
+// where it matters, at any size of the scores.
 __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&sum)[2], const float (&scale_log2e)[2],
-                                             const float (&reference)[2]) {
+                                             const float (&row_max)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float s = 0;
@@ -222,42 +212,39 @@ __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&su
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& score = x[4 * j + 2 * half + e];
-                const float p = fa::exp2_approx((score - reference[half]) * scale_log2e[half]);
+                const float p = fa::exp2_approx((score - row_max[half]) * scale_log2e[half]);
                 s += p;
                 score = SCALE_OF_P * p;
             }
-        sum[half] = s;
+        sum[half] += s;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap factors_map) {
-    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][high, low][64][64]
-    unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]
-    unsigned char* v_smem = k_smem + STAGES * K_TILE;  // the same
-    float* factors_smem = reinterpret_cast<float*>(v_smem + STAGES * K_TILE);  // [STAGES][BLOCK_K]: of keys
+    unsigned char* q_smem = fa::dynamic_shared_1024();  // [CONSUMERS][SLABS][high, low][64][64]
+    unsigned char* ring_smem = q_smem + CONSUMERS * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]: K(0), V(0), K(1), V(1), …
+    float* factors_smem = reinterpret_cast<float*>(ring_smem + STAGES * ITEM);  // [STAGES][BLOCK_K]: of keys
     uint64_t* q_full = reinterpret_cast<uint64_t*>(factors_smem + STAGES * BLOCK_K);
-    uint64_t* q_empty = q_full + PIECES;
-    uint64_t* k_full = q_empty + PIECES;
-    uint64_t* k_empty = k_full + STAGES;
-    uint64_t* v_full = k_empty + STAGES;
-    uint64_t* v_empty = v_full + STAGES;
-    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [PIECES]: whose Q is there
+    uint64_t* q_empty = q_full + CONSUMERS;
+    uint64_t* full = q_empty + CONSUMERS;
+    uint64_t* empty = full + STAGES;
+    Work* works_smem = reinterpret_cast<Work*>(empty + STAGES);  // [CONSUMERS]: whose Q is there
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PIECES; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 4);  // each warp arrives
-        for (int i = 0; i < STAGES; ++i) {
-            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);
-            fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(v_empty + i, 4 * CONSUMERS);
-        }
+        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 4);  // each warp arrives
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4 * CONSUMERS);
         fa::mbarrier_init_fence();
     }
     __syncthreads();
 
     const int warpgroup = fa::warpgroup_index();
-    Ring<Q_STAGES> q;
-    Ring<STAGES> k, v;
+    int stage = 0;  // of the ring, and the parity of its round
+    uint32_t parity = 0, q_parity = 0;
+    auto next = [&]() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
         if (threadIdx.x == 0) {
@@ -266,31 +253,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
             auto hand_over = [&](const Work& work) {
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    const int piece = q.stage * CONSUMERS + consumer, row = work.q_first + 64 * consumer;
-                    fa::mbarrier_wait_parity(q_empty + piece, q.parity ^ 1);
-                    works_smem[piece] = work;
-                    if (work.tiles)
-                        load_tile<Q_LOW>(q_smem + piece * Q_PIECE, q_map, q_full + piece, row, work.batch * args.heads_q + work.head, 0);
-                    else fa::mbarrier_arrive(q_full + piece);
+                    const int row = work.q_first + 64 * consumer, head = work.batch * args.heads_q + work.head;
+                    fa::mbarrier_wait_parity(q_empty + consumer, q_parity ^ 1);
+                    works_smem[consumer] = work;
+                    if (work.tiles) load_tile<Q_LOW>(q_smem + consumer * Q_PIECE, q_map, q_full + consumer, row, head, 0);
+                    else fa::mbarrier_arrive(q_full + consumer);
                 }
-                q.next();
+                q_parity ^= 1;
             };
             int number = blockIdx.x;
             while (number < works) {
                 const Work work = work_of(args, number);
                 const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
-                if (!K_FIRST) hand_over(work);
                 number = gridDim.x + atomicAdd(counter, 1);
                 for (int n = 0; n < work.tiles; ++n) {
-                    uint64_t* full = k_full + k.stage;
-                    fa::mbarrier_wait_parity(k_empty + k.stage, k.parity ^ 1);
-                    load_tile<K_LOW>(k_smem + k.stage * K_TILE, k_map, full, n * BLOCK_K, kv_head, 4 * BLOCK_K);
-                    fa::tma_load_4d(factors_smem + k.stage * BLOCK_K, &factors_map, full, n * BLOCK_K, 0, 0, kv_head);
-                    k.next();
-                    if (K_FIRST && n == 0) hand_over(work);
-                    fa::mbarrier_wait_parity(v_empty + v.stage, v.parity ^ 1);
-                    load_tile<K_LOW>(v_smem + v.stage * K_TILE, v_map, v_full + v.stage, n * BLOCK_K, kv_head, 0);
-                    v.next();
+                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
+                    load_tile<LOW>(ring_smem + stage * ITEM, k_map, full + stage, n * BLOCK_K, kv_head, 4 * BLOCK_K);
+                    fa::tma_load_4d(factors_smem + stage * BLOCK_K, &factors_map, full + stage, n * BLOCK_K, 0, 0, kv_head);
+                    next();
+                    if (n == 0) hand_over(work);  // the first keys go ahead: their place is empty earlier
+                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
+                    load_tile<LOW>(ring_smem + stage * ITEM, v_map, full + stage, n * BLOCK_K, kv_head, 0);
+                    next();
                 }
             }
             hand_over(Work{});
@@ -301,20 +285,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // A consumer
     fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
-    float score_reg[BLOCK_K / 2], sum_reg[HEAD_DIM / 2], out_reg[HEAD_DIM / 2];  // sum_reg: P V of a tile
+    float score_reg[BLOCK_K / 2], sum_reg[SLICE / 2], out_reg[HEAD_DIM / 2];  // sum_reg: P V of a tile, the last slice
     uint32_t high_reg[BLOCK_K / 16][4], low_reg[BLOCK_K / 16][4];  // P
-    float q_factor[2], reference[2], row_sum[2];  // of this thread's two rows: P = 2^(q_factor log2(e) (S - reference))
+    float q_factor[2], row_max[2], row_sum[2];  // of this thread's two rows: P = 2^(q_factor log2(e) (S - row_max))
     const float* v_factors;  // of this work's tiles
     Work work;
     int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
 
-    auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
-    auto release = [&](uint64_t* empty) {
-        if (lane == 0) fa::mbarrier_arrive(empty);
+    auto release = [&](uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
     };
     auto take_work = [&]() {
-        fa::mbarrier_wait_parity(q_full + piece(), q.parity);
-        work = works_smem[piece()];
+        fa::mbarrier_wait_parity(q_full + consumer, q_parity);
+        work = works_smem[consumer];
         if (work.tiles == 0) return false;
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
@@ -323,9 +306,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
         const fa::int64_t at = fa::int64_t(work.batch * args.heads_q + work.head) * args.seq_q + row;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) q_factor[half] = row + 8 * half < args.seq_q ? q_factors[at + 8 * half] : 0.0f;
+        for (int half = 0; half < 2; ++half) {
+            q_factor[half] = row + 8 * half < args.seq_q ? q_factors[at + 8 * half] : 0.0f;
+            row_max[half] = -fa::largest_float, row_sum[half] = 0;  // finite from the start, so that no difference is NaN
+        }
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] = 0;
+#pragma unroll
+        for (int i = 0; i < SLICE / 2; ++i) sum_reg[i] = 0;
         return true;
     };
     auto begin_turn = [&]() {
@@ -334,122 +322,120 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto end_turn = [&]() {
         if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
     };
-    auto issue_scores = [&]() {
-        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem + piece() * Q_PIECE);
-        const uint64_t k_operand = fa::smem_descriptor_k_major(k_smem + k.stage * K_TILE);
-        fa::discard(score_reg);
-        fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
-        fa::wgmma_fence();
+    // Columns 16 first to 16 (last - 1) + 15 of one of the three products of S.
+    auto multiply_scores = [&](float (&to)[BLOCK_K / 2], int q_low, int k_low, int first, int last, bool accumulate) {
+        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem + consumer * Q_PIECE + q_low * Q_LOW);
+        const uint64_t k_operand = fa::smem_descriptor_k_major(ring_smem + stage * ITEM + k_low * LOW);
 #pragma unroll
-        for (int product = 0; product < 3; ++product)  // low high, high low, high high
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step)
-                fa::wgmma_ss<float16>(
-                    score_reg, fa::descriptor_advance(q_operand, (step / 4 * 2 + (product == 0)) * Q_LOW + step % 4 * 32),
-                    fa::descriptor_advance(k_operand, (step / 4 * 2 + (product == 1)) * K_LOW + step % 4 * 32), product + step > 0);
-        fa::wgmma_commit();
+        for (int step = first; step < last; ++step)
+            fa::wgmma_ss<float16>(to, fa::descriptor_advance(q_operand, step / 4 * 2 * Q_LOW + step % 4 * 32),
+                                  fa::descriptor_advance(k_operand, step / 4 * 2 * LOW + step % 4 * 32), accumulate || step > first);
     };
-    auto issue_output = [&]() {
-        const uint64_t v_operand = fa::smem_descriptor_mn_major(v_smem + v.stage * K_TILE, 2 * K_LOW);
+    // P V of a slice: from zero, small products first.
+    auto multiply_values = [&](int slice) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(ring_smem + stage * ITEM, 2 * LOW);
         fa::discard(sum_reg);
-        fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
         fa::wgmma_fence();
 #pragma unroll
         for (int product = 0; product < 3; ++product)
 #pragma unroll
             for (int step = 0; step < BLOCK_K / 16; ++step)
                 fa::wgmma_rs<float16, true>(sum_reg, product == 0 ? low_reg[step] : high_reg[step],
-                                            fa::descriptor_advance(v_operand, (product == 1) * K_LOW + step * 2048), product + step > 0);
+                                            fa::descriptor_advance(v_operand, (2 * slice + (product == 1)) * LOW + step * 2048),
+                                            product + step > 0);
         fa::wgmma_commit();
-    };
-    auto finish_output = [&](float factor) {  // O += the sum of a tile, in float32
         fa::wgmma_wait<0>(sum_reg, high_reg, low_reg);
-        release(v_empty + v.stage);
-        v.next();
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] += factor * sum_reg[i];
     };
-    auto finish_scores = [&](int n) {
-        multiply_columns(score_reg, factors_smem + k.stage * BLOCK_K);
-        __syncwarp();  // all lanes have read the factors when the first one releases them
-        release(k_empty + k.stage);
-        k.next();
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, work.q_first + 64 * consumer)) return;
-        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
-        fa::mask_columns(score_reg, visible);
-    };
-    auto split_probabilities = [&]() {
+    auto add_slice = [&](int slice, float factor) {
 #pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                fa::split_pair(high_reg[step][r], low_reg[step][r], score_reg[8 * step + 2 * r], score_reg[8 * step + 2 * r + 1]);
-    };
-    auto first_tile = [&]() {
-        begin_turn();
-        issue_scores();
-        end_turn();
-        fa::wgmma_wait<0>(score_reg);
-        finish_scores(0);
-        float maximum[2];
-        fa::local_row_max(maximum, score_reg);
-        // Finite where no score is larger, so that no difference is NaN.
-#pragma unroll
-        for (int half = 0; half < 2; ++half) reference[half] = max(-fa::largest_float, fa::group_max<4>(maximum[half]));
-        const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
-        exponentiate(score_reg, row_sum, scale_log2e, reference);
-        split_probabilities();
-    };
-    auto next_tile = [&](int n) {
-        const float v_factor = v_factors[n - 1];
-        begin_turn();
-        issue_scores();
-        issue_output();
-        end_turn();
-        fa::wgmma_wait<1>(score_reg);
-        finish_scores(n);
-        const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
-        float sum[2], maximum[2], factor[2];
-        fa::local_row_max(maximum, score_reg);
-        bool grows = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) grows |= (maximum[half] - reference[half]) * scale_log2e[half] > SLACK;
-        grows = __any_sync(fa::full_warp, grows);
-        if (grows) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float larger = max(reference[half], fa::group_max<4>(maximum[half]));
-                factor[half] = fa::exp2_approx((reference[half] - larger) * scale_log2e[half]);
-                reference[half] = larger;
-                row_sum[half] *= factor[half];
-            }
-        }
-        exponentiate(score_reg, sum, scale_log2e, reference);
-        row_sum[0] += sum[0], row_sum[1] += sum[1];
-        if (PIN) fa::schedule_fence();
-        finish_output(v_factor);
-        if (grows) fa::scale_rows(out_reg, factor);
-        split_probabilities();
+        for (int i = 0; i < SLICE / 2; ++i) out_reg[slice * SLICE / 2 + i] += factor * sum_reg[i];
     };
 
     if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
     while (take_work()) {
-        first_tile();
-        for (int n = 1; n < tiles; ++n) next_tile(n);
-        release(q_empty + piece());
-        q.next();
-        const float v_factor = v_factors[tiles - 1];
-        issue_output();
-        finish_output(v_factor);
+        float v_factor = 0;  // of the tile before
+        begin_turn();
+        for (int n = 0; n < tiles; ++n) {
+            // S, small products first
+            float more_reg[BLOCK_K / 2];  // a second chain
+            fa::mbarrier_wait_parity(full + stage, parity);
+            fa::discard(score_reg);
+            fa::wgmma_fence();
+            multiply_scores(score_reg, 1, 0, 0, HEAD_DIM / 16, false);
+            multiply_scores(score_reg, 0, 1, 0, HEAD_DIM / 16, true);
+            multiply_scores(score_reg, 0, 0, 0, min(CHAIN, HEAD_DIM / 16), true);
+            if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, 0, 0, CHAIN, HEAD_DIM / 16, false);
+            fa::wgmma_commit();
+            end_turn();
+            if (PIN) fa::schedule_fence();
+            add_slice(SLICES - 1, v_factor);  // of the tile before
+            v_factor = v_factors[n];
+            if constexpr (HEAD_DIM / 16 > CHAIN) {
+                fa::wgmma_wait<0>(score_reg, more_reg);
+#pragma unroll
+                for (int i = 0; i < BLOCK_K / 2; ++i) score_reg[i] += more_reg[i];
+            } else {
+                fa::wgmma_wait<0>(score_reg);
+            }
+            multiply_columns(score_reg, factors_smem + stage * BLOCK_K);
+            __syncwarp();  // all lanes have read the factors when the first one releases them
+            release(empty + stage);
+            next();
+
+            // The softmax. Rescaling is lazy
+            if ((n + 1) * BLOCK_K > fa::visible_keys(args, work.q_first + 64 * consumer)) {
+                const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+                fa::mask_columns(score_reg, visible);
+            }
+            const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
+            float maximum[2], factor[2];
+            fa::local_row_max(maximum, score_reg);
+            bool grows = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) grows |= (maximum[half] - row_max[half]) * scale_log2e[half] > SLACK;
+            if (__any_sync(fa::full_warp, grows)) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float larger = max(row_max[half], fa::group_max<4>(maximum[half]));
+                    factor[half] = fa::exp2_approx((row_max[half] - larger) * scale_log2e[half]);
+                    row_max[half] = larger;
+                    row_sum[half] *= factor[half];
+                }
+                fa::scale_rows(out_reg, factor);
+            }
+            exponentiate(score_reg, row_sum, scale_log2e, row_max);
+#pragma unroll
+            for (int step = 0; step < BLOCK_K / 16; ++step)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    fa::split_pair(high_reg[step][r], low_reg[step][r], score_reg[8 * step + 2 * r], score_reg[8 * step + 2 * r + 1]);
+
+            // P V
+            if (PIN) fa::schedule_fence();
+            begin_turn();
+            fa::mbarrier_wait_parity(full + stage, parity);
+#pragma unroll
+            for (int slice = 0; slice < SLICES; ++slice) {
+                if (slice > 0) add_slice(slice - 1, v_factor);
+                multiply_values(slice);
+            }
+            release(empty + stage);
+            next();
+        }
+        end_turn();
+        add_slice(SLICES - 1, v_factor);
+        release(q_empty + consumer);
+        q_parity ^= 1;
+#pragma unroll 1
         for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need
             begin_turn();
             end_turn();
-            fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
-            release(k_empty + k.stage);
-            k.next();
-            fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
-            release(v_empty + v.stage);
-            v.next();
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+                fa::mbarrier_wait_parity(full + stage, parity);
+                release(empty + stage);
+                next();
+            }
         }
 
         // Epilogue: O / row sum and the logsumexp, straight to global memory: a quad writes a sector.
@@ -461,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const bool empty = fa::visible_keys(args, query) <= 0;
             if (lane % 4 == 0)
                 *fa::row_pointer<float>(args.logsumexp, work.batch, work.head, query) =
-                    empty ? -fa::infinity() : reference[half] * q_factor[half] + fa::log(sum);
+                    empty ? -fa::infinity() : row_max[half] * q_factor[half] + fa::log(sum);
             float* out = fa::row_pointer<float>(args.O, work.batch, work.head, query) + fa::fragment_column();
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 8; ++j) {
