@@ -92,6 +92,7 @@ using fa::uint64_t;
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns, each [high, low][rows][64]
 constexpr int SLICE = HEAD_DIM == 256 ? 64 : HEAD_DIM, SLICES = HEAD_DIM / SLICE;  // columns of P V that are summed at a time
+constexpr bool LATE = SLICES == 1;  // P V is added to O under the next product; else at once, for want of registers
 constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 columns
 constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
 constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
@@ -298,16 +299,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto take_work = [&]() {
         fa::mbarrier_wait_parity(q_full + consumer, q_parity);
         work = works_smem[consumer];
-        if (work.tiles == 0) return false;
+        if (__any_sync(fa::full_warp, work.tiles == 0)) return false;  // a vote: the compiler sees that the warp stays together
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
         const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
         v_factors = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS]) + kv_head * tiles_of(args.seq_kv);
         const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
-        const fa::int64_t at = fa::int64_t(work.batch * args.heads_q + work.head) * args.seq_q + row;
+        const fa::int64_t at = fa::int64_t(work.batch * args.heads_q + work.head) * args.seq_q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            q_factor[half] = row + 8 * half < args.seq_q ? q_factors[at + 8 * half] : 0.0f;
+            q_factor[half] = q_factors[at + min(row + 8 * half, args.seq_q - 1)];
             row_max[half] = -fa::largest_float, row_sum[half] = 0;  // finite from the start, so that no difference is NaN
         }
 #pragma unroll
@@ -322,10 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto end_turn = [&]() {
         if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
     };
-    // Columns 16 first to 16 (last - 1) + 15 of one of the three products of S.
-    auto multiply_scores = [&](float (&to)[BLOCK_K / 2], int q_low, int k_low, int first, int last, bool accumulate) {
-        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem + consumer * Q_PIECE + q_low * Q_LOW);
-        const uint64_t k_operand = fa::smem_descriptor_k_major(ring_smem + stage * ITEM + k_low * LOW);
+    // Columns from 16 first up to 16 last of one of the three products of S.
+    auto multiply_scores = [&](float (&to)[BLOCK_K / 2], uint64_t q_operand, uint64_t k_operand, int first, int last, bool accumulate) {
+        q_operand = fa::descriptor_here(q_operand), k_operand = fa::descriptor_here(k_operand);
 #pragma unroll
         for (int step = first; step < last; ++step)
             fa::wgmma_ss<float16>(to, fa::descriptor_advance(q_operand, step / 4 * 2 * Q_LOW + step % 4 * 32),
@@ -358,17 +358,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int n = 0; n < tiles; ++n) {
             // S, small products first
             float more_reg[BLOCK_K / 2];  // a second chain
-            fa::mbarrier_wait_parity(full + stage, parity);
+            const uint64_t q_high = fa::smem_descriptor_k_major(q_smem + consumer * Q_PIECE), q_low = fa::descriptor_advance(q_high, Q_LOW);
+            const uint64_t k_high = fa::smem_descriptor_k_major(ring_smem + stage * ITEM), k_low = fa::descriptor_advance(k_high, LOW);
             fa::discard(score_reg);
+            fa::mbarrier_wait_parity(full + stage, parity);
             fa::wgmma_fence();
-            multiply_scores(score_reg, 1, 0, 0, HEAD_DIM / 16, false);
-            multiply_scores(score_reg, 0, 1, 0, HEAD_DIM / 16, true);
-            multiply_scores(score_reg, 0, 0, 0, min(CHAIN, HEAD_DIM / 16), true);
-            if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, 0, 0, CHAIN, HEAD_DIM / 16, false);
+            multiply_scores(score_reg, q_low, k_high, 0, HEAD_DIM / 16, false);
+            multiply_scores(score_reg, q_high, k_low, 0, HEAD_DIM / 16, true);
+            multiply_scores(score_reg, q_high, k_high, 0, min(CHAIN, HEAD_DIM / 16), true);
+            if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, q_high, k_high, CHAIN, HEAD_DIM / 16, false);
             fa::wgmma_commit();
             end_turn();
             if (PIN) fa::schedule_fence();
-            add_slice(SLICES - 1, v_factor);  // of the tile before
+            if (LATE) add_slice(0, v_factor);  // of the tile before
             v_factor = v_factors[n];
             if constexpr (HEAD_DIM / 16 > CHAIN) {
                 fa::wgmma_wait<0>(score_reg, more_reg);
@@ -416,14 +418,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::mbarrier_wait_parity(full + stage, parity);
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice) {
-                if (slice > 0) add_slice(slice - 1, v_factor);
                 multiply_values(slice);
+                if (LATE) continue;
+                add_slice(slice, v_factor);
+                fa::schedule_fence();
             }
             release(empty + stage);
             next();
         }
         end_turn();
-        add_slice(SLICES - 1, v_factor);
+        if (LATE) add_slice(0, v_factor);
         release(q_empty + consumer);
         q_parity ^= 1;
 #pragma unroll 1
