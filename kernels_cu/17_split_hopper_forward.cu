@@ -1,5 +1,5 @@
 // /// kernel
-// title = "float32 on Hopper's tensor cores: three wgmma for one, small products first in one chain"
+// title = "float32 on Hopper: two float16 for each operand, three wgmma for one product, small ones first"
 // dtypes = ["float32"]
 // head_dims = [64, 128, 256]
 // arch = "sm_90a"
@@ -15,7 +15,7 @@
 // STAGES = "3 if HEAD_DIM == 256 else 5"  # tiles of K or V in shared memory
 // PINGPONG = 1   # the products of the consumers take turns
 // PIN = 1        # the softmax ends before its consumer waits for its turn
-// SECTION = 16   # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "64 if HEAD_DIM == 256 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
 // [workspace.q_parts]
 // dtype = "float16"
 // size = "2 * batch * heads_q * seq_q * HEAD_DIM"
@@ -77,10 +77,41 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * BLOCK_K + 8 * (4 * CONSUMERS + 2 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * round_up(BLOCK_K, 32) + 8 * (4 * CONSUMERS + 2 * STAGES)"
 // ///
 //
-// ESSAY
+// Step 17, read against steps 15 and 16: the arithmetic of 15 in the structure of 16. Each float32 operand is two float16,
+// x = 2^e (high + low), and three products of these parts take the place of one. mma.sync multiplies at 649 TFLOP/s on an H200, wgmma at
+// 843: a third of that is 281.
+//
+//     prepare      splits Q, K and V once, into plain matrices of high and low parts with their scales (fa/split.cuh)
+//     producer     one thread loads tiles of both parts by TMA
+//     consumers    two warpgroups of 64 queries: S = Q K^T and P V by wgmma; softmax and the split of P in registers
+//
+// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. Step 15
+// gives the small products of S, low high and high low, accumulators of their own, because it has their operands in registers only once.
+// wgmma reads operands from shared memory, so their order is free. While small products are added the accumulator is small, and so is what
+// is cut off. A chain of S then counts its large products only, at most 8 as in step 15 (at head dim 256 there are two chains); it saves
+// BLOCK_K / 2 registers and an addition a score. P V of a tile likewise: it starts from zero, small products first, and is added to O in
+// float32. What truncation takes of S, 2.4 * 2^-24 of it in the mean, the keys' factors times 1 + 2^-23 give back.
+//
+// No overlap inside a warpgroup. Step 16 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
+// the same time: 192 of 232 registers at head dim 128. But three products take three times as long and the softmax does not, so the
+// products of the other consumer hide it. A turn is P V of a tile and S of the next:
+//
+//     consumer 1    P V(n)   S(n + 1)   softmax(n + 1), split      P V(n + 1)   S(n + 2)
+//     consumer 2    softmax(n), split   P V(n)   S(n + 1)          softmax(n + 1), split
+//
+// P V(n) is added to O under S(n + 1). So the loop has one body, and S and P share registers. At head dim 256 P V is made in slices of 64
+// columns, each of which is added at once.
+//
+// K and V pass through one ring of STAGES slots, K(0), V(0), K(1), …, in the order in which a consumer needs them. O goes from registers
+// to global memory, where a quad writes a sector, so Q's place in shared memory is empty behind the last S.
+//
+// The limits, 64 queries x 64 keys at head dim 128: wgmma takes 1536 cycles. Shared memory takes 1408: S 768, because an instruction of 64
+// keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 620 instructions.
+//
+// Inputs that are not finite: as in step 15.
 #include <fa/accumulator.cuh>
 #include <fa/split.cuh>
 #include <fa/tma.cuh>
@@ -92,13 +123,14 @@ using fa::uint64_t;
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns, each [high, low][rows][64]
 constexpr int SLICE = HEAD_DIM == 256 ? 64 : HEAD_DIM, SLICES = HEAD_DIM / SLICE;  // columns of P V that are summed at a time
-constexpr bool LATE = SLICES == 1;  // P V is added to O under the next product; else at once, for want of registers
+constexpr bool LATE = SLICES == 1;  // P V is added to O under the next product
 constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 columns
 constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
 constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
+constexpr int FACTORS = (BLOCK_K + 31) / 32 * 32;  // floats of a slot for the factors of keys: TMA writes at multiples of 128 bytes
 constexpr float SCALE_OF_P = 128, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
-// Truncation has taken some 2^-23 of S and of P V; it is given back. S comes with the scales of Q and K, 2^28 at most.
-constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f, V_FACTOR = (1 + 0x1p-23f) / SCALE_OF_P;
+// S comes with the scales of Q and K, 2^28 at most; and truncation has taken some 2^-23 of it, which is given back.
+constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;
 
 __device__ __forceinline__ int tiles_of(int rows) { return (rows + BLOCK_K - 1) / BLOCK_K; }
 
@@ -134,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
 #pragma unroll
         for (int i = 0; i < count; ++i)
             if (first + own + i * step < rows) part[i].store_plain(to + (own + i * step) * HEAD_DIM * 2, low_bytes, scale);
-        if (threadIdx.x == 0) static_cast<float*>(args.workspace[WORKSPACE_V_FACTORS])[block] = fa::inverse_power(scale) * V_FACTOR;
+        if (threadIdx.x == 0) static_cast<float*>(args.workspace[WORKSPACE_V_FACTORS])[block] = fa::inverse_power(scale) / SCALE_OF_P;
         return;
     }
     const float sign = !is_q ? 1.0f : args.scale == 0 ? 0.0f : args.scale < 0 ? -1.0f : 1.0f;
@@ -226,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap factors_map) {
     unsigned char* q_smem = fa::dynamic_shared_1024();  // [CONSUMERS][SLABS][high, low][64][64]
     unsigned char* ring_smem = q_smem + CONSUMERS * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]: K(0), V(0), K(1), V(1), …
-    float* factors_smem = reinterpret_cast<float*>(ring_smem + STAGES * ITEM);  // [STAGES][BLOCK_K]: of keys
-    uint64_t* q_full = reinterpret_cast<uint64_t*>(factors_smem + STAGES * BLOCK_K);
+    float* factors_smem = reinterpret_cast<float*>(ring_smem + STAGES * ITEM);  // [STAGES][FACTORS]
+    uint64_t* q_full = reinterpret_cast<uint64_t*>(factors_smem + STAGES * FACTORS);
     uint64_t* q_empty = q_full + CONSUMERS;
     uint64_t* full = q_empty + CONSUMERS;
     uint64_t* empty = full + STAGES;
@@ -270,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int n = 0; n < work.tiles; ++n) {
                     fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
                     load_tile<LOW>(ring_smem + stage * ITEM, k_map, full + stage, n * BLOCK_K, kv_head, 4 * BLOCK_K);
-                    fa::tma_load_4d(factors_smem + stage * BLOCK_K, &factors_map, full + stage, n * BLOCK_K, 0, 0, kv_head);
+                    fa::tma_load_4d(factors_smem + stage * FACTORS, &factors_map, full + stage, n * BLOCK_K, 0, 0, kv_head);
                     next();
                     if (n == 0) hand_over(work);  // the first keys go ahead: their place is empty earlier
                     fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
@@ -379,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             } else {
                 fa::wgmma_wait<0>(score_reg);
             }
-            multiply_columns(score_reg, factors_smem + stage * BLOCK_K);
+            multiply_columns(score_reg, factors_smem + stage * FACTORS);
             __syncwarp();  // all lanes have read the factors when the first one releases them
             release(empty + stage);
             next();
