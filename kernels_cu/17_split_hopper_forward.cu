@@ -469,6 +469,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (int i = 0; i < 2; ++i) {
                 fa::mbarrier_wait_parity(full + stage, parity);
+                __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
                 release(empty + stage);
                 next();
             }
