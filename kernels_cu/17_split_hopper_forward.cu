@@ -109,7 +109,7 @@
 // to global memory, where a quad writes a sector, so Q's place in shared memory is empty behind the last S.
 //
 // The limits, 64 queries x 64 keys at head dim 128: wgmma takes 1536 cycles. Shared memory takes 1408: S 768, because an instruction of 64
-// keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 620 instructions.
+// keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 590 instructions.
 //
 // Inputs that are not finite: as in step 15.
 #include <fa/accumulator.cuh>
@@ -128,7 +128,7 @@ constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 colum
 constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
 constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
 constexpr int FACTORS = (BLOCK_K + 31) / 32 * 32;  // floats of a slot for the factors of keys: TMA writes at multiples of 128 bytes
-constexpr float SCALE_OF_P = 128, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
+constexpr float SCALE_OF_P = 128, LOG2_SCALE_OF_P = 7, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
 // S comes with the scales of Q and K, 2^28 at most; and truncation has taken some 2^-23 of it, which is given back.
 constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;
 
@@ -233,8 +233,8 @@ __device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_K / 2], const 
     }
 }
 
-// S becomes SCALE_OF_P times P = 2^(scale (S - row_max)), and P over this thread's columns is added to `sum`. The difference is exact
-// where it matters, at any size of the scores.
+// S becomes SCALE_OF_P times P = 2^(scale (S - row_max)), and its sum over this thread's columns is added to `sum`. The difference is exact
+// where it matters, at any size of the scores. The scale of P is part of the multiply-add, whose rounding is that of exp2_approx, 2^-22.
 __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&sum)[2], const float (&scale_log2e)[2],
                                              const float (&row_max)[2]) {
 #pragma unroll
@@ -245,9 +245,8 @@ __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&su
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& score = x[4 * j + 2 * half + e];
-                const float p = fa::exp2_approx((score - row_max[half]) * scale_log2e[half]);
-                s += p;
-                score = SCALE_OF_P * p;
+                score = fa::exp2_approx((score - row_max[half]) * scale_log2e[half] + LOG2_SCALE_OF_P);
+                s += score;
             }
         sum[half] += s;
     }
@@ -479,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = row + 8 * half;
-            const float sum = fa::group_sum<4>(row_sum[half]), inverse = 1.0f / sum;
+            const float sum = fa::group_sum<4>(row_sum[half]) * (1 / SCALE_OF_P), inverse = 1.0f / sum;
             if (query >= args.seq_q) continue;
             const bool empty = fa::visible_keys(args, query) <= 0;
             if (lane % 4 == 0)
