@@ -1,4 +1,4 @@
-"""The order of instructions in the Hopper kernel's machine code: its exponentials run under a product. Needs NVRTC and nvdisasm, no GPU."""
+"""The order of instructions in the machine code of the Hopper kernels: exponentials run under a product. Needs NVRTC and nvdisasm, no GPU."""
 
 from __future__ import annotations
 
@@ -99,3 +99,23 @@ def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bo
     scores = ["DEPBAR 1", "MUFU.EX2", "product", "DEPBAR 1", "product", "DEPBAR 2", "product"]  # S: P; dV; dP: dS; dK and dQ; dV; next S
     late = ["REDG"] * (dim == 256 or (dim == 64 and not causal))  # half of dQ
     assert order == [*scores, "DEPBAR 1", "REDG", "product", *late]  # dK, dQ: all of dQ or half of it; the next dP
+
+
+SPLIT = find("split_hopper", "forward")
+SPLIT_FORMS = list(itertools.product(SPLIT.head_dims, (False, True)))
+SPLIT_DRAWN = sample.sample("split order", SPLIT_FORMS, lambda form: {form[1]}, lambda form: 1, 2)
+
+
+@pytest.mark.parametrize("form", sample.parameters(SPLIT_FORMS, SPLIT_DRAWN, str))
+def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> None:
+    """Three products of S, the softmax, the wait for the turn, three products of P V: no exponential while the consumer has its turn."""
+    dim, causal = form
+    found = nvrtc.compile_(SPLIT, SPLIT.plan(Problem.of(1, 1, 4096, dim, causal=causal), SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
+    assert loop and not loop.local and not found.spill_bytes
+    hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC")]
+    order = [key for key, _ in itertools.groupby("product" if run.what.startswith("HGMMA") else run.what for run in hot)]
+    assert order == ["product", "DEPBAR 0", "MUFU.EX2", "BAR.SYNC", *["product", "DEPBAR 0"] * (4 if dim == 256 else 1)]
+    keys = SPLIT.names(Problem.of(1, 1, 4096, dim, causal=causal), SM_90A)["BLOCK_K"]
+    products = sum(run.times for run in hot if run.what.startswith("HGMMA"))
+    assert products == 3 * (dim // 16 + keys // 16 * (4 if dim == 256 else 1))

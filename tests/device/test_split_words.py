@@ -61,14 +61,20 @@ template <int W> __device__ void rows(const float* a, float* out, int head_dim) 
         part.load(a + row * W, head_dim, row < 15);
         part.multiply(-1.0f);
         const float finite = fa::group_max<Row::lanes>(part.largest_finite());
-        const float factor = part.store_scaled(tile, 16 * W * 2, row);
-        if (fa::lane_id() % Row::lanes == 0) out[row] = factor, out[16 + row] = finite;
+        Row same = part;
+        float scale;
+        const float own = same.own_scale(scale), factor = part.store_scaled(tile, 16 * W * 2, row);
+        same.store_plain(tile + (32 + row) * W * 2, 16 * W * 2, scale);
+        if (fa::lane_id() % Row::lanes == 0) out[row] = factor, out[16 + row] = own == factor || own != own ? finite : -1;
     }
     __syncwarp();
     for (int i = threadIdx.x; i < 16 * W; i += 32) {
         const uint32_t at = fa::chunk_at<W>(i / W, i % W / 8) + i % 8 * 2;
-        for (int low = 0; low < 2; ++low)
-            out[32 + low * 16 * W + i] = fa::widen(*reinterpret_cast<const fa::float16*>(tile + at + low * 16 * W * 2));
+        for (int low = 0; low < 2; ++low) {
+            const auto* swizzled = reinterpret_cast<const fa::float16*>(tile + at + low * 16 * W * 2);
+            const auto* plain = reinterpret_cast<const fa::float16*>(tile) + (2 + low) * 16 * W + i;
+            out[32 + low * 16 * W + i] = swizzled->bits == plain->bits ? fa::widen(*swizzled) : -1e9f;
+        }
     }
 }
 """
@@ -76,7 +82,7 @@ template <int W> __device__ void rows(const float* a, float* out, int head_dim) 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_split_row(backend: Backend, tmp_path: Path, width: int) -> None:
-    """Rows of all sizes, scaled each by its own; zero beyond the head dim and the rows; an infinity, both, a NaN."""
+    """Rows of all sizes, scaled each by its own; zero beyond the head dim and the rows; an infinity, both, a NaN. Swizzled and plain."""
     dim = width - 3
     draw = np.random.RandomState(width)
     a = (draw.randn(16, width) * 10.0 ** draw.randint(-30, 30, (16, 1))).astype(np.float32)
@@ -85,7 +91,7 @@ def test_split_row(backend: Backend, tmp_path: Path, width: int) -> None:
     a[4, 5] = -np.inf
     a[5, 7], a[5, 9] = np.inf, np.nan
     body = f"    rows<{width}>(a, reinterpret_cast<float*>(out), {dim});"
-    got = f32(run(backend, tmp_path, body, a, before=BEFORE + ROWS, shared=64 * width), 32 + 32 * width).astype(float)
+    got = f32(run(backend, tmp_path, body, a, before=BEFORE + ROWS, shared=128 * width), 32 + 32 * width).astype(float)
     factor, finite, parts = got[:16], got[16:32], got[32:].reshape(2, 16, width)
     x = -a.astype(float)
     x[:, dim:] = x[15] = 0

@@ -95,21 +95,31 @@ template <int Width> struct SplitRow {
     __device__ __forceinline__ void store(unsigned char* tile, uint32_t low_bytes, int row, float scale) const {
 #pragma unroll
         for (int c = 0; c < count; ++c) {
-            Vec<uint32_t, 2> high, low;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) split_pair(high[e], low[e], x[c][2 * e] * scale, x[c][2 * e + 1] * scale);
             const int part = lane_id() % lanes + c * lanes;
-            unsigned char* at = tile + chunk_at<Width>(row, part / 2) + part % 2 * 8;
-            store_vec(reinterpret_cast<uint32_t*>(at), high);
-            store_vec(reinterpret_cast<uint32_t*>(at + low_bytes), low);
+            store_parts(tile + chunk_at<Width>(row, part / 2) + part % 2 * 8, low_bytes, c, scale);
         }
     }
 
-    // The row, scaled by its own largest element, to two tiles as above. Returns what products with it are to be multiplied with.
-    // A row with an infinity is stored as 1 and -1 in the places of the infinities, its factor is infinity: products are then infinite,
+    // The same to two plain matrices in global memory: the row's high parts to `to`, the low ones `low_bytes` behind.
+    __device__ __forceinline__ void store_plain(unsigned char* to, int64_t low_bytes, float scale) const {
+#pragma unroll
+        for (int c = 0; c < count; ++c) store_parts(to + (lane_id() % lanes + c * lanes) * 8, low_bytes, c, scale);
+    }
+
+    __device__ __forceinline__ void store_parts(unsigned char* to, int64_t low_bytes, int c, float scale) const {
+        Vec<uint32_t, 2> high, low;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) split_pair(high[e], low[e], x[c][2 * e] * scale, x[c][2 * e + 1] * scale);
+        store_vec(reinterpret_cast<uint32_t*>(to), high);
+        store_vec(reinterpret_cast<uint32_t*>(to + low_bytes), low);
+    }
+
+    // The scale of the row by its own largest element. Returns what products with the row are to be multiplied with.
+    // A row with an infinity becomes 1 and -1 in the places of the infinities, its factor is infinity: products are then infinite,
     // or NaN where the other factor is 0. With a NaN the factor is NaN. For all lanes of a warp, several rows at a time.
-    __device__ __forceinline__ float store_scaled(unsigned char* tile, uint32_t low_bytes, int row) {
-        float size = largest(), scale = 1.0f, factor = infinity();
+    __device__ __forceinline__ float own_scale(float& scale) {
+        float size = largest(), factor = infinity();
+        scale = 1.0f;
         if (__any_sync(full_warp, size > largest_float)) {
             float odd = 0;  // 1: an infinity, 2: NaN
 #pragma unroll
@@ -131,6 +141,13 @@ template <int Width> struct SplitRow {
             scale = split_scale(size);
             factor = inverse_power(scale);
         }
+        return factor;
+    }
+
+    // The row, scaled by its own largest element, to two tiles as above. Returns what products with it are to be multiplied with.
+    __device__ __forceinline__ float store_scaled(unsigned char* tile, uint32_t low_bytes, int row) {
+        float scale;
+        const float factor = own_scale(scale);
         store(tile, low_bytes, row, scale);
         return factor;
     }

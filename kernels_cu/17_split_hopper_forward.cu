@@ -1,0 +1,496 @@
+// /// kernel
+// title = "float32 on Hopper: two float16 for each operand, three wgmma for one product, small ones first"
+// dtypes = ["float32"]
+// head_dims = [64, 128, 256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = "any"
+// deterministic = true
+// auto = false  # it has not run on a GPU yet
+// [tile]
+// CONSUMERS = 2  # warpgroups of 64 queries
+// BLOCK_K = "128 if HEAD_DIM == 64 else 64 if HEAD_DIM == 128 else 32"
+// STAGES = "3 if HEAD_DIM == 256 else 5"  # tiles of K or V in shared memory
+// PINGPONG = 1   # the products of the consumers take turns
+// PIN = 1        # the softmax ends before its consumer waits for its turn
+// SECTION = "64 if HEAD_DIM == 256 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
+// [workspace.q_parts]
+// dtype = "float16"
+// size = "2 * batch * heads_q * seq_q * HEAD_DIM"
+// init = "none"
+// [workspace.k_parts]
+// dtype = "float16"
+// size = "2 * batch * heads_kv * seq_kv * HEAD_DIM"
+// init = "none"
+// [workspace.v_parts]
+// dtype = "float16"
+// size = "2 * batch * heads_kv * seq_kv * HEAD_DIM"
+// init = "none"
+// [workspace.q_factors]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q"
+// init = "none"
+// [workspace.k_factors]
+// dtype = "float32"
+// size = "batch * heads_kv * round_up(seq_kv, 4)"
+// init = "none"
+// [workspace.v_factors]
+// dtype = "float32"
+// size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K)"
+// init = "none"
+// [workspace.counter]
+// dtype = "float32"  # an integer
+// size = "1"
+// init = "none"
+// [tensor_map.q]
+// tensor = "q_parts"
+// dims = ["HEAD_DIM", "seq_q", 2, "batch * heads_q"]
+// strides = ["HEAD_DIM", "seq_q * HEAD_DIM", "2 * seq_q * HEAD_DIM"]
+// box = [64, 64, 2, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "k_parts"
+// dims = ["HEAD_DIM", "seq_kv", 2, "batch * heads_kv"]
+// strides = ["HEAD_DIM", "seq_kv * HEAD_DIM", "2 * seq_kv * HEAD_DIM"]
+// box = [64, "BLOCK_K", 2, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "v_parts"
+// dims = ["HEAD_DIM", "seq_kv", 2, "batch * heads_kv"]
+// strides = ["HEAD_DIM", "seq_kv * HEAD_DIM", "2 * seq_kv * HEAD_DIM"]
+// box = [64, "BLOCK_K", 2, 1]
+// swizzle = 128
+// [tensor_map.factors]
+// tensor = "k_factors"
+// dims = ["seq_kv", 1, 1, "batch * heads_kv"]
+// strides = ["round_up(seq_kv, 4)", "round_up(seq_kv, 4)", "round_up(seq_kv, 4)"]
+// box = ["BLOCK_K", 1, 1, 1]
+// [[launch]]
+// entry = "prepare"
+// grid = "batch * (heads_q * ceil_div(seq_q, BLOCK_K) + 2 * heads_kv * ceil_div(seq_kv, BLOCK_K))"
+// block = 256
+// shared = 32
+// maps = []
+// [[launch]]
+// entry = "forward"
+// grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
+// block = "128 * (CONSUMERS + 1)"
+// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * round_up(BLOCK_K, 32) + 8 * (4 * CONSUMERS + 2 * STAGES)"
+// ///
+//
+// Step 17, read against steps 15 and 16: the arithmetic of 15 in the structure of 16. Each float32 operand is two float16,
+// x = 2^e (high + low), and three products of these parts take the place of one. mma.sync multiplies at 649 TFLOP/s on an H200, wgmma at
+// 843: a third of that is 281.
+//
+//     prepare      splits Q, K and V once, into plain matrices of high and low parts with their scales (fa/split.cuh)
+//     producer     one thread loads tiles of both parts by TMA
+//     consumers    two warpgroups of 64 queries: S = Q K^T and P V by wgmma; softmax and the split of P in registers
+//
+// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. Step 15
+// gives the small products of S, low high and high low, accumulators of their own, because it has their operands in registers only once.
+// wgmma reads operands from shared memory, so their order is free. While small products are added the accumulator is small, and so is what
+// is cut off. A chain of S then counts its large products only, at most 8 as in step 15 (at head dim 256 there are two chains); it saves
+// BLOCK_K / 2 registers and an addition a score. P V of a tile likewise: it starts from zero, small products first, and is added to O in
+// float32. What truncation takes of S, 2.4 * 2^-24 of it in the mean, the keys' factors times 1 + 2^-23 give back.
+//
+// No overlap inside a warpgroup. Step 16 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
+// the same time: 192 of 232 registers at head dim 128. But three products take three times as long and the softmax does not, so the
+// products of the other consumer hide it. A turn is P V of a tile and S of the next:
+//
+//     consumer 1    P V(n)   S(n + 1)   softmax(n + 1), split      P V(n + 1)   S(n + 2)
+//     consumer 2    softmax(n), split   P V(n)   S(n + 1)          softmax(n + 1), split
+//
+// P V(n) is added to O under S(n + 1). So the loop has one body, and S and P share registers. At head dim 256 P V is made in slices of 64
+// columns, each of which is added at once.
+//
+// K and V pass through one ring of STAGES slots, K(0), V(0), K(1), …, in the order in which a consumer needs them. O goes from registers
+// to global memory, where a quad writes a sector, so Q's place in shared memory is empty behind the last S.
+//
+// The limits, 64 queries x 64 keys at head dim 128: wgmma takes 1536 cycles. Shared memory takes 1408: S 768, because an instruction of 64
+// keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 590 instructions.
+//
+// Inputs that are not finite: as in step 15.
+#include <fa/accumulator.cuh>
+#include <fa/split.cuh>
+#include <fa/tma.cuh>
+
+using fa::float16;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns, each [high, low][rows][64]
+constexpr int SLICE = HEAD_DIM == 256 ? 64 : HEAD_DIM, SLICES = HEAD_DIM / SLICE;  // columns of P V that are summed at a time
+constexpr bool LATE = SLICES == 1;  // P V is added to O under the next product
+constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 columns
+constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
+constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
+constexpr int FACTORS = (BLOCK_K + 31) / 32 * 32;  // floats of a slot for the factors of keys: TMA writes at multiples of 128 bytes
+constexpr float SCALE_OF_P = 128, LOG2_SCALE_OF_P = 7, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
+// S comes with the scales of Q and K, 2^28 at most; and truncation has taken some 2^-23 of it, which is given back.
+constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;
+
+__device__ __forceinline__ int tiles_of(int rows) { return (rows + BLOCK_K - 1) / BLOCK_K; }
+
+// Q, K and V, split, to plain matrices [batch * heads][high, low][rows][HEAD_DIM]. A block writes BLOCK_K rows of one of them. Q takes the
+// sign of the scale.
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
+    using Row = fa::SplitRow<HEAD_DIM>;
+    constexpr int step = 8 * Row::rows_of_warp, count = BLOCK_K / step;
+    static_assert(count * step == BLOCK_K);
+    float* largest_smem = fa::dynamic_shared<float>();  // [8]
+    if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<int*>(args.workspace[WORKSPACE_COUNTER]) = 0;
+
+    const int q_blocks = args.batch * args.heads_q * tiles_of(args.seq_q), k_blocks = args.batch * args.heads_kv * tiles_of(args.seq_kv);
+    const bool is_q = blockIdx.x < q_blocks, is_v = blockIdx.x >= q_blocks + k_blocks;
+    const int block = blockIdx.x - (is_q ? 0 : is_v ? q_blocks + k_blocks : q_blocks);
+    const int heads = is_q ? args.heads_q : args.heads_kv, rows = is_q ? args.seq_q : args.seq_kv, tiles = tiles_of(rows);
+    const int head = block / tiles, tile = block - head * tiles, first = tile * BLOCK_K;  // head: of all batches
+    const fa::Tensor& tensor = is_q ? args.Q : is_v ? args.V : args.K;
+    const float* from = fa::row_pointer<float>(tensor, head / heads, head % heads, first);
+    void* parts = args.workspace[is_q ? WORKSPACE_Q_PARTS : is_v ? WORKSPACE_V_PARTS : WORKSPACE_K_PARTS];
+    const fa::int64_t low_bytes = fa::int64_t(rows) * HEAD_DIM * 2;
+    unsigned char* to = static_cast<unsigned char*>(parts) + 2 * head * low_bytes + fa::int64_t(first) * HEAD_DIM * 2;
+
+    const int own = threadIdx.x / Row::lanes;
+    Row part[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) part[i].load(from + (own + i * step) * tensor.row, args.head_dim, first + own + i * step < rows);
+    if (is_v) {
+        float largest = 0;
+#pragma unroll
+        for (int i = 0; i < count; ++i) largest = max(largest, part[i].largest_finite());
+        const float scale = fa::split_scale(fa::block_max(largest, largest_smem));
+#pragma unroll
+        for (int i = 0; i < count; ++i)
+            if (first + own + i * step < rows) part[i].store_plain(to + (own + i * step) * HEAD_DIM * 2, low_bytes, scale);
+        if (threadIdx.x == 0) static_cast<float*>(args.workspace[WORKSPACE_V_FACTORS])[block] = fa::inverse_power(scale) / SCALE_OF_P;
+        return;
+    }
+    const float sign = !is_q ? 1.0f : args.scale == 0 ? 0.0f : args.scale < 0 ? -1.0f : 1.0f;
+    const float times = !is_q ? KEY_FACTOR : args.scale == 0 ? Q_FACTOR : Q_FACTOR * fabsf(float(args.scale));
+    const fa::int64_t pitch = is_q ? rows : (rows + 3) / 4 * 4;  // TMA loads the factors of keys: rows of 16 bytes
+    float* factors = static_cast<float*>(args.workspace[is_q ? WORKSPACE_Q_FACTORS : WORKSPACE_K_FACTORS]) + head * pitch + first;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        float scale;
+        part[i].multiply(sign);
+        const float factor = part[i].own_scale(scale) * times;
+        if (first + own + i * step >= rows) continue;
+        part[i].store_plain(to + (own + i * step) * HEAD_DIM * 2, low_bytes, scale);
+        if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = factor;
+    }
+}
+
+// A tile of queries of one head. The producer leaves it in shared memory: its divisions are done once.
+struct Work {
+    int q_first, head, batch, tiles;  // tiles of keys, at least one; 0: there is no more work
+};
+
+// Tiles of keys that the queries before q_end see; one where they see none, so that every work has the same course.
+__device__ __forceinline__ int key_tiles(const fa::Args& args, int q_end) {
+    return max(1, tiles_of(fa::visible_keys(args, min(q_end, args.seq_q) - 1)));
+}
+
+// The work of a number. Neighbouring numbers run at the same time, so they share K and V in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
+    Work work;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
+    const int kv_heads = max(1, int((SECTION << 20) / (8ll * HEAD_DIM * args.seq_kv)));
+    const int heads = kv_heads * (args.heads_q / args.heads_kv);
+    const int section = number / (q_tiles * heads), inside = number - section * q_tiles * heads;
+    const int width = min(heads, args.heads_q * args.batch - section * heads);  // the last section may have fewer
+    const int q_tile = q_tiles - 1 - inside / width, row = section * heads + inside % width;
+#else
+    const int row = number / q_tiles, q_tile = number - row * q_tiles;
+#endif
+    work.q_first = q_tile * BLOCK_Q;
+    work.batch = row / args.heads_q;
+    work.head = row - work.batch * args.heads_q;
+    work.tiles = key_tiles(args, work.q_first + BLOCK_Q);
+    return work;
+}
+
+// Loads a tile of both parts, slab by slab. more: bytes that other copies bring to the same barrier.
+template <uint32_t Low>
+__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int more) {
+    fa::mbarrier_arrive_expect_tx(full, SLABS * 2 * Low + more);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * 2 * Low, &map, full, 64 * slab, row, 0, head);
+}
+
+// The scores times the factors of their keys.
+__device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_K / 2], const float* factors_smem /* [BLOCK_K] */) {
+#pragma unroll
+    for (int j = 0; j < BLOCK_K / 8; ++j) {
+        const fa::Vec<float, 2> factor = fa::load_vec<2>(factors_smem + 8 * j + fa::fragment_column());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[4 * j + i] *= factor[i % 2];
+    }
+}
+
+// S becomes SCALE_OF_P times P = 2^(scale (S - row_max)), and its sum over this thread's columns is added to `sum`. The difference is exact
+// where it matters, at any size of the scores. The scale of P is part of the multiply-add, whose rounding is that of exp2_approx, 2^-22.
+__device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&sum)[2], const float (&scale_log2e)[2],
+                                             const float (&row_max)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float s = 0;
+#pragma unroll
+        for (int j = 0; j < BLOCK_K / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& score = x[4 * j + 2 * half + e];
+                score = fa::exp2_approx((score - row_max[half]) * scale_log2e[half] + LOG2_SCALE_OF_P);
+                s += score;
+            }
+        sum[half] += s;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap factors_map) {
+    unsigned char* q_smem = fa::dynamic_shared_1024();  // [CONSUMERS][SLABS][high, low][64][64]
+    unsigned char* ring_smem = q_smem + CONSUMERS * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]: K(0), V(0), K(1), V(1), …
+    float* factors_smem = reinterpret_cast<float*>(ring_smem + STAGES * ITEM);  // [STAGES][FACTORS]
+    uint64_t* q_full = reinterpret_cast<uint64_t*>(factors_smem + STAGES * FACTORS);
+    uint64_t* q_empty = q_full + CONSUMERS;
+    uint64_t* full = q_empty + CONSUMERS;
+    uint64_t* empty = full + STAGES;
+    Work* works_smem = reinterpret_cast<Work*>(empty + STAGES);  // [CONSUMERS]: whose Q is there
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 4);  // each warp arrives
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4 * CONSUMERS);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    int stage = 0;  // of the ring, and the parity of its round
+    uint32_t parity = 0, q_parity = 0;
+    auto next = [&]() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
+            int* counter = static_cast<int*>(args.workspace[WORKSPACE_COUNTER]);
+            const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
+            auto hand_over = [&](const Work& work) {
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    const int row = work.q_first + 64 * consumer, head = work.batch * args.heads_q + work.head;
+                    fa::mbarrier_wait_parity(q_empty + consumer, q_parity ^ 1);
+                    works_smem[consumer] = work;
+                    if (work.tiles) load_tile<Q_LOW>(q_smem + consumer * Q_PIECE, q_map, q_full + consumer, row, head, 0);
+                    else fa::mbarrier_arrive(q_full + consumer);
+                }
+                q_parity ^= 1;
+            };
+            int number = blockIdx.x;
+            while (number < works) {
+                const Work work = work_of(args, number);
+                const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
+                number = gridDim.x + atomicAdd(counter, 1);
+                for (int n = 0; n < work.tiles; ++n) {
+                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
+                    load_tile<LOW>(ring_smem + stage * ITEM, k_map, full + stage, n * BLOCK_K, kv_head, 4 * BLOCK_K);
+                    fa::tma_load_4d(factors_smem + stage * FACTORS, &factors_map, full + stage, n * BLOCK_K, 0, 0, kv_head);
+                    next();
+                    if (n == 0) hand_over(work);  // the first keys go ahead: their place is empty earlier
+                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
+                    load_tile<LOW>(ring_smem + stage * ITEM, v_map, full + stage, n * BLOCK_K, kv_head, 0);
+                    next();
+                }
+            }
+            hand_over(Work{});
+        }
+        return;
+    }
+
+    // A consumer
+    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    float score_reg[BLOCK_K / 2], sum_reg[SLICE / 2], out_reg[HEAD_DIM / 2];  // sum_reg: P V of a tile, the last slice
+    uint32_t high_reg[BLOCK_K / 16][4], low_reg[BLOCK_K / 16][4];  // P
+    float q_factor[2], row_max[2], row_sum[2];  // of this thread's two rows: P = 2^(q_factor log2(e) (S - row_max))
+    const float* v_factors;  // of this work's tiles
+    Work work;
+    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
+
+    auto release = [&](uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
+    };
+    auto take_work = [&]() {
+        fa::mbarrier_wait_parity(q_full + consumer, q_parity);
+        work = works_smem[consumer];
+        if (__any_sync(fa::full_warp, work.tiles == 0)) return false;  // a vote: the compiler sees that the warp stays together
+        row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
+        tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
+        const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
+        v_factors = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS]) + kv_head * tiles_of(args.seq_kv);
+        const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
+        const fa::int64_t at = fa::int64_t(work.batch * args.heads_q + work.head) * args.seq_q;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            q_factor[half] = q_factors[at + min(row + 8 * half, args.seq_q - 1)];
+            row_max[half] = -fa::largest_float, row_sum[half] = 0;  // finite from the start, so that no difference is NaN
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] = 0;
+#pragma unroll
+        for (int i = 0; i < SLICE / 2; ++i) sum_reg[i] = 0;
+        return true;
+    };
+    auto begin_turn = [&]() {
+        if (PINGPONG) fa::bar_sync(4 + consumer, 256);
+    };
+    auto end_turn = [&]() {
+        if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
+    };
+    // Columns from 16 first up to 16 last of one of the three products of S.
+    auto multiply_scores = [&](float (&to)[BLOCK_K / 2], uint64_t q_operand, uint64_t k_operand, int first, int last, bool accumulate) {
+        q_operand = fa::descriptor_here(q_operand), k_operand = fa::descriptor_here(k_operand);
+#pragma unroll
+        for (int step = first; step < last; ++step)
+            fa::wgmma_ss<float16>(to, fa::descriptor_advance(q_operand, step / 4 * 2 * Q_LOW + step % 4 * 32),
+                                  fa::descriptor_advance(k_operand, step / 4 * 2 * LOW + step % 4 * 32), accumulate || step > first);
+    };
+    // P V of a slice: from zero, small products first.
+    auto multiply_values = [&](int slice) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(ring_smem + stage * ITEM, 2 * LOW);
+        fa::discard(sum_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int product = 0; product < 3; ++product)
+#pragma unroll
+            for (int step = 0; step < BLOCK_K / 16; ++step)
+                fa::wgmma_rs<float16, true>(sum_reg, product == 0 ? low_reg[step] : high_reg[step],
+                                            fa::descriptor_advance(v_operand, (2 * slice + (product == 1)) * LOW + step * 2048),
+                                            product + step > 0);
+        fa::wgmma_commit();
+        fa::wgmma_wait<0>(sum_reg, high_reg, low_reg);
+    };
+    auto add_slice = [&](int slice, float factor) {
+#pragma unroll
+        for (int i = 0; i < SLICE / 2; ++i) out_reg[slice * SLICE / 2 + i] += factor * sum_reg[i];
+    };
+
+    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
+    while (take_work()) {
+        float v_factor = 0;  // of the tile before
+        begin_turn();
+        for (int n = 0; n < tiles; ++n) {
+            // S, small products first
+            float more_reg[BLOCK_K / 2];  // a second chain
+            const uint64_t q_high = fa::smem_descriptor_k_major(q_smem + consumer * Q_PIECE), q_low = fa::descriptor_advance(q_high, Q_LOW);
+            const uint64_t k_high = fa::smem_descriptor_k_major(ring_smem + stage * ITEM), k_low = fa::descriptor_advance(k_high, LOW);
+            fa::discard(score_reg);
+            fa::mbarrier_wait_parity(full + stage, parity);
+            fa::wgmma_fence();
+            multiply_scores(score_reg, q_low, k_high, 0, HEAD_DIM / 16, false);
+            multiply_scores(score_reg, q_high, k_low, 0, HEAD_DIM / 16, true);
+            multiply_scores(score_reg, q_high, k_high, 0, min(CHAIN, HEAD_DIM / 16), true);
+            if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, q_high, k_high, CHAIN, HEAD_DIM / 16, false);
+            fa::wgmma_commit();
+            end_turn();
+            if (PIN) fa::schedule_fence();
+            if (LATE) add_slice(0, v_factor);  // of the tile before
+            v_factor = v_factors[n];
+            if constexpr (HEAD_DIM / 16 > CHAIN) {
+                fa::wgmma_wait<0>(score_reg, more_reg);
+#pragma unroll
+                for (int i = 0; i < BLOCK_K / 2; ++i) score_reg[i] += more_reg[i];
+            } else {
+                fa::wgmma_wait<0>(score_reg);
+            }
+            multiply_columns(score_reg, factors_smem + stage * FACTORS);
+            __syncwarp();  // all lanes have read the factors when the first one releases them
+            release(empty + stage);
+            next();
+
+            // The softmax. Rescaling is lazy
+            if ((n + 1) * BLOCK_K > fa::visible_keys(args, work.q_first + 64 * consumer)) {
+                const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+                fa::mask_columns(score_reg, visible);
+            }
+            const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
+            float maximum[2], factor[2];
+            fa::local_row_max(maximum, score_reg);
+            bool grows = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) grows |= (maximum[half] - row_max[half]) * scale_log2e[half] > SLACK;
+            if (__any_sync(fa::full_warp, grows)) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float larger = max(row_max[half], fa::group_max<4>(maximum[half]));
+                    factor[half] = fa::exp2_approx((row_max[half] - larger) * scale_log2e[half]);
+                    row_max[half] = larger;
+                    row_sum[half] *= factor[half];
+                }
+                fa::scale_rows(out_reg, factor);
+            }
+            exponentiate(score_reg, row_sum, scale_log2e, row_max);
+#pragma unroll
+            for (int step = 0; step < BLOCK_K / 16; ++step)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    fa::split_pair(high_reg[step][r], low_reg[step][r], score_reg[8 * step + 2 * r], score_reg[8 * step + 2 * r + 1]);
+
+            // P V
+            if (PIN) fa::schedule_fence();
+            begin_turn();
+            fa::mbarrier_wait_parity(full + stage, parity);
+#pragma unroll
+            for (int slice = 0; slice < SLICES; ++slice) {
+                multiply_values(slice);
+                if (LATE) continue;
+                add_slice(slice, v_factor);
+                fa::schedule_fence();
+            }
+            release(empty + stage);
+            next();
+        }
+        end_turn();
+        if (LATE) add_slice(0, v_factor);
+        release(q_empty + consumer);
+        q_parity ^= 1;
+#pragma unroll 1
+        for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need
+            begin_turn();
+            end_turn();
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+                fa::mbarrier_wait_parity(full + stage, parity);
+                __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+                release(empty + stage);
+                next();
+            }
+        }
+
+        // Epilogue: O / row sum and the logsumexp, straight to global memory: a quad writes a sector.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = row + 8 * half;
+            const float sum = fa::group_sum<4>(row_sum[half]) * (1 / SCALE_OF_P), inverse = 1.0f / sum;
+            if (query >= args.seq_q) continue;
+            const bool empty = fa::visible_keys(args, query) <= 0;
+            if (lane % 4 == 0)
+                *fa::row_pointer<float>(args.logsumexp, work.batch, work.head, query) =
+                    empty ? -fa::infinity() : row_max[half] * q_factor[half] + fa::log(sum);
+            float* out = fa::row_pointer<float>(args.O, work.batch, work.head, query) + fa::fragment_column();
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 8; ++j) {
+                const float one = out_reg[4 * j + 2 * half] * inverse, other = out_reg[4 * j + 2 * half + 1] * inverse;
+                const fa::Vec<float, 2> two = {empty ? 0.0f : one, empty ? 0.0f : other};
+                fa::store_vec_upto(out + 8 * j, two, args.head_dim - 8 * j - fa::fragment_column());
+            }
+        }
+    }
+}
