@@ -383,9 +383,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             begin_turn();
             end_turn();
             fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
+            __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
             release(k_empty + k.stage);
             k.next();
             fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
+            __syncwarp();
             release(v_empty + v.stage);
             v.next();
         }

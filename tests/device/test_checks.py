@@ -122,6 +122,8 @@ NO_RACE = {
     ("fa1_forward", 5): "m and l lie in global memory: the error budget sees it",
     ("flash_2d_forward", 5): "the same",
     ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
+    ("hopper_forward", 2): "it orders no accesses: a lane that is late would miss a phase",
+    ("hopper_forward", 3): "the same",
     ("split_hopper_forward", 1): "with an odd number of slots V lies there before the next factors do, and is released behind a barrier",
     ("split_hopper_forward", 2): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
     ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
