@@ -118,26 +118,14 @@ __device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
 // Launch 1. delta[query] = dO · O, each row split over 8 lanes; and logsumexp, with +inf where P must be 0: for a query beyond seq_q, or
 // one that sees no key and has -inf.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    constexpr int vec = fa::vec_width<scalar>;
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    float sum = 0;
-    if (query < args.seq_q) {
-        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
-        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-        for (int column = lane * vec; column < args.head_dim; column += 8 * vec) {
-            fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
-            fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
-#pragma unroll
-            for (int i = 0; i < vec; ++i) sum += fa::widen(o_reg[i]) * fa::widen(do_reg[i]);
-        }
-    }
-    sum = fa::group_sum<8>(sum);
+    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
     if (lane == 0) {
         float lse = -fa::infinity();
         if (query < args.seq_q) lse = *fa::row_pointer<float>(args.logsumexp, batch, head, query);
         float* stats = stats_of(args, first_tile(args, batch, head) + query / BLOCK_Q) + query % BLOCK_Q;
         stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = sum;
+        stats[BLOCK_Q] = delta;
     }
 }
 
@@ -387,24 +375,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
     constexpr int chunks = HEAD_DIM / 8;
     const int q_first = blockIdx.x * 16, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, head = blockIdx.y, batch = blockIdx.z;
-    const float scale = float(args.scale);
     const float* from =
         dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + (q_first % BLOCK_Q / 16 * chunks + chunk) * 128 + row * 16;
-    fa::Vec128<scalar> rows[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[half][2 * i] = fa::narrow<scalar>(dq[2 * half] * scale);
-            rows[half][2 * i + 1] = fa::narrow<scalar>(dq[2 * half + 1] * scale);
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = q_first + 8 * half + row;
-        // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
-        auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query)) + chunk;
-        if (query < args.seq_q) fa::store_128_upto(reinterpret_cast<scalar*>(to), rows[half], args.head_dim - chunk * 8);
-    }
+    fa::store_dq_rows<scalar>(args, batch, head, q_first + row, chunk, from, float(args.scale));
 }

@@ -142,7 +142,8 @@
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
-#include <fa/atomic.cuh>
+#include <fa/gradient.cuh>
+#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -182,10 +183,6 @@ __device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
 }
-// A consumer's part of it.
-__device__ __forceinline__ float* own_dq(const fa::Args& args, int number, int consumer) {
-    return dq_of(args, number) + consumer * OWN_PARTS * PART;
-}
 // For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
 __device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
@@ -201,32 +198,19 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
 
-    float sum = 0, lse = -fa::infinity();
-    if (query < args.seq_q) {
-        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
-        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-#pragma unroll
-        for (int column = lane * 8; column < HEAD_DIM; column += 64) {
-            const fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
-            const fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum += fa::widen(o_reg[i]) * fa::widen(do_reg[i]);
-        }
-        lse = *fa::row_pointer<float>(args.logsumexp, batch, head, query);
-    }
-    sum = fa::group_sum<8>(sum);
+    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
     if (lane == 0) {
+        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
         float* stats = stats_of(args, number) + query % BLOCK_Q;
         stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = sum;
+        stats[BLOCK_Q] = delta;
     }
 }
 
 // A tile of keys of one head, and the tiles of queries that see it.
 struct Work {
     int k_first, kv_head, batch;
-    int first, end;  // tiles of queries of each head
-    int count;  // of all heads of the group
+    int first, end, count;  // tiles of queries of each head; of all heads of the group together
 };
 
 // The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
@@ -255,20 +239,12 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return DETERMINISTIC ? work.end - 1 - tile + work.first : tile; }
-    __device__ __forceinline__ void begin(const fa::Args& args, const Work& work) {
-        head = work.kv_head * (args.heads_q / args.heads_kv), tile = work.first;
+    static __device__ __forceinline__ Walk begin(const fa::Args& args, const Work& work) {
+        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
     }
     __device__ __forceinline__ void next(const Work& work) {
         if (++tile == work.end) tile = work.first, ++head;
     }
-};
-
-// A position in a ring of N stages, and the parity of its round. One number, because the producer has few registers.
-template <int N> struct Ring {
-    uint32_t position = 0;
-    __device__ __forceinline__ uint32_t stage() const { return position % N; }
-    __device__ __forceinline__ uint32_t parity() const { return position / N % 2; }
-    __device__ __forceinline__ void next() { ++position; }
 };
 
 // A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
@@ -303,8 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t* dq_full = do_full + STAGES;  // [2]
-    uint64_t* dq_empty = dq_full + 2;  // [2]
+    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
     int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
@@ -315,15 +290,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
         }
-        for (int i = 0; i < 2; ++i) fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         fa::mbarrier_init_fence();
     }
     __syncthreads();
 
     const int warpgroup = fa::warpgroup_index();
-    Ring<KV_STAGES> kv;
-    Ring<STAGES> q;  // of Q, dO, their stats, and dS
+    fa::Ring<KV_STAGES> kv;
+    fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         if (threadIdx.x == 0) {
@@ -340,8 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 number = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(counters, 1);
                 load_tile<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 kv.next();
-                Walk at;
-                at.begin(args, work);
+                Walk at = Walk::begin(args, work);
 #pragma unroll 1  // the producer has few registers
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
                     const int tile = at.queries(work), q_first = tile * BLOCK_Q;
@@ -364,12 +338,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                Walk at;
-                at.begin(args, work);
+                Walk at = Walk::begin(args, work);
 #pragma unroll 1
                 for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(own_dq(args, tile_number(args, work.batch, at.head, at.tile), consumer),
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * OWN_PARTS * PART,
                                      dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
@@ -476,24 +449,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
     };
-    auto make_p = [&](const float* stats) {
-        fa::exponentiate_columns(p_reg, scale_log2e, stats);
-        mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg);
-    };
-    auto make_ds = [&](const float* stats) {
-        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
-        fa::pack_operand<scalar>(ds16_reg, ds_reg);
-        share(ds_smem, ds16_reg);
-    };
     // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
     auto issue_tile = [&](bool accumulate) {
         const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
         fa::wgmma_wait<1>(p_reg);
-        make_p(stats);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
+        if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+        fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        share(ds_smem, ds16_reg);
         if constexpr (STAGED) {
-            fa::wgmma_wait<0>(ds_reg);
-            make_ds(stats);
             issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
             wait_for_other();
             issue_dq();
@@ -501,10 +470,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
             fa::wgmma_wait<1>(dq_reg);
         } else {
-            if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
-            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-            fa::wgmma_wait<1>(ds_reg);
-            make_ds(stats);
             if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
             wait_for_other();
             if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
@@ -550,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
         at.next(work);
-        return own_dq(args, number, consumer) + threadIdx.x % 128 * 4;
+        return dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
     };
     // Adds some of its groups.
     auto add = [&](float* dq, int first, int end, auto& values) {
@@ -564,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
-        at.begin(args, work);
+        at = Walk::begin(args, work);
         int n = work.count > 0 && sees_nothing();
         if (n > 0) {
             skip_tile();
@@ -627,21 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
     const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
     const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const float scale = float(args.scale);
+    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + row;
     const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::Vec128<scalar> rows[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = fa::narrow<scalar>(dq[e] * scale);
-    }
-    // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at head dim 64.
-    const int chunk = part / ROW_PARTS * 8 + group;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + 8 * half + row;
-        auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query)) + chunk;
-        if (query < args.seq_q) fa::store_128_upto(reinterpret_cast<scalar*>(to), rows[half], args.head_dim - chunk * 8);
-    }
+    fa::store_dq_rows<scalar>(args, batch, head, query, part / ROW_PARTS * 8 + group, from, float(args.scale));
 }

@@ -1,4 +1,4 @@
-"""The order of instructions in the machine code of the Hopper kernels: exponentials run under a product. Needs NVRTC and nvdisasm, no GPU."""
+"""The order of instructions in the machine code of Hopper kernels: exponentials run under a product. Needs NVRTC and nvdisasm, no GPU."""
 
 from __future__ import annotations
 

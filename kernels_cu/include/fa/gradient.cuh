@@ -66,4 +66,41 @@ __device__ __forceinline__ void share_step(unsigned char* tile_smem, const uint3
         }
 }
 
+// delta = dO · O of a query (FlashAttention-2, Algorithm 2, line 4): for the 8 neighbouring lanes that share the row; 0 beyond seq_q.
+template <class T, int Width> __device__ __forceinline__ float delta_of(const Args& args, int batch, int head, int query, int lane) {
+    float sum = 0;
+    if (query < args.seq_q) {
+        const T* o = row_pointer<T>(args.O, batch, head, query);  // [head_dim]
+        const T* d_o = row_pointer<T>(args.dO, batch, head, query);  // [head_dim]
+#pragma unroll
+        for (int column = lane * vec_width<T>; column < Width; column += 8 * vec_width<T>) {
+            const Vec128<T> o_reg = load_128_upto(o + column, args.head_dim - column);
+            const Vec128<T> do_reg = load_128_upto(d_o + column, args.head_dim - column);
+#pragma unroll
+            for (int i = 0; i < vec_width<T>; ++i) sum += widen(o_reg[i]) * widen(do_reg[i]);
+        }
+    }
+    return group_sum<8>(sum);
+}
+
+// Two rows of dQ, 8 apart, from what 4 lanes hold of them in accumulators: `from` is [4 lanes][2 rows][2 columns], 8 columns in all, the
+// chunk-th of the row. They are scaled and rounded; rows beyond seq_q are left out.
+template <class T>
+__device__ __forceinline__ void store_dq_rows(const Args& args, int batch, int head, int query, int chunk, const float* from, float scale) {
+    Vec128<T> rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Vec<float, 4> dq = load_vec<4>(from + 4 * i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = narrow<T>(dq[e] * scale);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (query + 8 * half >= args.seq_q) return;
+        // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
+        auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(args.dQ, batch, head, query + 8 * half)) + chunk;
+        store_128_upto(reinterpret_cast<T*>(to), rows[half], args.head_dim - chunk * 8);
+    }
+}
+
 }  // namespace fa

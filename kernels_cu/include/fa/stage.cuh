@@ -1,0 +1,16 @@
+// The stages of a ring in shared memory that asynchronous copies fill and a kernel empties (fa/barrier.cuh has the mbarriers).
+#pragma once
+
+#include <fa/types.cuh>
+
+namespace fa {
+
+// A position in a ring of N stages, and the parity of its round. One number, where a producer has few registers.
+template <int N> struct Ring {
+    uint32_t position = 0;
+    __device__ __forceinline__ uint32_t stage() const { return position % N; }
+    __device__ __forceinline__ uint32_t parity() const { return position / N % 2; }
+    __device__ __forceinline__ void next() { ++position; }
+};
+
+}  // namespace fa
