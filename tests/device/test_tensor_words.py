@@ -176,6 +176,49 @@ template <int W> __device__ void through(const fa::Args& args, const float* a, s
             assert np.array_equal(out, want, equal_nan=True), (width, rows, head_dim)
 
 
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_delta_of(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """dO · O over the columns that there are, in every lane of the row; 0 beyond the last query."""
+    o, d_o = integers(16, 64, seed=1), integers(16, 64, seed=2)
+    body = """\
+    fa::Args own = args;
+    own.O = args.Q, own.dO = args.K;
+    reinterpret_cast<float*>(out)[t] = fa::delta_of<scalar, 64>(own, 0, 0, t / 8, t % 8);"""
+    for head_dim in (64, 59):
+        of = {"dtype": dtype, "block": 128, "fields": {"seq_q": 13, "head_dim": head_dim}, "before": "#include <fa/gradient.cuh>"}
+        got = f32(run(backend, tmp_path, body, o.astype(TYPES[dtype]), d_o.astype(TYPES[dtype]), **of), 16, 8)
+        want = (o * d_o)[:, :head_dim].sum(1) * (np.arange(16) < 13)
+        assert np.array_equal(got, np.repeat(want[:, None], 8, 1)), head_dim
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_store_dq_rows(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """From the layout of the accumulators, scaled, rounded once: the rows and columns that there are, and nothing behind them."""
+    dq = (integers(16, 64) * HAIR).astype(np.float32)
+    layout = dq.reshape(2, 8, 8, 4, 2).transpose(2, 1, 3, 0, 4)  # [chunk][row][lane][half][2]
+    body = """\
+    fa::Args own = args;
+    own.dQ = args.O;
+    const float* from = reinterpret_cast<const float*>(a) + (t % 8 * 8 + t / 8) * 16;
+    fa::store_dq_rows<scalar>(own, 0, 0, t / 8, t % 8, from, 0.3f);"""
+    for rows, head_dim in ((16, 64), (13, 59), (8, 1), (3, 8)):
+        of = {"dtype": dtype, "block": 64, "fields": {"seq_q": rows, "head_dim": head_dim}, "before": "#include <fa/gradient.cuh>"}
+        got = run(backend, tmp_path, body, layout, **of).view(TYPES[dtype])[: 20 * 64].reshape(20, 64).astype(float)
+        want = np.full((20, 64), np.nan)
+        want[:rows, :head_dim] = (dq * np.float32(0.3)).astype(TYPES[dtype]).astype(float)[:rows, :head_dim]
+        assert np.array_equal(got, want, equal_nan=True), (rows, head_dim)
+
+
+def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
+    """fa::Ring: its stages in turn, and the parity of the round."""
+    body = """\
+    fa::Ring<3> ring;
+    for (int i = 0; i < t; ++i) ring.next();
+    out[2 * t] = ring.stage(), out[2 * t + 1] = ring.parity();"""
+    got = run(backend, tmp_path, body, before="#include <fa/stage.cuh>")[:64].reshape(32, 2)
+    assert np.array_equal(got, np.stack([np.arange(32) % 3, np.arange(32) // 3 % 2], 1))
+
+
 @pytest.mark.parametrize(("through_smem", "dtype"), [(False, "float32"), *((way, half) for way in (False, True) for half in HALVES)])
 def test_store_output(backend: Backend, tmp_path: Path, through_smem: bool, dtype: str) -> None:
     """O / row_sum rounded once and the logsumexp, of two warps with 32 queries each: what the tensors have, and nothing behind it.
