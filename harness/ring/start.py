@@ -157,7 +157,9 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
             raised.append(fault)
     if raised:
         raise raised[0]
-    if stuck and (not died or died[0] not in ended):  # the first to end had given up on another
+    # The first to end had given up on another. mpiexec (no codes) ends all as soon as one dies: nobody waits out a timeout then, and where
+    # somebody has, those without a result were ended after that, whichever was seen to end first.
+    if stuck and (not died or died[0] not in ended or codes[died[0]] is None):
         raise min(stuck, key=lambda fault: (fault.done, fault.when))
     if ended:
         hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
