@@ -202,18 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         }
         if (fa::visible_keys(args, q_first) < k_first + BLOCK_K) {
             const Coordinates recomputed;
-#pragma unroll
-            for (int n = 0; n < HALF / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int query = q_first + int(recomputed.side) * HALF + 8 * n + recomputed.pair() + e;
-                    const int visible = fa::visible_keys(args, query) - k_first - int(recomputed.key) - recomputed.row();
-#pragma unroll
-                    for (int m = 0; m < M; ++m)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            if (16 * m + 8 * half >= visible) p_reg[m][n][2 * half + e] = 0;
-                }
+            fa::clear_hidden(p_reg, args, q_first + int(recomputed.side) * HALF + recomputed.pair(),
+                             k_first + int(recomputed.key) + recomputed.row());
         }
 
         // dS^T = P^T ∘ (V dO^T - delta), 16 queries at a time. Both go to shared memory; this warp's part is multiplied from registers.

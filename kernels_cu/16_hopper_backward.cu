@@ -143,6 +143,7 @@
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
 #include <fa/gradient.cuh>
+#include <fa/schedule.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -219,9 +220,8 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 #if CAUSAL
     // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
     const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
-    const int section = number / (k_tiles * heads), inside = number - section * k_tiles * heads;
-    const int width = min(heads, args.heads_kv * args.batch - section * heads);  // the last section may have fewer
-    const int k_tile = inside / width, row = section * heads + inside % width;
+    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+    const int k_tile = place.tile, row = place.head;
 #else
     const int row = number / k_tiles, k_tile = number - row * k_tiles;
 #endif

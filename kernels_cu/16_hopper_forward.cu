@@ -84,6 +84,7 @@
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. The maximum
 // costs about 30 pJ a score of the 100 that a softmax takes. NOTES.md has the table: each of these ideas switched off, TF and pJ/FLOP.
 #include <fa/accumulator.cuh>
+#include <fa/schedule.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -121,9 +122,8 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
     const int kv_heads = max(1, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv)));
     const int heads = kv_heads * (args.heads_q / args.heads_kv);
-    const int section = number / (q_tiles * heads), inside = number - section * q_tiles * heads;
-    const int width = min(heads, args.heads_q * args.batch - section * heads);  // the last section may have fewer
-    const int q_tile = q_tiles - 1 - inside / width, row = section * heads + inside % width;
+    const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
+    const int q_tile = q_tiles - 1 - place.tile, row = place.head;
 #else
     const int row = number / q_tiles, q_tile = number - row * q_tiles;
 #endif

@@ -114,6 +114,7 @@
 // Inputs that are not finite: as in step 15.
 #include <fa/accumulator.cuh>
 #include <fa/split.cuh>
+#include <fa/schedule.cuh>
 #include <fa/tma.cuh>
 
 using fa::float16;
@@ -202,9 +203,8 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
     const int kv_heads = max(1, int((SECTION << 20) / (8ll * HEAD_DIM * args.seq_kv)));
     const int heads = kv_heads * (args.heads_q / args.heads_kv);
-    const int section = number / (q_tiles * heads), inside = number - section * q_tiles * heads;
-    const int width = min(heads, args.heads_q * args.batch - section * heads);  // the last section may have fewer
-    const int q_tile = q_tiles - 1 - inside / width, row = section * heads + inside % width;
+    const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
+    const int q_tile = q_tiles - 1 - place.tile, row = place.head;
 #else
     const int row = number / q_tiles, q_tile = number - row * q_tiles;
 #endif

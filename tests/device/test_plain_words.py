@@ -1,4 +1,5 @@
-"""The words of <fa/args.cuh> and <fa/row.cuh>, the rest of <fa/copy.cuh>, and that each word has a test; against numpy on every backend.
+"""The words of <fa/args.cuh>, <fa/row.cuh>, <fa/schedule.cuh> and <fa/stage.cuh>, the rest of <fa/copy.cuh>, against numpy on every
+backend, and that each word has a test.
 
 All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
 of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact
@@ -242,6 +243,29 @@ def test_store_output_with_a_vector_width(backend: Backend, tmp_path: Path) -> N
     fa::store_output<float, 8, 1>(reinterpret_cast<float*>(out), out_reg, 2.0f, t, 29);"""
     got = run(backend, tmp_path, body, block=8)
     assert f32(got, 29).tolist() == [2.0 * c for c in range(29)] and (got[29:32] == UNWRITTEN).all()
+
+
+# -- schedule.cuh, stage.cuh -------------------------------------------------------------------------------------------
+
+
+def test_place_in_sections(backend: Backend, tmp_path: Path) -> None:
+    """fa::Place: every tile of every head once, section by section; the last of 7 heads by 3 has one."""
+    body = """\
+    const fa::Place place = fa::place_in_sections(t, 4, 3, 7);
+    out[2 * t] = place.tile, out[2 * t + 1] = place.head;"""
+    got = run(backend, tmp_path, body, before="#include <fa/schedule.cuh>")[:56].reshape(28, 2)
+    sections = [(0, 1, 2), (3, 4, 5), (6,)]
+    assert got.tolist() == [[tile, head] for heads in sections for tile in range(4) for head in heads]
+
+
+def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
+    """fa::Ring: its stages in turn, and the parity of the round."""
+    body = """\
+    fa::Ring<3> ring;
+    for (int i = 0; i < t; ++i) ring.next();
+    out[2 * t] = ring.stage(), out[2 * t + 1] = ring.parity();"""
+    got = run(backend, tmp_path, body, before="#include <fa/stage.cuh>")[:64].reshape(32, 2)
+    assert np.array_equal(got, np.stack([np.arange(32) % 3, np.arange(32) // 3 % 2], 1))
 
 
 # -- no word without a test -------------------------------------------------------------------------------------------

@@ -209,14 +209,19 @@ def test_store_dq_rows(backend: Backend, tmp_path: Path, dtype: str) -> None:
         assert np.array_equal(got, want, equal_nan=True), (rows, head_dim)
 
 
-def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
-    """fa::Ring: its stages in turn, and the parity of the round."""
+def test_clear_hidden(backend: Backend, tmp_path: Path) -> None:
+    """P of the pairs that the shifted mask hides, and of keys beyond the last, is 0; the others stay."""
     body = """\
-    fa::Ring<3> ring;
-    for (int i = 0; i < t; ++i) ring.next();
-    out[2 * t] = ring.stage(), out[2 * t + 1] = ring.parity();"""
-    got = run(backend, tmp_path, body, before="#include <fa/stage.cuh>")[:64].reshape(32, 2)
-    assert np.array_equal(got, np.stack([np.arange(32) % 3, np.arange(32) // 3 % 2], 1))
+    float p[2][3][4];
+    for (int i = 0; i < 24; ++i) p[i / 12][i / 4 % 3][i % 4] = i + 1;
+    fa::clear_hidden(p, args, 2 * (t % 4), t / 4);
+    for (int i = 0; i < 24; ++i) reinterpret_cast<float*>(out)[24 * t + i] = p[i / 12][i / 4 % 3][i % 4];"""
+    of = {"causal": True, "fields": {"seq_kv": 21, "causal_shift": 3}, "before": "#include <fa/gradient.cuh>"}
+    got = f32(run(backend, tmp_path, body, **of), 32, 2, 3, 2, 2)
+    t, m, n, half, e = np.indices(got.shape)
+    key, query = t // 4 + 16 * m + 8 * half, 2 * (t % 4) + 8 * n + e
+    number = (12 * m + 4 * n + 2 * half + e + 1).astype(np.float32)
+    assert np.array_equal(got, np.where((key <= query + 3) & (key < 21), number, 0))
 
 
 @pytest.mark.parametrize(("through_smem", "dtype"), [(False, "float32"), *((way, half) for way in (False, True) for half in HALVES)])

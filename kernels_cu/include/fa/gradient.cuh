@@ -66,6 +66,21 @@ __device__ __forceinline__ void share_step(unsigned char* tile_smem, const uint3
         }
 }
 
+// P^T = 0 where the query does not see the key. p[m][n][2 half + e] is of key + 16 m + 8 half and query + 8 n + e.
+template <int M, int N> __device__ __forceinline__ void clear_hidden(float (&p)[M][N][4], const Args& args, int query, int key) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int visible = visible_keys(args, query + 8 * n + e) - key;
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (16 * m + 8 * half >= visible) p[m][n][2 * half + e] = 0;
+        }
+}
+
 // delta = dO · O of a query (FlashAttention-2, Algorithm 2, line 4): for the 8 neighbouring lanes that share the row; 0 beyond seq_q.
 template <class T, int Width> __device__ __forceinline__ float delta_of(const Args& args, int batch, int head, int query, int lane) {
     float sum = 0;
