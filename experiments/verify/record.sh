@@ -2,6 +2,7 @@
 # Makes this folder's record on the GPU of this machine: bash experiments/verify/record.sh [FOLDER] (default: this one).
 # Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, repeat, run, sanitizer). A case that does not
 # fit its memory is left out, and verify.log says so. The fuzz runs in FUZZ_PROCESSES processes (4), each at most FUZZ_SECONDS (0: no limit).
+# KERNELS=14,16 restricts verify and fuzz to some.
 # While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -33,22 +34,22 @@ join() { # waits for the steps under way and puts their logs one behind the othe
 }
 
 if want verify; then
-    for kernels in 01-02 03-04 05-06 08-09 10-11 12-13; do
-        step 0 "part.$kernels.log" $cli verify --compute $kernels --matrix full --device cuda -v &
-    done
-    for kernel in 00 07 14 15 16; do # the ones with a backward pass: a process a pass
-        for mode in forward backward; do
-            step 0 "part.$kernel.$mode.log" $cli verify --compute $kernel --mode $mode --matrix full --device cuda -v &
-        done
-    done
-    step 0 part.deterministic.log $cli verify --compute 14,16 --mode backward --matrix full --deterministic --device cuda -v &
+    while read -r kernels mode form; do # those with a backward pass: a process a pass
+        [ -z "${KERNELS:-}" ] || [[ " ${KERNELS//,/ } " == *" $kernels "* ]] || continue
+        step 0 "part.$kernels.${mode:-forward}${form:+.deterministic}.log" \
+            $cli verify --compute "$kernels" ${mode:+--mode $mode} ${form:+--$form} --matrix full --device cuda -v &
+    done <<END
+$(printf '%s\n' 01-02 03-04 05-06 08-09 10-11 12-13 17)
+$(printf '%s\n' {00,07,14,15,16}" "{forward,backward} {14,16}" backward deterministic")
+END
     join verify.log
 fi
 if want fuzz; then # 5,000 random cases in a few processes of one seed each, every case on every kernel that takes it
     processes=${FUZZ_PROCESSES:-4}
     set -m # without job control bash has jobs ignore SIGINT, at which a process prints what it has done so far
     for seed in $(seq "$processes"); do
-        step 0 "part.$seed.log" timeout --preserve-status -s INT "${FUZZ_SECONDS:-0}" $cli verify --fuzz $((5000 / processes)) --seed "$seed" --device cuda &
+        step 0 "part.$seed.log" timeout --preserve-status -s INT "${FUZZ_SECONDS:-0}" \
+            $cli verify ${KERNELS:+--compute $KERNELS} --fuzz $((5000 / processes)) --seed "$seed" --device cuda &
     done
     join fuzz.log
     set +m
