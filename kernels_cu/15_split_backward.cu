@@ -74,10 +74,11 @@
 //          computes norms and delta, so a tile needs no maximum over its scores, and no barrier for one. The bound is some 2^4 above the
 //          typical dP. At 4096 equal weights dS still keeps 24 bits, at 65,536 20 bits, whose errors have independent signs.
 //
-// Chains. A tensor core truncates its accumulator, so chains are short. S and dP: small products apart, at most 128 columns (64 at head dim
-// 256), and a factor 1 + 2^-23 that gives back what truncation takes in the mean. dV and dK of a tile are summed from zero over 16 or 32
-// queries, scaled and added in float32. dQ is summed from zero over the block's keys, small products apart; the rest is added in global
-// memory, in float32.
+// Chains. A tensor core truncates its accumulator, so chains are short. S and dP: small products apart, chains of 64 columns. (The forward
+// pass multiplies S by 1 + 2^-23, what truncation takes in the mean. Where products are exact it takes nothing: O does not see that all
+// scores of a row are 2^-23 too large, but dV does, where they reach 50.) dV and dK of a tile are summed from zero over 16 or 32 queries,
+// scaled and added in float32. dQ is summed from zero over the block's keys, small products apart; the rest is added in global memory, in
+// float32.
 //
 //     prepare_keys,       split K and V, Q and dO, into a workspace, as the tiles will lie in shared memory, with scales, norms, delta and
 //     prepare_queries     logsumexp behind them: a tile is one contiguous cp.async copy
@@ -123,8 +124,8 @@ enum { INVERSE, INVERSE_2, NORM, LARGEST_DELTA };  // of info: 1 / scale of K or
 constexpr fa::uint32_t P_LOW = BLOCK_K * BLOCK_Q * 2, AT_Q = K_ITEM, AT_P = AT_Q + STAGES * Q_ITEM;
 static_assert(K_ITEM % 128 == 0 && Q_ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
-// P is at most 1, beyond the rounding of large scores; it and dS are brought to 2^15. Truncation has taken some 2^-23 of a chain.
-constexpr float P_SCALE = 0x1p15f, LARGEST_P = 1.5f, UNTRUNCATED = 1 + 0x1p-23f;
+// P is at most 1, beyond the rounding of large scores; it and dS are brought to 2^15.
+constexpr float P_SCALE = 0x1p15f, LARGEST_P = 1.5f;
 
 // Tiles of queries are numbered over all heads: the number of a head's first.
 __device__ __forceinline__ int first_tile(const fa::Args& args, int batch, int head) {
@@ -207,9 +208,9 @@ struct Factors {
     // dS is at most P times the norms of dO and V, and delta: a bound, so that no maximum need be looked for. The products are in an order
     // in which none overflows or vanishes before the result does.
     __device__ __forceinline__ Factors(const float* of_queries, const float* of_keys, float scale) {
-        score = of_queries[INVERSE] * of_keys[INVERSE] * (scale * UNTRUNCATED);
+        score = of_queries[INVERSE] * of_keys[INVERSE] * scale;
         ds_scale = fa::split_scale(of_queries[NORM] * of_keys[NORM] + of_queries[LARGEST_DELTA]);
-        dp = of_queries[INVERSE_2] * ds_scale * of_keys[INVERSE_2] * UNTRUNCATED;
+        dp = of_queries[INVERSE_2] * ds_scale * of_keys[INVERSE_2];
         dv = of_queries[INVERSE_2] * (1 / P_SCALE);
         dk = fa::inverse_power(ds_scale) * of_queries[INVERSE];
         dq = fa::inverse_power(ds_scale) * of_keys[INVERSE];

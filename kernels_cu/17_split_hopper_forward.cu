@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Work* works_smem = reinterpret_cast<Work*>(empty + STAGES);  // [CONSUMERS]: whose Q is there
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 4);  // each warp arrives
+        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 128);
         for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4 * CONSUMERS);
         fa::mbarrier_init_fence();
     }
@@ -459,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         end_turn();
         if (LATE) add_slice(0, v_factor);
-        release(q_empty + consumer);
+        fa::mbarrier_arrive(q_empty + consumer);  // every thread: each has read for itself whose Q it is
         q_parity ^= 1;
 #pragma unroll 1
         for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need

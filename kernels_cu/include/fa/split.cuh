@@ -244,13 +244,13 @@ template <int M, int N> __device__ __forceinline__ void add(float (&d)[M][N][4],
 }
 
 // d += A B^T over a whole Width, operands as in split_multiply_abt. Small products have accumulators of their own, a chain of large ones
-// has 128 columns, or 64 where Width is 256.
+// has 64 columns.
 template <int Width, int M, int N>
 __device__ __forceinline__ void split_multiply_rows(float (&d)[M][N][4], uint32_t a_smem, uint32_t a_low, uint32_t b_smem, uint32_t b_low) {
     float small[M][N][4] = {};
 #pragma unroll
     for (int first = 0; first < Width; first += 64) {
-        if (Width == 256 && first > 0) {
+        if (first > 0) {
             float more[M][N][4] = {};
             split_multiply_abt<Width>(more, small, a_smem + 2 * first, a_low, b_smem + 2 * first, b_low);
             add(d, more);
