@@ -201,7 +201,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
                 if (fa::lane_id() % Row::lanes == 0) q_factors[row + i * step] = factors[i] * Q_FACTOR * scale;
         }
     }  // read behind the barrier of the first item
-    if constexpr (FUSED) __syncthreads();  // all items are there
+    if constexpr (FUSED) {
+        __syncthreads();  // all items are there
+    }
     fa::SplitSoftmax<M> softmax;
     float out_reg[M][COLUMNS][4] = {};
 

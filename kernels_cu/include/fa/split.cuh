@@ -309,7 +309,7 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
 template <int Width, int Fence, int Stride = 1, int M, int N, int K>
 __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
                                                   uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
-    constexpr int group = 8 / M;
+    constexpr int group = 8 / M < N ? 8 / M : N;
 #pragma unroll
     for (int first = 0; first < N; first += group) {
         if (first / group % Fence == 0) schedule_fence();
