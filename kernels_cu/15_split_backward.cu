@@ -10,9 +10,11 @@
 // deterministic = "optional"
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
-// BLOCK_Q = "64 if HEAD_DIM == 64 else 32"
-// BLOCK_K = "(16384 if shared_optin >= 232448 else 8192 if shared_optin >= 163840 or HEAD_DIM == 64 else 4096) // max(128, HEAD_DIM)"
+// BLOCK_Q = "64 if HEAD_DIM == 64 and seq_q > 32 else 32"
+// MOST_K = "(16384 if shared_optin >= 232448 else 8192 if shared_optin >= 163840 or HEAD_DIM == 64 else 4096) // max(128, HEAD_DIM)"
+// BLOCK_K = "min(max(32, floor_pow2(2 * seq_kv - 1)), MOST_K)"
 // WARP_K = "16 if HEAD_DIM == 256 or BLOCK_K == 32 else 32"  # keys of a warp
+// DIRECT = "1 if seq_kv <= BLOCK_K else 0"  # one tile of keys: its dQ is the whole dQ
 // STAGES = "1 if HEAD_DIM == 256 or shared_optin < 163840 else 2"  # of Q and dO
 // BLOCKS = 1  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of dV and dK that the compiler may overlap; with more, registers spill
@@ -28,16 +30,11 @@
 // init = "none"
 // [workspace.dq]
 // dtype = "float32"
-// size = "4 if deterministic else batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
-// init = "zero"
+// size = "4 if deterministic or DIRECT else batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
 // [[launch]]
-// entry = "prepare_keys"
-// grid = ["2 * ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
-// block = 256
-// shared = 64
-// [[launch]]
-// entry = "prepare_queries"
-// grid = ["2 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// entry = "prepare"
+// grid = "2 * batch * (heads_kv * ceil_div(seq_kv, BLOCK_K) + heads_q * ceil_div(seq_q, BLOCK_Q))"
 // block = 256
 // shared = 96
 // [[launch]]
@@ -47,13 +44,13 @@
 // shared = "8 * BLOCK_K * HEAD_DIM + 128 + STAGES * (8 * BLOCK_Q * HEAD_DIM + 8 * BLOCK_Q + 128) + 8 * BLOCK_K * BLOCK_Q"
 // [[launch]]
 // entry = "dq"
-// when = "deterministic"
+// when = "deterministic and not DIRECT"
 // grid = ["ceil_div(seq_q, DQ_QUERIES)", "heads_q", "batch"]
 // block = "2 * DQ_QUERIES"
 // shared = "DQ_QUERIES // BLOCK_Q * (8 * BLOCK_Q * HEAD_DIM + 8 * BLOCK_Q + 128) + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
 // [[launch]]
 // entry = "convert"
-// when = "not deterministic"
+// when = "not deterministic and not DIRECT"
 // grid = ["ceil_div(seq_q, 16)", "heads_q", "batch"]
 // block = "HEAD_DIM"
 // ///
@@ -80,8 +77,8 @@
 // scaled and added in float32. dQ is summed from zero over the block's keys, small products apart; the rest is added in global memory, in
 // float32.
 //
-//     prepare_keys,       split K and V, Q and dO, into a workspace, as the tiles will lie in shared memory, with scales, norms, delta and
-//     prepare_queries     logsumexp behind them: a tile is one contiguous cp.async copy
+//     prepare             splits K and V, Q and dO, into a workspace, as the tiles will lie in shared memory, with scales, norms, delta and
+//                         logsumexp behind them: a tile is one contiguous cp.async copy
 //     gradients           a block keeps K and V of BLOCK_K keys; main loop over tiles of BLOCK_Q queries:
 //                           1. wait for the tile; S, P, dP, dS of the warp's keys x half of the queries
 //                           2. P and dS are split, from registers to shared memory; dV and dK += the warp's own half
@@ -89,6 +86,9 @@
 //                           4. the copy of the next tile starts; dQ = dS K, added by reductions
 //     convert             dQ from the layout of the accumulators to rows; in the deterministic form dq instead, which makes S and dP
 //                         again: 7 products instead of 5
+//
+// Short sequences are bound by launches, of some 3 us each. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is
+// stored at once, there is no third launch in either form, and the tiles are as short as the sequence.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
 // 184 ldmatrix a warp, 5890 cycles, and 500 more for P, dS and the copies. 1900 instructions a warp are issued in 3800 cycles. So tensor
@@ -120,7 +120,7 @@ constexpr fa::uint32_t K_INFO = 4 * K_LOW, Q_STATS = 4 * Q_LOW, Q_INFO = Q_STATS
 constexpr fa::uint32_t K_ITEM = K_INFO + 4 * INFO, Q_ITEM = Q_INFO + 4 * INFO;
 enum { INVERSE, INVERSE_2, NORM, LARGEST_DELTA };  // of info: 1 / scale of K or Q, of V or dO; largest row norm of V or dO
 
-// Shared memory of launch 3: keys, STAGES tiles of queries, P^T and dS^T [BLOCK_K][BLOCK_Q], high and low parts each.
+// Shared memory of launch 2: keys, STAGES tiles of queries, P^T and dS^T [BLOCK_K][BLOCK_Q], high and low parts each.
 constexpr fa::uint32_t P_LOW = BLOCK_K * BLOCK_Q * 2, AT_Q = K_ITEM, AT_P = AT_Q + STAGES * Q_ITEM;
 static_assert(K_ITEM % 128 == 0 && Q_ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
@@ -143,10 +143,10 @@ __device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + fa::int64_t(tile) * (BLOCK_Q * HEAD_DIM);
 }
 
-// Launch 1. K and V, split. A block writes a tile of one of them.
-extern "C" __global__ void __launch_bounds__(256) prepare_keys(const __grid_constant__ fa::Args args) {
-    const bool is_v = blockIdx.x % 2;
-    const int tile = blockIdx.x / 2, first = tile * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
+// K and V, split. A block writes a tile of one of them; tiles are numbered over all heads.
+__device__ __forceinline__ void prepare_keys(const fa::Args& args, int number, bool is_v) {
+    const int tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, row = number / tiles, tile = number - row * tiles;
+    const int batch = row / args.heads_kv, kv_head = row - batch * args.heads_kv, first = tile * BLOCK_K;
     const fa::Tensor& from = is_v ? args.V : args.K;
     unsigned char* item = key_item(args, batch, kv_head, tile);
     const fa::SplitSizes sizes =
@@ -157,20 +157,22 @@ extern "C" __global__ void __launch_bounds__(256) prepare_keys(const __grid_cons
     if (is_v ? i > INVERSE && i < INFO : i == INVERSE) info[i] = i == NORM ? sizes.norm : i <= INVERSE_2 ? sizes.inverse : 0.0f;
 }
 
-// Launch 2. Q and dO likewise; with dO delta[query] = dO · O, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for
-// a query beyond seq_q, or one that sees no key and has -inf.
-extern "C" __global__ void __launch_bounds__(256) prepare_queries(const __grid_constant__ fa::Args args) {
+// Q and dO likewise; with dO delta[query] = dO · O, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for a query
+// beyond seq_q, or one that sees no key and has -inf.
+__device__ __forceinline__ void prepare_queries(const fa::Args& args, int number, bool is_do) {
     float* smem = fa::dynamic_shared<float>();  // [24]
-    const bool is_do = blockIdx.x % 2;
-    const int tile = blockIdx.x / 2, first = tile * BLOCK_Q, head = blockIdx.y, batch = blockIdx.z, i = threadIdx.x;
+    const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, row = number / tiles, tile = number - row * tiles;
+    const int batch = row / args.heads_q, head = row - batch * args.heads_q, first = tile * BLOCK_Q, i = threadIdx.x;
     const fa::Tensor& from = is_do ? args.dO : args.Q;
-    unsigned char* item = query_item(args, first_tile(args, batch, head) + tile);
+    unsigned char* item = query_item(args, number);
     const fa::SplitSizes sizes =
         fa::split_tile<BLOCK_Q, HEAD_DIM>(item + (is_do ? 2 * Q_LOW : 0), fa::row_pointer<float>(from, batch, head, first), int(from.row),
                                           args.seq_q - first, args.head_dim, smem);
     float* info = reinterpret_cast<float*>(item + Q_INFO);
     if (!is_do) {
         if (i == 0) info[INVERSE] = sizes.inverse;
+        if constexpr (!DETERMINISTIC && !DIRECT)  // gradients adds to it
+            for (int at = 4 * i; at < BLOCK_Q * HEAD_DIM; at += 4 * 256) fa::store_vec(dq_of(args, number) + at, fa::Vec<float, 4>{});
         return;
     }
     float* stats = reinterpret_cast<float*>(item + Q_STATS);
@@ -201,6 +203,13 @@ extern "C" __global__ void __launch_bounds__(256) prepare_queries(const __grid_c
     if (i > INVERSE && i < INFO) info[i] = i == INVERSE_2 ? sizes.inverse : i == NORM ? sizes.norm : i == LARGEST_DELTA ? largest : 0.0f;
 }
 
+// Launch 1. Two blocks a tile: K or V, Q or dO.
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
+    const int number = blockIdx.x / 2, key_tiles = args.batch * args.heads_kv * ((args.seq_kv + BLOCK_K - 1) / BLOCK_K);
+    if (number < key_tiles) prepare_keys(args, number, blockIdx.x % 2);
+    else prepare_queries(args, number - key_tiles, blockIdx.x % 2);
+}
+
 // What the products of a tile of queries and a tile of keys are multiplied with.
 struct Factors {
     float score, ds_scale, dp, dv, dk, dq;
@@ -222,7 +231,7 @@ __device__ __forceinline__ float probability(float score, float factor, float lo
     return p > LARGEST_P ? LARGEST_P : p;  // a comparison, since a minimum would drop NaN
 }
 
-// A thread's coordinates in launch 3, from an opaque thread id: recomputed wherever they are needed, they take no register in between.
+// A thread's coordinates in launch 2, from an opaque thread id: recomputed wherever they are needed, they take no register in between.
 struct Coordinates {
     fa::uint32_t lane, warp, side, key;  // side: half of the queries, or of the columns; key: the warp's first
 
@@ -271,7 +280,28 @@ __device__ __forceinline__ void multiply_other(float (&d)[M][COLUMNS][4], fa::ui
     multiply_half(d, high, low, tile_smem, false, factor);
 }
 
-// Launch 3. BLOCK_K keys are resident; every query that sees them is streamed, of all heads that read this key head.
+// dQ of a tile from accumulators to rows, times `factor`. row, column: this lane's first in the tile. A quad writes a sector.
+__device__ __forceinline__ void store_dq(const fa::Args& args, const float (&d)[DQ_M][DQ_N][4], int tile, int batch, int row, int column,
+                                         float factor) {
+    const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, head = tile / tiles - batch * args.heads_q;
+    row += tile % tiles * BLOCK_Q;
+#pragma unroll
+    for (int m = 0; m < DQ_M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = row + 16 * m + 8 * half;
+            if (query >= args.seq_q) continue;
+            const float times = fa::visible_keys(args, query) > 0 ? factor : 0.0f;
+            float* to = fa::row_pointer<float>(args.dQ, batch, head, query);
+#pragma unroll
+            for (int n = 0; n < DQ_N; ++n) {
+                const int at = column + (n / 2 * 2 * DQ_STRIDE + n % 2) * 8;
+                fa::store_vec_upto(to + at, fa::Vec<float, 2>{d[m][n][2 * half] * times, d[m][n][2 * half + 1] * times}, args.head_dim - at);
+            }
+        }
+}
+
+// Launch 2. BLOCK_K keys are resident; every query that sees them is streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __grid_constant__ fa::Args args) {
     unsigned char* smem = fa::dynamic_shared();
     const fa::uint32_t k_smem = fa::smem_u32(smem), p_smem = k_smem + AT_P;
@@ -281,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 
     // The streamed tiles of queries: for each head of the group, from the first query that sees a key of the block.
     // Their items lie side by side, so that one number counts them.
-    const auto q_start = [&] { return fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q; };  // computed again: a register less
+    // DIRECT: all queries, since those that see no key get their 0 here. Computed again each time: a register less.
+    const auto q_start = [&] { return DIRECT ? 0 : fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q; };
     const int tile_end = first_tile(args, batch, (kv_head + 1) * group);
     int q_first = q_start();
     int tile = q_first < args.seq_q ? first_tile(args, batch, kv_head * group) + q_first / BLOCK_Q : tile_end;
@@ -363,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         if (next < tile_end) fetch(next, stage);
         fa::cp_async_commit_group();
 
-        if constexpr (!DETERMINISTIC) {
+        if constexpr (DIRECT || !DETERMINISTIC) {
 #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
                 float dq_reg[DQ_M][DQ_N][4] = {};
@@ -372,6 +403,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                 const fa::uint32_t kt_lane = fa::lane_of_a_at<HEAD_DIM>(k_smem, 0, at.warp % DQ_COLUMNS + part * DQ_COLUMNS, at.lane);
                 fa::split_multiply_atb<BLOCK_K / 16, BLOCK_Q, HEAD_DIM, DQ_STRIDE>(dq_reg, ds_lane, P_LOW, kt_lane, K_LOW);
                 const int column = 2 * (at.warp % DQ_COLUMNS + part * DQ_COLUMNS);  // in groups of 8
+                if constexpr (DIRECT) {
+                    store_dq(args, dq_reg, tile, batch, at.warp / DQ_COLUMNS * DQ_M * 16 + at.row(), 8 * column + at.pair(),
+                             factors.dq * scale);
+                    continue;
+                }
                 const int dq_lane = (at.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + column) * 128 + at.lane * 4;
                 float* dq = dq_of(args, tile) + dq_lane;
 #pragma unroll
@@ -410,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 
 constexpr int DQ_THREADS = 2 * DQ_QUERIES;
 
-// Launch 4, deterministic form. DQ_QUERIES queries are resident, 16 a warp; every key they see is streamed, DQ_KEYS at a time.
+// Launch 3, deterministic form. DQ_QUERIES queries are resident, 16 a warp; every key they see is streamed, DQ_KEYS at a time.
 extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_constant__ fa::Args args) {
     constexpr int items = DQ_QUERIES / BLOCK_Q;
     constexpr fa::uint32_t low = DQ_KEYS * HEAD_DIM * 2, stage_bytes = 4 * low + 4 * INFO;
@@ -504,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
     }
 }
 
-// Launch 4, the other form. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
+// Launch 3, the other form. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
     constexpr int chunks = HEAD_DIM / 8;
     const int q_first = blockIdx.x * 16, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, head = blockIdx.y, batch = blockIdx.z;

@@ -113,8 +113,11 @@ def test_asan_is_silent_on_all_forms(chosen: Kernel) -> None:
 
 #: A barrier, or a wait for copies, in the code of a kernel file.
 BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_group<\d+>)\(\);)", re.M)
-#: What a barrier in a cold path needs besides: its condition, and as many keys that the stages of K come round.
-COLD = {"hopper_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")]}
+#: What a barrier in a cold path needs besides: its condition, and as many keys that the stages of K come round; or a short sequence.
+COLD = {
+    "hopper_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
+    "split_forward": [Case.parse("B1_H1_S65_D64")],
+}
 #: Those whose absence is no race on shared memory, by kernel and number in its file, and why.
 NO_RACE = {
     ("fa1_forward", 2): "the __syncwarp before P is read orders Q's reads, the one after Q is loaded P's",

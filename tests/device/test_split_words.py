@@ -55,17 +55,27 @@ ROWS = """\
 template <int W> __device__ void rows(const float* a, float* out, int head_dim) {
     using Row = fa::SplitRow<W>;
     unsigned char* tile = fa::dynamic_shared();
-    for (int first = 0; first < 16; first += Row::rows_of_warp) {
+    constexpr int step = 2 * Row::rows_of_warp;
+    for (int first = 0; first < 16; first += step) {
         const int row = first + fa::lane_id() / Row::lanes;
-        Row part;
-        part.load(a + row * W, head_dim, row < 15);
-        part.multiply(-1.0f);
-        const float finite = fa::group_max<Row::lanes>(part.largest_finite());
-        Row same = part;
-        float scale;
-        const float own = same.own_scale(scale), factor = part.store_scaled(tile, 16 * W * 2, row);
-        same.store_plain(tile + (32 + row) * W * 2, 16 * W * 2, scale);
-        if (fa::lane_id() % Row::lanes == 0) out[row] = factor, out[16 + row] = own == factor || own != own ? finite : -1;
+        Row parts[2];
+        float factors[2], finite[2], own[2];
+        for (int i = 0; i < 2; ++i) {
+            const int at = row + i * Row::rows_of_warp;
+            parts[i].load(a + at * W, head_dim, at < 15);
+            parts[i].multiply(-1.0f);
+            finite[i] = fa::group_max<Row::lanes>(parts[i].largest_finite());
+            Row same = parts[i];
+            float scale;
+            own[i] = same.own_scale(scale);
+            same.store_plain(tile + (32 + at) * W * 2, 16 * W * 2, scale);
+        }
+        fa::store_scaled(parts, factors, tile, 16 * W * 2, row, Row::rows_of_warp);
+        for (int i = 0; i < 2; ++i) {
+            const int at = row + i * Row::rows_of_warp;
+            const bool same = own[i] == factors[i] || own[i] != own[i];
+            if (fa::lane_id() % Row::lanes == 0) out[at] = factors[i], out[16 + at] = same ? finite[i] : -1;
+        }
     }
     __syncwarp();
     for (int i = threadIdx.x; i < 16 * W; i += 32) {

@@ -143,15 +143,33 @@ template <int Width> struct SplitRow {
         }
         return factor;
     }
-
-    // The row, scaled by its own largest element, to two tiles as above. Returns what products with it are to be multiplied with.
-    __device__ __forceinline__ float store_scaled(unsigned char* tile, uint32_t low_bytes, int row) {
-        float scale;
-        const float factor = own_scale(scale);
-        store(tile, low_bytes, row, scale);
-        return factor;
-    }
 };
+
+// Rows first, first + step, … to two tiles as above, each scaled by its own largest element. Products with them are to be multiplied with
+// factors. The maxima are reduced side by side: row after row, the latencies of the shuffles would add up. For all lanes of a warp.
+template <int Width, int Count>
+__device__ __forceinline__ void store_scaled(SplitRow<Width> (&rows)[Count], float (&factors)[Count], unsigned char* tile, uint32_t low_bytes,
+                                             int first, int step) {
+    float scales[Count];
+    bool odd = false;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        scales[i] = rows[i].largest();
+        odd |= scales[i] > largest_float;
+    }
+    if (__any_sync(full_warp, odd)) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) factors[i] = rows[i].own_scale(scales[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            scales[i] = split_scale(group_max<SplitRow<Width>::lanes>(scales[i]));
+            factors[i] = inverse_power(scales[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) rows[i].store(tile, low_bytes, first + i * step, scales[i]);
+}
 
 // The maximum over the 256 threads of a block, of numbers that are not negative. One barrier.
 __device__ __forceinline__ float block_max(float x, float* warps_smem /* [8] */) {
@@ -291,7 +309,7 @@ __device__ __forceinline__ void split_a(uint32_t (&high)[N / 2][M][4], uint32_t 
 template <int Width, int Fence, int Stride = 1, int M, int N, int K>
 __device__ __forceinline__ void split_multiply_ab(float (&d)[M][N][4], const uint32_t (&high)[K][M][4], const uint32_t (&low)[K][M][4],
                                                   uint32_t b_smem /* lane_of_a */, uint32_t b_low, float factor) {
-    constexpr int group = 8 / M;
+    constexpr int group = 8 / M < N ? 8 / M : N;
 #pragma unroll
     for (int first = 0; first < N; first += group) {
         if (first / group % Fence == 0) schedule_fence();
