@@ -13,6 +13,8 @@
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
 // BLOCK_K = "64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
 // BLOCK_Q = "floor_pow2(max(32, min(128, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
+// PIECE = 32   # columns of K and V that are loaded at a time: few registers hold loads in flight
+// UNROLL = 1   # steps of four columns of S that the compiler may overlap
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -73,10 +75,10 @@ using scalar = fa::DTYPE;
 constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
 constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
 
-constexpr int PIECES = HEAD_DIM / 32;  // K and V are loaded in pieces of 32 columns: few registers hold loads in flight
+constexpr int PIECES = HEAD_DIM / PIECE;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
-static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16) && KEYS >= 2);
+static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1);
 
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             Staged<BLOCK_K, HEAD_DIM / PIECES> v;
             v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
                     args.head_dim - first);
-            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q>(score_reg, q_smem, k_smem, row, lane, first, last);
+            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q, KEYS, UNROLL>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.store_by_rows(v_smem + first, args.head_dim - first);
         }
         __syncthreads();  // V is complete, and every warp has finished with K

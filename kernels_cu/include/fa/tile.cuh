@@ -117,12 +117,12 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
 
 // score_reg[j][i] += sum over columns [first, last) of resident row (row + i) * streamed row (lane + Lanes j). Four columns at a
 // time: 8 + Count loads of 16 bytes for 32 * Count multiply-adds.
-template <class T, int Width, int Lanes, int N, int Count>
+template <class T, int Width, int Lanes, int N, int Count, int Unroll = 1>
 __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident_rows],
                                               const float* resident_smem /* [Width][N] transposed */,
                                               const float* streamed_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
                                               int first = 0, int last = Width) {
-#pragma unroll 1
+#pragma unroll Unroll
     for (int column = first; column < last; column += 4) {
         const float* a_from = resident_smem + transposed<T, N>(row, column);
         const float* b_from = streamed_smem + by_rows<T, Width>(lane, column);
