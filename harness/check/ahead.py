@@ -139,7 +139,7 @@ def _trial(backend: Backend, problem: Problem, passes: Sequence[str], inputs: Ma
         tensor = Tensor(backend, problem.shape(name), dtype, row_pitch(problem, name))
         tensor.upload(inputs.get(name, np.zeros(problem.shape(name), STORAGE[dtype])))
         before = copied(backend.xp, tensor.buffer)
-        bits = trial._bits(tensor)
+        bits = tensor.bits()
         moved = trial.Change.drawn(problem).of(backend.xp, name, bits)
         every(moved == copied(backend.xp, bits))
         bits[:] = moved

@@ -12,17 +12,17 @@ What it does not see: a change of inputs on a GPU that is undone before the laun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..array import Array, ArrayModule, copied, every
-from ..dataset.storage import STORAGE
 from ..problem import READS, WRITES, Problem
 from . import budget
 from .oracle import Oracle
-from .tensors import Bound, Tensor
+from .tensors import Bound, Outputs
 
 #: Tensors whose columns change their sign with V's, and those with Q's and K's.
 _SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
@@ -84,12 +84,10 @@ class Change:
 class Trial:
     """A bound kernel after its first, judged launch: it can be timed (measure.sampling.Timed) and judged (measure.judged.Judged).
 
-    outputs: of the first launch, host storage arrays. judge: verdicts of outputs on the original inputs.
+    inputs: as they are on the device (tensors.put). outputs: of the first launch. oracle: judges outputs on the original inputs.
     """
 
-    def __init__(
-        self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Mapping[str, Array], arithmetic: str, tile: int
-    ) -> None:
+    def __init__(self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Outputs, arithmetic: str, tile: int) -> None:
         self.bound, self.oracle, self.inputs, self.outputs = bound, oracle, inputs, outputs
         self._class, self._tile = arithmetic, tile
         self.deterministic = bound.loaded.kernel.deterministic
@@ -99,12 +97,11 @@ class Trial:
         self._last: tuple[Change, dict[str, Array]] | None = None
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
-        self._judged: dict[str, Array] | None = None  # of _first
 
     @property
     def elements(self) -> int:
         """Elements of its outputs."""
-        return sum(array.size for array in self.outputs.values())
+        return sum(math.prod(self.bound.problem.shape(name)) for name in self.outputs)
 
     # -- as what is timed -----------------------------------------------------------------------------------------------
 
@@ -152,8 +149,8 @@ class Trial:
             return f"it wrote outside {name} in a launch after its first"
         back = self._change.back()
         for name, array in self.inputs.items():
-            now = back.of(self._xp, name, _bits(self.bound.tensors[name]))
-            if not every(now == self._xp.asarray(_host_bits(array))):
+            now = back.of(self._xp, name, self.bound.tensors[name].bits())
+            if not every(now == _bits(array)):
                 return f"it changed its input {name} in a launch after its first"
         return ""
 
@@ -194,17 +191,15 @@ class Trial:
     def _put(self, change: Change) -> None:
         with self.bound.writable():
             for name in READS[self.bound.pass_]:
-                bits = _bits(self.bound.tensors[name])
+                bits = self.bound.tensors[name].bits()
                 bits[:] = change.of(self._xp, name, bits)
 
     def _now(self) -> dict[str, Array]:
-        return {name: copied(self._xp, _bits(self.bound.tensors[name])) for name in WRITES[self.bound.pass_]}
+        return {name: copied(self._xp, self.bound.tensors[name].bits()) for name in WRITES[self.bound.pass_]}
 
     def _first(self) -> dict[str, Array]:
-        """The bits of the first launch's outputs, on the device, where they stay if they are few."""
-        found = self._judged or {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
-        self._judged = found if self.elements <= _KEPT else None
-        return found
+        """The bits of the first launch's outputs, on the device."""
+        return {name: _bits(array) for name, array in self.outputs.on(self._xp).items()}
 
     def _wrong(self, change: Change, found: dict[str, Array], first: Mapping[str, Array]) -> str:
         """Which rule outputs break, if any. first: bits of the first launch's, on the device."""
@@ -225,11 +220,9 @@ class Trial:
 
     def _over_budget(self, restored: Mapping[str, Array]) -> str:
         """The first tensor that float64 does not confirm, in words."""
-        arrays = {}
-        for name, bits in restored.items():
-            flat = self.bound.backend.get(bits.reshape(-1).view(np.uint8))
-            arrays[name] = flat.view(STORAGE[self.bound.problem.tensor_dtype(name)]).reshape(bits.shape)
-        verdicts = self.oracle.judge(arrays, self._class, self._tile).values()
+        arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in restored.items()}
+        outputs = Outputs(self.bound.problem, {}, arrays)
+        verdicts = self.oracle.judge(outputs, self._class, self._tile).values()
         return next((budget.message(verdict) for verdict in verdicts if not verdict.passed), "")
 
     def _unsteady(self, first: Mapping[str, Array]) -> str:
@@ -286,15 +279,9 @@ def _rule(right: Mapping[bool, list[bool]], kinds: set[str]) -> str:
     return "it was right in its first launches only: what it gives now is not the answer to its inputs"
 
 
-def _bits(tensor: Tensor) -> Array:
-    """The elements' bits of a tensor in device memory, as a view of unsigned integers in the tensor's shape."""
-    rows = tensor.rows()
-    view = rows.view(np.dtype(f"<u{rows.dtype.itemsize}"))
-    return view[..., : tensor.shape[-1]] if len(tensor.shape) == 4 else view
-
-
-def _host_bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(np.dtype(f"<u{array.dtype.itemsize}"))
+def _bits(array: Array) -> Array:
+    """The bits of a contiguous array's elements, as a view of unsigned integers."""
+    return array.view(np.dtype(f"<u{array.dtype.itemsize}"))
 
 
 def _alike(a: Array, b: Array) -> bool:
