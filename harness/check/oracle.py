@@ -51,6 +51,8 @@ class Oracle:
     progress: Callable[[str], None] = lambda text: None
     norms: dict[str, float] = field(default_factory=dict)
     _baselines: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
+    _limits: dict[tuple[str, str], budget.Limits] = field(default_factory=dict)
+    _limits_on_host: dict[tuple[str, str], budget.Limits] = field(default_factory=dict)
     _on_host: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,12 +69,10 @@ class Oracle:
         if max(math.prod(self.problem.shape(name)) for name in outputs) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
-            found, limit = self._on_host[arithmetic], self.tolerance
-            return budget.compare(self.problem, dict(outputs), self._host_reference, found, limit, self.inputs, np, tile, arithmetic)
-        got = self._on(outputs)
-        return budget.compare(
-            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp, tile, arithmetic
-        )
+            host = self._host_reference, self._on_host[arithmetic], self.tolerance, self.inputs, np
+            return budget.compare(self.problem, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
+        here = self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp
+        return budget.compare(self.problem, self._on(outputs), *here, tile, arithmetic, self._limits)
 
     def _on(self, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs where this oracle computes."""

@@ -5,7 +5,7 @@ of V, with that of O and dO, may change its sign, and then that of O and dV does
 does, and no score. Moving and negating are exact in every storage type, so the rounding of a kernel stays the same too. Each launch drawn
 gets such a change, from the operating system's entropy, on top of the last: in every head some column of V and some column of Q and K is
 negated, so an earlier answer is wrong in every head. What comes out is changed back and compared with the first launch's, which was
-judged against float64; where an element is not the same, all are judged against float64 again.
+judged against float64; a tensor of which an element is not the same is judged against float64 again.
 
 What it does not see: a change of inputs on a GPU that is undone before the launches end; a kernel that knows these symmetries.
 """
@@ -165,8 +165,7 @@ class Trial:
             self.bound.launch()
         found, back = self._now(), self._change.back()
         restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
-        first = self._first()
-        if not all(_alike(bits, first[name]) for name, bits in restored.items()) and (wrong := self._over_budget(restored)):
+        if wrong := self._over_budget(_others(restored, self._first())):
             return f"{_LEFT} ({wrong})"
         return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
 
@@ -206,8 +205,8 @@ class Trial:
         last, self._last = self._last, (change, found)
         back = change.back()
         restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
-        if not all(_alike(bits, first[name]) for name, bits in restored.items()):
-            if wrong := self._over_budget(restored):
+        if others := _others(restored, first):
+            if wrong := self._over_budget(others):
                 return self._named(wrong)
             if self.deterministic and not self._repeated:
                 self._repeated = True
@@ -219,7 +218,9 @@ class Trial:
         return ""
 
     def _over_budget(self, restored: Mapping[str, Array]) -> str:
-        """The first tensor that float64 does not confirm, in words."""
+        """The first tensor that float64 does not confirm, in words. restored: none, or those that differ from the first launch's."""
+        if not restored:
+            return ""
         arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in restored.items()}
         outputs = Outputs(self.bound.problem, {}, arrays)
         verdicts = self.oracle.judge(outputs, self._class, self._tile).values()
@@ -247,7 +248,7 @@ class Trial:
             self.bound.launch()
             now, back = self._now(), self._change.back()
             restored = {name: back.of(self._xp, name, bits) for name, bits in now.items()}
-            good = all(_alike(bits, first[name]) for name, bits in restored.items()) or not self._over_budget(restored)
+            good = not self._over_budget(_others(restored, first))
             right[poison].append(good)
             if poison and not good:
                 old = any(_alike(now[n], each[n]) for n in now if n in _SIGNS for each in (first, self._right or first))
@@ -294,6 +295,11 @@ def _alike(a: Array, b: Array) -> bool:
     size_a, size_b = a & size, b & size
     same = (a == b) | ((size_a | size_b) == 0) | ((size_a > infinity) & (size_b > infinity))
     return every(same)
+
+
+def _others(restored: Mapping[str, Array], first: Mapping[str, Array]) -> dict[str, Array]:
+    """The outputs that are not alike with the first launch's. Of the others the verdict is known: theirs."""
+    return {name: bits for name, bits in restored.items() if not _alike(bits, first[name])}
 
 
 def _same_bits(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
