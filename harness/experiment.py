@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from . import backends, child, environment, files, peers, results, run, runs
 from .backends import Backend, ContextLost
+from .check.ahead import load_all
 from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
 from .choose import AUTO, choose
@@ -125,6 +126,9 @@ def _measured(
     fork = _may_fork(backend, [computes for _, computes in shaped])
     timings = [("warm", *(sweep.measures(test) if backend.name == "cuda" else ())) for (test, _), _ in shaped]
     lefts = [[c for c in some if not _done(rows, *at, c, mode, times)] for (at, some), times in zip(shaped, timings, strict=True)]
+    if backend.name == "cuda":
+        progress("compiles the kernels")
+        load_all(backend, [(each, at[1]) for (at, _), left in zip(shaped, lefts, strict=True) for each in left], MODES[mode])
     done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
     for ((test, problem), _), left, times in zip(shaped, lefts, timings, strict=True):
 

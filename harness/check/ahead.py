@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,7 +25,7 @@ from ..backends import Backend, Loaded
 from ..backends.protocol import cache_dir
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, Fault
 from ..problem import READS, WRITES, Problem
 from . import budget, oracle, reference, trial
 from .contender import Contender, arithmetic_of
@@ -92,6 +92,26 @@ def ahead(backend: Backend, contenders: Sequence[Contender], problem: Problem, p
             pool.shutdown(cancel_futures=True)
 
 
+def load_all(backend: Backend, wanted: Iterable[tuple[Contender, Problem]], passes: Sequence[str]) -> None:
+    """Compile the kernels of contenders for their problems at once, each code once, in threads that have ended when this returns.
+
+    A sweep loads them one by one later. What does not compile, or refuses its problem, says so then.
+    """
+    jobs: dict[object, Callable[[], Loaded]] = {}
+    for each, problem in wanted:
+        for kernel in (each.kernels[pass_] for pass_ in passes if pass_ in each.kernels):
+            with suppress(Fault):
+                macros = kernel.plan(problem, backend.device(), each.tiles).macros
+                jobs[kernel.path, macros] = partial(backend.load, kernel, problem, each.tiles)
+
+    def tried(job: Callable[[], Loaded]) -> None:
+        with suppress(Exception):
+            job()
+
+    with ThreadPoolExecutor(min(8, max(2, os.cpu_count() or 1))) as pool:
+        list(pool.map(tried, jobs.values()))
+
+
 def small(problem: Problem) -> Problem:
     """A problem whose judging compiles the same: of the same type, width, mask and grouping, with few heads and rows."""
     kv, group = min(problem.heads_kv, SOME), min(problem.heads_q // problem.heads_kv, SOME)
@@ -139,7 +159,7 @@ def _trial(backend: Backend, problem: Problem, passes: Sequence[str], inputs: Ma
         tensor = Tensor(backend, problem.shape(name), dtype, row_pitch(problem, name))
         tensor.upload(inputs.get(name, np.zeros(problem.shape(name), STORAGE[dtype])))
         before = copied(backend.xp, tensor.buffer)
-        bits = trial._bits(tensor)
+        bits = tensor.bits()
         moved = trial.Change.drawn(problem).of(backend.xp, name, bits)
         every(moved == copied(backend.xp, bits))
         bits[:] = moved

@@ -63,6 +63,10 @@ class Verdict:
         return {key: getattr(self, key) for key in keys} | dataclasses.asdict(self.moments)
 
 
+#: The largest error that an element of a tensor may have (:func:`budget`), and what errors may have in common; None: float64.
+Limits = tuple[float, moments.Allowed | None]
+
+
 def ulp(value: float, dtype: str) -> float:
     """The unit in the last place of a storage type at a value; its least subnormal near zero. Raises KeyError for another type."""
     mantissa, least, _ = _TYPES[dtype]
@@ -133,24 +137,30 @@ def compare(
     xp: ArrayModule = np,
     tile: int = 64,
     arithmetic: str = "f32",
+    known: dict[tuple[str, str], Limits] | None = None,
 ) -> dict[str, Verdict]:
     """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
 
     inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
-    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (reference.baselines).
+    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (reference.baselines). known: the limits
+    that the same reference, baselines and inputs gave before, by tensor and class; new ones are added.
 
     Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
     """
-    found = {}
+    found, known = {}, {} if known is None else known
     for tensor, array in got.items():
-        limit = budget(xp, problem, tensor, reference, baselines, inputs or {}, arithmetic)
+        of = xp, problem, tensor, reference
+        if (tensor, arithmetic) not in known:
+            largest = budget(*of, baselines, inputs or {}, arithmetic)
+            known[tensor, arithmetic] = largest, None if problem.dtype == "float64" else _allowed(*of, inputs or {}, arithmetic)
+        limit, may = known[tensor, arithmetic]
         if tolerance is not None:
             limit = min(limit, tolerance)
         verdict = _judge(xp, problem, tensor, array, reference, limit, tile)
-        if problem.dtype != "float64" and math.isfinite(verdict.max_abs):
-            of = _moments(xp, problem, tensor, array, reference, baselines, inputs or {}, arithmetic)
-            reason = verdict.reason or of.reason(tensor)
-            verdict = dataclasses.replace(verdict, moments=of, reason=reason, passed=not reason)
+        if may and math.isfinite(verdict.max_abs):
+            found_moments = _moments(*of, array, baselines, may)
+            reason = verdict.reason or found_moments.reason(tensor)
+            verdict = dataclasses.replace(verdict, moments=found_moments, reason=reason, passed=not reason)
         found[tensor] = verdict
     return found
 
@@ -248,31 +258,37 @@ def _noise(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference,
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _moments(
-    xp: ArrayModule,
-    problem: Problem,
-    tensor: str,
-    array: Array,
-    reference: Reference,
-    baselines: Sequence[Mapping[str, Array]],
-    inputs: Mapping[str, Array],
-    arithmetic: str,
-) -> moments.Moments:
-    """The moments of a tensor that is finite where it should be."""
-    absolute = tensor == "logsumexp"
-    values, expected = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor)), _expected(xp, problem, tensor, reference)
-    shape = (*expected.shape, 1) if absolute else expected.shape
-    values, expected = values.reshape(shape), expected.reshape(shape)
+def _allowed(
+    xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, inputs: Mapping[str, Array], arithmetic: str
+) -> moments.Allowed:
+    """What a right kernel's errors may have in common."""
+    expected = _expected(xp, problem, tensor, reference)
     sizes = xp.where(xp.isfinite(expected), xp.abs(expected), 0.0)
     size = math.sqrt(float((sizes * sizes).mean()))
-    if absolute:
+    if tensor == "logsumexp":
         least = ulp(float(sizes.max()), "float32")
         alike = 2 * least if reference.spread < max(64 * least, 2.0**-12) else 0.0
     else:
         alike = moments.copies(xp, expected)
     noise = _noise(xp, problem, tensor, reference, inputs)
     of = problem, tensor, arithmetic, _terms(problem, tensor), reference.score, noise, alike, size
-    may = moments.allowed(*of, reference.typical, reference.drift)
+    return moments.allowed(*of, reference.typical, reference.drift)
+
+
+def _moments(
+    xp: ArrayModule,
+    problem: Problem,
+    tensor: str,
+    reference: Reference,
+    array: Array,
+    baselines: Sequence[Mapping[str, Array]],
+    may: moments.Allowed,
+) -> moments.Moments:
+    """The moments of a tensor that is finite where it should be."""
+    absolute = tensor == "logsumexp"
+    values, expected = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor)), _expected(xp, problem, tensor, reference)
+    shape = (*expected.shape, 1) if absolute else expected.shape
+    values, expected = values.reshape(shape), expected.reshape(shape)
     with np.errstate(invalid="ignore"):
         ways = [each[tensor].reshape(shape) - expected for each in baselines if tensor in each]
         return moments.judge(xp, expected, values - expected, ways, may, absolute)

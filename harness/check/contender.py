@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..array import Array
+from ..array import Array, every
 from ..backends import Backend, Loaded
 from ..dataset.storage import widen
 from ..fault import EnvironmentFault, UsageFault
@@ -19,7 +19,7 @@ from ..peers import Peer
 from ..problem import Problem
 from . import budget, memory
 from .oracle import Oracle
-from .tensors import Bound
+from .tensors import Bound, Outputs
 from .trial import Trial
 
 #: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
@@ -30,11 +30,12 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class PassResult:
-    """One pass: outputs (host storage arrays), a verdict for each, what can be timed, and the timings taken so far (warm, cold).
+    """One pass: outputs, a verdict for each, what can be timed, and the timings taken so far (warm, cold).
 
-    device_bytes: device memory of tensors and workspaces; None where it is not known. kernel and loaded are None for a peer; ran says
-    which backend of its library ran. maps: for each tensor that failed, its |error| as budget.error_map gives it. broken: the rule that a
-    later launch broke, or empty (trial.py). arithmetic: the class whose budget it was judged by.
+    outputs: host storage arrays, copied from a GPU when they are first read (tensors.Outputs). device_bytes: device memory of tensors and
+    workspaces; None where it is not known. kernel and loaded are None for a peer; ran says which backend of its library ran. maps: for
+    each tensor that failed, its |error| as budget.error_map gives it. broken: the rule that a later launch broke, or empty (trial.py).
+    arithmetic: the class whose budget it was judged by.
     """
 
     name: str
@@ -138,11 +139,13 @@ def run_kernel(
 
     Raises UsageFault where its header refuses the problem or the data, KernelFault where it does not compile, launch or terminate.
     """
-    check_logits(chosen, oracle.problem, inputs)
+    own = all(inputs[name] is oracle.inputs[name] for name in ("Q", "K"))
+    check_logits(chosen, oracle.problem, inputs, oracle.norms if own else None)
     oracle.progress(f"compiles {chosen.label}")
     loaded = backend.load(chosen, oracle.problem, tiles)
     oracle.progress(f"runs {chosen.label}")
-    bound = Bound(backend, loaded, oracle.problem, inputs)
+    placed = oracle.placed(backend.xp, inputs)
+    bound = Bound(backend, loaded, oracle.problem, placed)
     outputs = bound.run()
     bound.free_copies()
     arithmetic = chosen.arithmetic_for(oracle.problem.dtype)
@@ -150,7 +153,7 @@ def run_kernel(
     oracle.progress(f"judges {chosen.label}")
     verdicts = oracle.judge(outputs, arithmetic, tile)
     maps = oracle.error_maps(outputs, verdicts)
-    trial = Trial(bound, oracle, inputs, outputs, arithmetic, tile)
+    trial = Trial(bound, oracle, placed, outputs, arithmetic, tile)
     named = arithmetic_of(oracle.problem, chosen)
     return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, chosen, loaded, maps=maps, arithmetic=named)
 
@@ -173,9 +176,11 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     problem = oracle.problem
     peer.refuse(problem, pass_)
     oracle.progress(f"runs {peer.name} {pass_}")
-    prepared = peer.prepare(problem, oracle.inputs, pass_)
-    outputs = prepared.outputs()
-    if peer.deterministic and pass_ == "backward" and any(outputs[name].tobytes() != a.tobytes() for name, a in prepared.outputs().items()):
+    xp = oracle.xp if peer.device == "cuda" else np
+    prepared = peer.prepare(problem, oracle.placed(xp, oracle.inputs), pass_)
+    values = prepared.outputs(xp)
+    outputs = Outputs(problem, {}, values) if xp is not np else Outputs(problem, values)
+    if peer.deterministic and pass_ == "backward" and not _same_bytes(values, prepared.outputs(xp)):
         raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)
     judged = oracle.judge(outputs, arithmetic, 64)
@@ -183,15 +188,22 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran, arithmetic=arithmetic)
 
 
-def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array]) -> None:
+def _same_bytes(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
+    return all(every(a[name].view(np.uint8) == b[name].view(np.uint8)) for name in a)
+
+
+def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array], norms: dict[str, float] | None = None) -> None:
     """Raise UsageFault where the data's largest |q.k.scale| is beyond what the kernel's header promises.
 
-    NaN and infinity count as 0: a kernel gives NaN for them whatever the size of the scores.
+    norms: the largest row norms of these inputs where they are known; those that are computed are added. NaN and infinity count as 0: a
+    kernel gives NaN for them whatever the size of the scores.
     """
     if chosen.logits == float("inf"):
         return
-    norms = [_longest(inputs[name], problem.dtype) for name in ("Q", "K")]
-    if norms[0] * norms[1] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
+    norms = {} if norms is None else norms
+    for name in ("Q", "K"):
+        norms[name] = norms[name] if name in norms else _longest(inputs[name], problem.dtype)
+    if norms["Q"] * norms["K"] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return
     q, k = (_finite(inputs[name], problem.dtype) for name in ("Q", "K"))
     group = problem.heads_q // problem.heads_kv

@@ -16,6 +16,7 @@ from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to
 from ..problem import MODES, READS, Problem
 from . import budget, memory, reference
+from .tensors import Outputs, put
 
 #: Elements of the largest output up to which outputs are compared on the CPU: on a GPU a verdict is some 300 small kernels and 50 waits.
 ON_HOST = 1 << 16
@@ -40,6 +41,7 @@ class Oracle:
 
     inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit beside the budget (budget.compare).
     xp: where to compute; on cupy the inputs are copied to the GPU. progress: told what is computed, and what is done by those who judge.
+    norms: the largest row norms of Q and K, once contender.check_logits has found them.
     """
 
     problem: Problem
@@ -47,34 +49,34 @@ class Oracle:
     tolerance: float | None = None
     xp: ArrayModule = np
     progress: Callable[[str], None] = lambda text: None
+    norms: dict[str, float] = field(default_factory=dict)
     _baselines: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
+    _limits: dict[tuple[str, str], budget.Limits] = field(default_factory=dict)
+    _limits_on_host: dict[tuple[str, str], budget.Limits] = field(default_factory=dict)
     _on_host: dict[str, list[dict[str, Array]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._device = {name: self._put(array) for name, array in self.inputs.items()}
+        self._device = {name: put(self.xp, array) for name, array in self.inputs.items()}
         self.reference = reference.reference(self.xp, self.problem, self._device, self.progress)
 
-    def _put(self, array: Array) -> Array:
-        if self.xp is np:
-            return array
-        return self.xp.asarray(array.view(np.uint16) if self.problem.dtype == "bfloat16" and array.itemsize == 2 else array)
-
     def judge(self, outputs: Mapping[str, Array], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
-        """A verdict for each output, host storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
+        """A verdict for each output, storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
         if arithmetic not in self._baselines:
             found: list[dict[str, Array]] = []
             if self.problem.dtype != "float64":
                 found = reference.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
             self._baselines[arithmetic] = found
-        if max(array.size for array in outputs.values()) <= ON_HOST:
+        if max(math.prod(self.problem.shape(name)) for name in outputs) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
-            found, limit = self._on_host[arithmetic], self.tolerance
-            return budget.compare(self.problem, outputs, self._host_reference, found, limit, self.inputs, np, tile, arithmetic)
-        got = {name: self._put(array) for name, array in outputs.items()}
-        return budget.compare(
-            self.problem, got, self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp, tile, arithmetic
-        )
+            host = self._host_reference, self._on_host[arithmetic], self.tolerance, self.inputs, np
+            return budget.compare(self.problem, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
+        here = self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp
+        return budget.compare(self.problem, self._on(outputs), *here, tile, arithmetic, self._limits)
+
+    def _on(self, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs where this oracle computes."""
+        return outputs.on(self.xp) if isinstance(outputs, Outputs) else {name: put(self.xp, array) for name, array in outputs.items()}
 
     @cached_property
     def _host_reference(self) -> reference.Reference:
@@ -85,8 +87,9 @@ class Oracle:
 
     def error_maps(self, outputs: Mapping[str, Array], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Array]:
         """The |error| map (budget.error_map) of each output that failed."""
-        failed = {name: self._put(outputs[name]) for name, v in verdicts.items() if not v.passed}
-        return {name: budget.error_map(self.problem, name, array, self.reference, xp=self.xp) for name, array in failed.items()}
+        failed = [name for name, verdict in verdicts.items() if not verdict.passed]
+        got = self._on(outputs) if failed else {}
+        return {name: budget.error_map(self.problem, name, got[name], self.reference, xp=self.xp) for name in failed}
 
     def inputs_of(self, pass_: str, forward: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The host storage arrays that a pass reads, by name.
@@ -99,14 +102,22 @@ class Oracle:
         return {name: given[name] for name in READS[pass_]}
 
     @cached_property
+    def _rounded(self) -> dict[str, Array]:
+        """The reference's O and logsumexp rounded to storage, arrays of xp."""
+        return {name: round_to(self.xp, self.reference[name], self.problem.tensor_dtype(name)) for name in ("O", "logsumexp")}
+
+    @cached_property
     def forward_outputs(self) -> dict[str, Array]:
         """The reference's O and logsumexp rounded to storage, host arrays."""
-        found = {}
-        for name in ("O", "logsumexp"):
-            dtype = self.problem.tensor_dtype(name)
-            rounded = round_to(self.xp, self.reference[name], dtype)
-            found[name] = to_host(rounded).view(STORAGE[dtype])
-        return found
+        return {name: to_host(array).view(STORAGE[self.problem.tensor_dtype(name)]) for name, array in self._rounded.items()}
+
+    def placed(self, xp: ArrayModule, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Inputs of a pass, host storage arrays, as arrays of xp: of what :meth:`inputs_of` gives, the one that all contenders share."""
+        mine, here = dict(self.inputs), dict(self._device)
+        if "forward_outputs" in vars(self):  # else nobody has them
+            mine, here = mine | self.forward_outputs, here | self._rounded
+        shared = [name for name, array in inputs.items() if xp is self.xp and array is mine.get(name)]
+        return {name: here[name] if name in shared else put(xp, array) for name, array in inputs.items()}
 
 
 def oracle_for(
@@ -119,4 +130,6 @@ def oracle_for(
         check_size(problem)
     names = ("Q", "K", "V") if mode == "forward" else generate.INPUTS
     progress("draws the inputs")
-    return Oracle(problem, generate.inputs(problem, seed, names), None, backend.xp, progress)
+    # On the CPU the shapes of a sweep run in forks, which keep nothing for each other, and memory.check counts one set of inputs.
+    inputs = generate.inputs(problem, seed, names) if backend.xp is np else generate.kept(problem, seed, names)
+    return Oracle(problem, inputs, None, backend.xp, progress)

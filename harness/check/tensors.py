@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from ..array import Array, Bytes, copied, every
+from ..array import Array, ArrayModule, Bytes, copied, every, to_host
 from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
@@ -26,6 +26,8 @@ from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 POISON = 0xFF
 _ALIGN = 256
 _PIECE = 1 << 28
+#: Elements of a kernel's outputs up to which a GPU keeps a copy of them, to be judged and compared with; those of more lie on the host.
+PLACED = 1 << 27
 
 
 def row_pitch(problem: Problem, tensor: str) -> int:
@@ -34,6 +36,14 @@ def row_pitch(problem: Problem, tensor: str) -> int:
         return 1
     size = DTYPE_BYTES[problem.dtype]
     return round_up(problem.head_dim * size, 16) // size
+
+
+def put(xp: ArrayModule, array: Array) -> Array:
+    """A host storage array as one of xp, bfloat16 by its bits where that is CuPy, which has no such type. One of CuPy's stays as it is."""
+    if xp is np or hasattr(array, "get"):
+        return array
+    array = np.ascontiguousarray(array)
+    return xp.asarray(array.view(np.dtype(f"<u{array.itemsize}")) if array.dtype.kind == "V" else array)
 
 
 class Tensor:
@@ -73,19 +83,24 @@ class Tensor:
         return self.buffer.view(item).reshape(shape)
 
     def upload(self, array: Array) -> None:
-        """Copy a host array of the tensor's shape and storage type; the columns beyond head_dim stay poisoned.
+        """Copy an array of the tensor's shape and storage type, as :func:`put` takes it; the columns beyond head_dim stay poisoned.
 
         An array of fewer batches, a divisor of the tensor's, is repeated.
         """
-        xp = self.backend.xp
-        view = self.rows()
-        source = array if xp is np else xp.asarray(np.ascontiguousarray(array).view(view.dtype))
+        view, source = self.rows(), put(self.backend.xp, array)
+        source = source if self.backend.xp is np else source.view(view.dtype)
         for part in view.reshape(-1, *array.shape[:3], *view.shape[3:]):
             part[..., : array.shape[-1]] = source
 
     def values(self) -> Array:
         """The tensor in its shape, without the columns beyond head_dim, as an array of the backend's module."""
         view = self.rows()
+        return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
+
+    def bits(self) -> Array:
+        """The elements' bits as a view of unsigned integers in the tensor's shape."""
+        rows = self.rows()
+        view = rows.view(np.dtype(f"<u{rows.dtype.itemsize}"))
         return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
 
     def poison(self) -> None:
@@ -103,10 +118,37 @@ class Tensor:
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
 
 
+class Outputs(Mapping[str, Array]):
+    """Outputs by name, as host storage arrays that are copied from the device when they are first read: a verdict needs none of them.
+
+    host: those that are there already. device: arrays of the device's module, as :func:`put` gives them; None: the host has all.
+    """
+
+    def __init__(self, problem: Problem, host: Mapping[str, Array], device: Mapping[str, Array] | None = None) -> None:
+        self._problem, self._host, self._device = problem, dict(host), device
+
+    def on(self, xp: ArrayModule) -> Mapping[str, Array]:
+        """As arrays of xp, the device's module or numpy. What the device does not hold is copied to it."""
+        if xp is np or self._device is None:
+            return {name: put(xp, self[name]) for name in self}
+        return self._device
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._host and self._device is not None:
+            self._host[name] = np.asarray(to_host(self._device[name])).view(STORAGE[self._problem.tensor_dtype(name)])
+        return self._host[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._host if self._device is None else self._device)
+
+    def __len__(self) -> int:
+        return len(self._host if self._device is None else self._device)
+
+
 class Bound:
     """A loaded kernel with its tensors in device memory, ready to launch any number of times.
 
-    inputs: host storage arrays by name (READS of the kernel's pass). Raises as Backend.memory and launch.prepare do.
+    inputs: storage arrays by name (READS of the kernel's pass), as :func:`put` takes them. Raises as Backend.memory and launch.prepare do.
     """
 
     def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Array]) -> None:
@@ -168,8 +210,8 @@ class Bound:
         every = (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces))
         return next((name for name, tensor in every if not tensor.intact()), "")
 
-    def run(self) -> dict[str, Array]:
-        """Poison the outputs, launch, check guard bands and inputs; returns the outputs as host storage arrays.
+    def run(self) -> Outputs:
+        """Poison the outputs, launch, check guard bands and inputs; returns a copy of the outputs: on a GPU there, up to PLACED elements.
 
         Raises KernelFault where the kernel wrote outside its outputs or changed an input, and as launch does.
         """
@@ -185,11 +227,15 @@ class Bound:
                 raise KernelFault(
                     f"{label} changed its input {name}", "inputs must be as they were after a run", "write only to outputs and workspaces"
                 )
-        return {name: self._host(name) for name in WRITES[self.pass_]}
+        return self.outputs()
 
-    def free_copies(self) -> None:
-        """Free the copies of the inputs that run() compares with (half the memory of a forward pass), before runs that are only timed."""
-        self._originals.clear()
+    def outputs(self) -> Outputs:
+        """A copy of the outputs as they are: on a GPU in its memory, up to PLACED elements, and more on the host."""
+        names, xp = WRITES[self.pass_], self.backend.xp
+        if xp is np or sum(math.prod(self.tensors[name].shape) for name in names) > PLACED:
+            return Outputs(self.problem, {name: self._host(name) for name in names})
+        device = {name: copied(xp, self.tensors[name].bits()).view(self.tensors[name].rows().dtype) for name in names}
+        return Outputs(self.problem, {}, device)
 
     def _host(self, name: str) -> Array:
         tensor = self.tensors[name]
@@ -197,6 +243,10 @@ class Bound:
         if len(tensor.shape) == 3:
             return flat.reshape(tensor.shape)
         return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
+
+    def free_copies(self) -> None:
+        """Free the copies of the inputs that run() compares with (half the memory of a forward pass), before runs that are only timed."""
+        self._originals.clear()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:

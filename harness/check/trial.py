@@ -5,24 +5,24 @@ of V, with that of O and dO, may change its sign, and then that of O and dV does
 does, and no score. Moving and negating are exact in every storage type, so the rounding of a kernel stays the same too. Each launch drawn
 gets such a change, from the operating system's entropy, on top of the last: in every head some column of V and some column of Q and K is
 negated, so an earlier answer is wrong in every head. What comes out is changed back and compared with the first launch's, which was
-judged against float64; where an element is not the same, all are judged against float64 again.
+judged against float64; a tensor of which an element is not the same is judged against float64 again.
 
 What it does not see: a change of inputs on a GPU that is undone before the launches end; a kernel that knows these symmetries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..array import Array, ArrayModule, copied, every
-from ..dataset.storage import STORAGE
 from ..problem import READS, WRITES, Problem
 from . import budget
 from .oracle import Oracle
-from .tensors import Bound, Tensor
+from .tensors import Bound, Outputs
 
 #: Tensors whose columns change their sign with V's, and those with Q's and K's.
 _SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
@@ -84,12 +84,10 @@ class Change:
 class Trial:
     """A bound kernel after its first, judged launch: it can be timed (measure.sampling.Timed) and judged (measure.judged.Judged).
 
-    outputs: of the first launch, host storage arrays. judge: verdicts of outputs on the original inputs.
+    inputs: as they are on the device (tensors.put). outputs: of the first launch. oracle: judges outputs on the original inputs.
     """
 
-    def __init__(
-        self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Mapping[str, Array], arithmetic: str, tile: int
-    ) -> None:
+    def __init__(self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Outputs, arithmetic: str, tile: int) -> None:
         self.bound, self.oracle, self.inputs, self.outputs = bound, oracle, inputs, outputs
         self._class, self._tile = arithmetic, tile
         self.deterministic = bound.loaded.kernel.deterministic
@@ -99,12 +97,11 @@ class Trial:
         self._last: tuple[Change, dict[str, Array]] | None = None
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
-        self._judged: dict[str, Array] | None = None  # of _first
 
     @property
     def elements(self) -> int:
         """Elements of its outputs."""
-        return sum(array.size for array in self.outputs.values())
+        return sum(math.prod(self.bound.problem.shape(name)) for name in self.outputs)
 
     # -- as what is timed -----------------------------------------------------------------------------------------------
 
@@ -152,8 +149,8 @@ class Trial:
             return f"it wrote outside {name} in a launch after its first"
         back = self._change.back()
         for name, array in self.inputs.items():
-            now = back.of(self._xp, name, _bits(self.bound.tensors[name]))
-            if not every(now == self._xp.asarray(_host_bits(array))):
+            now = back.of(self._xp, name, self.bound.tensors[name].bits())
+            if not every(now == _bits(array)):
                 return f"it changed its input {name} in a launch after its first"
         return ""
 
@@ -168,8 +165,7 @@ class Trial:
             self.bound.launch()
         found, back = self._now(), self._change.back()
         restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
-        first = self._first()
-        if not all(_alike(bits, first[name]) for name, bits in restored.items()) and (wrong := self._over_budget(restored)):
+        if wrong := self._over_budget(_others(restored, self._first())):
             return f"{_LEFT} ({wrong})"
         return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
 
@@ -194,25 +190,23 @@ class Trial:
     def _put(self, change: Change) -> None:
         with self.bound.writable():
             for name in READS[self.bound.pass_]:
-                bits = _bits(self.bound.tensors[name])
+                bits = self.bound.tensors[name].bits()
                 bits[:] = change.of(self._xp, name, bits)
 
     def _now(self) -> dict[str, Array]:
-        return {name: copied(self._xp, _bits(self.bound.tensors[name])) for name in WRITES[self.bound.pass_]}
+        return {name: copied(self._xp, self.bound.tensors[name].bits()) for name in WRITES[self.bound.pass_]}
 
     def _first(self) -> dict[str, Array]:
-        """The bits of the first launch's outputs, on the device, where they stay if they are few."""
-        found = self._judged or {name: self._xp.asarray(_host_bits(array)) for name, array in self.outputs.items()}
-        self._judged = found if self.elements <= _KEPT else None
-        return found
+        """The bits of the first launch's outputs, on the device."""
+        return {name: _bits(array) for name, array in self.outputs.on(self._xp).items()}
 
     def _wrong(self, change: Change, found: dict[str, Array], first: Mapping[str, Array]) -> str:
         """Which rule outputs break, if any. first: bits of the first launch's, on the device."""
         last, self._last = self._last, (change, found)
         back = change.back()
         restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
-        if not all(_alike(bits, first[name]) for name, bits in restored.items()):
-            if wrong := self._over_budget(restored):
+        if others := _others(restored, first):
+            if wrong := self._over_budget(others):
                 return self._named(wrong)
             if self.deterministic and not self._repeated:
                 self._repeated = True
@@ -224,12 +218,12 @@ class Trial:
         return ""
 
     def _over_budget(self, restored: Mapping[str, Array]) -> str:
-        """The first tensor that float64 does not confirm, in words."""
-        arrays = {}
-        for name, bits in restored.items():
-            flat = self.bound.backend.get(bits.reshape(-1).view(np.uint8))
-            arrays[name] = flat.view(STORAGE[self.bound.problem.tensor_dtype(name)]).reshape(bits.shape)
-        verdicts = self.oracle.judge(arrays, self._class, self._tile).values()
+        """The first tensor that float64 does not confirm, in words. restored: none, or those that differ from the first launch's."""
+        if not restored:
+            return ""
+        arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in restored.items()}
+        outputs = Outputs(self.bound.problem, {}, arrays)
+        verdicts = self.oracle.judge(outputs, self._class, self._tile).values()
         return next((budget.message(verdict) for verdict in verdicts if not verdict.passed), "")
 
     def _unsteady(self, first: Mapping[str, Array]) -> str:
@@ -254,7 +248,7 @@ class Trial:
             self.bound.launch()
             now, back = self._now(), self._change.back()
             restored = {name: back.of(self._xp, name, bits) for name, bits in now.items()}
-            good = all(_alike(bits, first[name]) for name, bits in restored.items()) or not self._over_budget(restored)
+            good = not self._over_budget(_others(restored, first))
             right[poison].append(good)
             if poison and not good:
                 old = any(_alike(now[n], each[n]) for n in now if n in _SIGNS for each in (first, self._right or first))
@@ -286,15 +280,9 @@ def _rule(right: Mapping[bool, list[bool]], kinds: set[str]) -> str:
     return "it was right in its first launches only: what it gives now is not the answer to its inputs"
 
 
-def _bits(tensor: Tensor) -> Array:
-    """The elements' bits of a tensor in device memory, as a view of unsigned integers in the tensor's shape."""
-    rows = tensor.rows()
-    view = rows.view(np.dtype(f"<u{rows.dtype.itemsize}"))
-    return view[..., : tensor.shape[-1]] if len(tensor.shape) == 4 else view
-
-
-def _host_bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(np.dtype(f"<u{array.dtype.itemsize}"))
+def _bits(array: Array) -> Array:
+    """The bits of a contiguous array's elements, as a view of unsigned integers."""
+    return array.view(np.dtype(f"<u{array.dtype.itemsize}"))
 
 
 def _alike(a: Array, b: Array) -> bool:
@@ -307,6 +295,11 @@ def _alike(a: Array, b: Array) -> bool:
     size_a, size_b = a & size, b & size
     same = (a == b) | ((size_a | size_b) == 0) | ((size_a > infinity) & (size_b > infinity))
     return every(same)
+
+
+def _others(restored: Mapping[str, Array], first: Mapping[str, Array]) -> dict[str, Array]:
+    """The outputs that are not alike with the first launch's. Of the others the verdict is known: theirs."""
+    return {name: bits for name, bits in restored.items() if not _alike(bits, first[name])}
 
 
 def _same_bits(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:

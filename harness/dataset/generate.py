@@ -14,6 +14,7 @@ import numpy as np
 from ..array import Array
 from ..fault import UsageFault
 from ..problem import Problem
+from .memory import available_memory
 from .normals import normals
 from .storage import STORAGE
 
@@ -23,6 +24,11 @@ RECIPE = "numpy RandomState(seed).randn drawn Q, K, V, dO in float64, then cast"
 ABOVE = 1 << 26
 #: Elements that one generator draws: part of the recipe, so the values do not depend on the number of threads.
 CHUNK = 1 << 22
+#: The part of the free memory that :func:`kept` may hold: a 16th.
+AFFORD = 16
+
+#: What :func:`kept` drew last: of what, and the elements of each tensor in a row.
+_last: tuple[object, dict[str, Array]] = None, {}
 
 
 def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
@@ -110,3 +116,24 @@ def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: flo
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(draw, pieces))
     return found
+
+
+def kept(problem: Problem, seed: int, tensors: Iterable[str]) -> dict[str, Array]:
+    """As :func:`inputs`, in arrays that are read-only: those of the last call where this one draws the same numbers.
+
+    Numbers depend on the seed, the storage type and the elements of each tensor, not on its shape: the shapes of a sweep over sequence
+    lengths often have as many elements, and a causal mask changes none. One set is held, and only where memory has room for AFFORD times
+    as much.
+    """
+    global _last
+    tensors = tuple(tensors)
+    key = (seed, problem.dtype, *(int(np.prod(problem.shape(name))) for name in INPUTS))
+    if _last[0] != key or not set(tensors) <= set(_last[1]):
+        _last = None, {}  # before the next are drawn: never two sets at once
+        drawn = {name: array.reshape(-1) for name, array in inputs(problem, seed, tensors).items()}
+        for array in drawn.values():
+            array.flags.writeable = False
+        if AFFORD * sum(array.nbytes for array in drawn.values()) > available_memory():
+            return {name: array.reshape(problem.shape(name)) for name, array in drawn.items()}
+        _last = key, drawn
+    return {name: _last[1][name].reshape(problem.shape(name)) for name in tensors}

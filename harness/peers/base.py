@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
-from ..array import Array
+import numpy as np
+
+from ..array import Array, ArrayModule
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 
@@ -28,8 +30,11 @@ class Prepared(Protocol):
     @property
     def peak_bytes(self) -> int | None: ...
 
-    def outputs(self) -> dict[str, Array]:
-        """Host storage arrays of a new run: O and, where the library returns it, logsumexp; or dQ, dK, dV."""
+    def outputs(self, xp: ArrayModule = np) -> dict[str, Array]:
+        """Storage arrays of a new run: O and, where the library returns it, logsumexp; or dQ, dK, dV. A later run does not change them.
+
+        xp: the module whose arrays they are, for a peer on a GPU also CuPy, where bfloat16 is its bits.
+        """
         ...
 
     def enqueue(self) -> Callable[[], float]: ...
@@ -72,7 +77,9 @@ class Peer(Protocol):
         ...
 
     def prepare(self, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> Prepared:
-        """Put host storage arrays Q, K, V (backward: and dO) in place and run once. pass_: "forward" or "backward".
+        """Put copies of Q, K, V (backward: and dO) in place and run once. pass_: "forward" or "backward".
+
+        inputs: storage arrays of numpy or, for a peer on a GPU, of CuPy (bfloat16 by its bits).
 
         Raises UsageFault for what it refuses, or where something else ran; EnvironmentFault for a library that does not
         import; KernelFault for a run that failed.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array
+from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, widen
 from ..problem import WRITES, Problem
 from .base import Library
@@ -43,7 +43,7 @@ class NumpyPrepared:
     def _run(self) -> tuple[Array, ...]:
         return forward(self._problem, self._x) if self._pass == "forward" else backward(self._problem, self._x | self._saved)
 
-    def outputs(self) -> dict[str, Array]:
+    def outputs(self, xp: ArrayModule = np) -> dict[str, Array]:
         """Host storage arrays of a new run."""
         values = zip(WRITES[self._pass], self._run(), strict=True)
         return {name: round_to(np, value, self._problem.tensor_dtype(name)) for name, value in values}

@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..array import Array
+from ..array import Array, ArrayModule
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..problem import Problem
 from .base import Library
@@ -131,8 +131,8 @@ class TorchPrepared:
         cuda.synchronize()
         return int(cuda.max_memory_allocated() - before)
 
-    def outputs(self) -> dict[str, Array]:
-        """Host storage arrays of a new run: O[, logsumexp], or dQ, dK, dV. A fully masked row has logsumexp -inf."""
+    def outputs(self, xp: ArrayModule = np) -> dict[str, Array]:
+        """Storage arrays of a new run: O[, logsumexp], or dQ, dK, dV. A fully masked row has logsumexp -inf."""
         with library_faults(self._peer), self._scope():
             values = self._step()
         names = ("O", "logsumexp") if self._pass == "forward" else ("dQ", "dK", "dV")
@@ -142,7 +142,8 @@ class TorchPrepared:
                 value = value.detach().float().masked_fill(value == float("inf"), float("-inf"))
             elif not self._peer.heads_first:
                 value = value.transpose(1, 2)
-            found[name] = to_host(value, self._problem.tensor_dtype(name))
+            dtype = self._problem.tensor_dtype(name)
+            found[name] = to_host(value, dtype) if xp is np else to_device(xp, value, dtype)
         return found
 
     def enqueue(self) -> Callable[[], float]:
@@ -210,9 +211,13 @@ class TorchPrepared:
 
 
 def to_torch(array: Array, dtype: str) -> Tensor:
-    """A CPU tensor with a copy of a storage array. bfloat16 is converted by its bits: numpy and torch have no such type in common."""
+    """A tensor with a copy of a storage array, where that lies: numpy's on the CPU, CuPy's on its GPU. bfloat16 is converted by its bits:
+    numpy, CuPy and torch have no such type in common."""
     import torch
 
+    if not isinstance(array, np.ndarray):
+        copy = torch.from_dlpack(array.view(np.int16) if dtype == "bfloat16" else array).clone()
+        return copy.view(torch.bfloat16) if dtype == "bfloat16" else copy
     array = np.array(array, order="C")
     if dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -229,6 +234,15 @@ def to_host(tensor: Tensor, dtype: str) -> Array:
         return bits.view(ml_dtypes.bfloat16)
     found: Array = tensor.to(getattr(torch, dtype)).numpy()
     return found
+
+
+def to_device(cupy: Any, tensor: Tensor, dtype: str) -> Array:
+    """A copy of a GPU tensor as a contiguous storage array of CuPy; bfloat16 by its bits. It stays in torch's memory."""
+    import torch
+
+    tensor = tensor.detach().to(getattr(torch, dtype)).clone(memory_format=torch.contiguous_format)
+    found: Array = cupy.from_dlpack(tensor.view(torch.int16) if dtype == "bfloat16" else tensor)
+    return found.view(np.uint16) if dtype == "bfloat16" else found
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 from harness.backends import Backend, pick
 from harness.check import ahead as made
 from harness.check import contender as contenders
-from harness.check.ahead import ahead, parts, small
+from harness.check.ahead import ahead, load_all, parts, small
 from harness.choose import choose
 from harness.fault import KernelFault
 from harness.problem import PASSES, Problem
@@ -106,3 +106,19 @@ def test_a_kernel_that_does_not_load_is_a_fault(gpu: Any, monkeypatch: pytest.Mo
     with pytest.raises(KernelFault, match="it does not compile"), ahead(gpu, fa2(problem, gpu), problem, ("forward",)) as compiling:
         compiling.kernels()
     assert tried == ["fa2_forward"] and threading.active_count() == 1
+
+
+def test_the_kernels_of_a_sweep(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each code once: lengths are no part of it. What does not compile, or refuses its problem, is left to its own row."""
+    problems = [Problem.of(1, 2, seq, dim) for seq in (32, 64, 96) for dim in (32, 40)]
+    wanted = [(each, problem) for problem in problems for each in fa2(problem, gpu)]
+    load_all(gpu, wanted, PASSES)
+    codes = {(k.path, k.plan(p, gpu.device(), each.tiles).macros) for each, p in wanted for k in each.kernels.values()}
+    assert len(gpu.loaded) == len(codes) < len(wanted) * 2 and set(gpu.loaded) == {"fa2_backward", "fa2_forward"}
+    assert threading.active_count() == 1
+
+    def load(kernel: Any, *_: Any) -> None:
+        raise KernelFault("it does not compile")
+
+    monkeypatch.setattr(gpu, "load", load)
+    load_all(gpu, [*wanted, (wanted[0][0], problems[0].with_(dtype="float64"))], PASSES)

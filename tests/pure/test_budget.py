@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness.check import budget
+from harness.check import oracle as oracles
 from harness.check.reference import Reference, baselines, reference, round_to
 from harness.dataset.generate import generate
 from harness.problem import Problem
@@ -292,3 +293,20 @@ def test_error_map() -> None:
     got["logsumexp"][0, 0, 2] = np.nan
     picture = budget.error_map(problem, "logsumexp", got["logsumexp"], exact)
     assert picture.shape == (6, 1) and picture[2, 0] == np.inf
+
+
+@pytest.mark.parametrize("on_host", [0, 1 << 20])
+def test_limits_are_computed_once(on_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an oracle, for a tensor and a class; a second verdict is the same, and the limits that are kept are those it is judged by."""
+    monkeypatch.setattr(oracles, "ON_HOST", on_host)
+    problem = Problem.of(1, 2, 64, 16, dtype="float16")
+    judge = oracles.Oracle(problem, generate(problem, 1))
+    outputs = {name: round_to(np, judge.reference[name], problem.tensor_dtype(name)) for name in ("O", "logsumexp", "dQ")}
+    first = judge.judge(outputs, "p16", 64)
+    real = budget.budget
+    monkeypatch.setattr(budget, "budget", lambda *given: 0.0)
+    assert judge.judge({"dQ": outputs["dQ"]}, "p16", 64) | judge.judge(outputs, "p16", 64) == first
+    assert all(verdict.passed for verdict in first.values())
+    assert not any(verdict.passed for verdict in judge.judge(outputs, "f32", 64).values())  # another class, by limits of 0
+    monkeypatch.setattr(budget, "budget", real)
+    assert not any(verdict.passed for verdict in judge.judge(outputs, "f32", 64).values())

@@ -17,6 +17,7 @@ from datasets import SMALL, fails, outputs, record
 
 from harness import files
 from harness.dataset import folder as data
+from harness.dataset import generate as drawing
 from harness.dataset.folder import STORAGE
 from harness.dataset.generate import generate
 from harness.fault import DataFault, DiskFault, UsageFault
@@ -49,6 +50,47 @@ def test_subsets_and_scale() -> None:
     exact = np.random.RandomState(3).randn(*SMALL.shape("Q"))
     assert (scaled["Q"] == (exact * 10).astype(np.float32)).all()
     assert (scaled["V"] == whole["V"]).all() and (scaled["dO"] == whole["dO"]).all() and (scaled["K"] != whole["K"]).all()
+
+
+@pytest.mark.parametrize("above", [1 << 26, 0], ids=["RandomState", "philox"])
+def test_kept_are_the_numbers_drawn_anew(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
+    """The next cell of a sweep: the same bits as drawn for itself, whatever was drawn before, and no caller can change the next one's."""
+    monkeypatch.setattr(drawing, "ABOVE", above)
+    monkeypatch.setattr(drawing, "CHUNK", 1000)
+    first = Problem.of(2, 4, 96, 16, dtype="bfloat16")
+    cells = [
+        (first, 42, "QKV"),
+        (Problem.of(4, 2, 192, 8, dtype="bfloat16", causal=True), 42, "QKV"),  # as many elements
+        (first, 42, ("dO",)),  # was not drawn
+        (first, 42, drawing.INPUTS),
+        (first, 43, drawing.INPUTS),
+        (first.with_(dtype="float16"), 43, drawing.INPUTS),
+        (Problem.of(2, 4, 96, 16, heads_kv=2, dtype="float16"), 43, ("V",)),  # Q has as many: where V begins is another place
+        (Problem.of(1, 8, 96, 16, heads_kv=4, dtype="float16"), 43, ("V",)),
+    ]
+    drawn = []
+    real = drawing.inputs
+    monkeypatch.setattr(drawing, "inputs", lambda *given: drawn.append(given) or real(*given))
+    for problem, seed, names in cells:
+        found, wanted = drawing.kept(problem, seed, names), real(problem, seed, names)
+        assert list(found) == list(wanted)
+        for name, array in wanted.items():
+            assert found[name].shape == array.shape and found[name].dtype == array.dtype
+            assert found[name].tobytes() == array.tobytes(), (problem, name)
+            with pytest.raises(ValueError, match="read-only"):
+                found[name][:] = 0
+    assert [given[:2] for given in drawn] == [cells[i][:2] for i in (0, 2, 3, 4, 5, 6)]
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set, and none where memory has not AFFORD times as much. Numbers that are kept and wrong would be seen by the test above."""
+    drawing.kept(SMALL, 5, "QK")
+    key, held = drawing._last
+    assert key and set(held) == {"Q", "K"}
+    held["Q"] = np.zeros_like(held["Q"])
+    assert not drawing.kept(SMALL, 5, "Q")["Q"].any()
+    monkeypatch.setattr(drawing, "available_memory", lambda: drawing.AFFORD * 3 * held["K"].nbytes - 1)
+    assert drawing.kept(SMALL, 6, "QKV")["Q"].any() and drawing._last == (None, {})
 
 
 @pytest.mark.parametrize("dtype", STORAGE)

@@ -19,6 +19,7 @@ from harness.backends import pick
 from harness.check.ahead import parts
 from harness.check.contender import _finite, _longest, run_kernel
 from harness.check.oracle import Oracle, small
+from harness.check.tensors import put
 from harness.dataset.generate import generate
 from harness.kernel.kernel import find
 from harness.problem import Problem
@@ -64,6 +65,9 @@ class Device(np.ndarray[Any, Any]):
     def copy(self, *given: Any) -> Any:
         self.seen.add(("copy", str(self.dtype)))
         return super().copy(*given)
+
+    def get(self) -> Any:
+        return np.array(np.asarray(self))
 
     def all(self, *given: Any, **named: Any) -> Any:
         self.seen.add(("all with CUB",))
@@ -135,6 +139,39 @@ def test_the_recorder_sees_what_it_should(seen: set[tuple[str, ...]]) -> None:
     array[array[:1, 0].astype(np.int64), array[:1, 0].astype(np.int64)]
     array[:, :2] = copied(Gpu().xp, array[:, 1:])  # type: ignore[arg-type]
     assert {("fill", "uint32"), ("all with CUB",), ("take", "uint32", "2 indices"), ("copy", "uint32")} <= seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_contenders_share_what_is_on_the_device(dtype: str) -> None:
+    """Inputs are uploaded once for all kernels, outputs copied to the host only where they are read, and neither is a kernel's own memory."""
+    gpu: Any = Gpu()
+    problem = Problem.of(2, 2, 40, 20, dtype=dtype)  # rows of float32 have no pitch, rows of 16 bits have one
+    oracle = Oracle(problem, generate(problem, 1))
+    given = oracle.inputs_of("backward")
+    alone = run_kernel(pick("cpu"), find("fa2", "backward"), oracle, given)
+    oracle.xp = gpu.xp  # the reference and the baselines stay numpy's: so small a problem is judged there
+    vars(oracle)["_rounded"] = {name: put(gpu.xp, array) for name, array in oracle.forward_outputs.items()}
+    oracle._device = {name: put(gpu.xp, array) for name, array in oracle.inputs.items()}
+    uploads: list[int] = []
+    asarray = gpu.xp.asarray
+    gpu.xp.asarray = lambda a: uploads.append(a.nbytes) or asarray(a)
+    first, second = (run_kernel(gpu, find("fa2", "backward"), oracle, given) for _ in range(2))
+    assert first.passed and second.passed and not uploads
+    for one, other in ((oracle._device["Q"], second.timed.bound.tensors["Q"].rows()), (first.timed.inputs["Q"], given["Q"])):  # type: ignore[attr-defined]
+        assert not np.shares_memory(np.asarray(one), np.asarray(other))
+    assert first.timed.inputs["O"] is second.timed.inputs["O"]  # type: ignore[attr-defined]
+    for name, array in first.outputs.items():
+        assert array.dtype == given["Q"].dtype and array.tobytes() == second.outputs[name].tobytes() == alone.outputs[name].tobytes()
+    before = first.outputs["dQ"].copy()
+    first.timed.bound.poison()  # type: ignore[attr-defined]
+    assert first.outputs.on(gpu.xp)["dQ"].tobytes() == before.tobytes()  # type: ignore[attr-defined]
+    other = {**given, "Q": given["Q"].copy()}  # not the oracle's: uploaded for itself
+    run_kernel(gpu, find("fa2", "backward"), oracle, other)
+    assert uploads[0] == other["Q"].nbytes and sum(size == other["Q"].nbytes for size in uploads) == 1
+    with second.timed.bound.writable():  # type: ignore[attr-defined]
+        value = second.timed.bound.tensors["V"].bits()[:1, :1, :1, :1]  # type: ignore[attr-defined]
+        value ^= value.dtype.type(1)
+    assert "changed its input V" in second.timed.ended() and not first.timed.ended()  # type: ignore[attr-defined]
 
 
 def test_every() -> None:

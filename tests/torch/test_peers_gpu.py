@@ -10,6 +10,7 @@ import pytest
 from harness import peers
 from harness.check import budget, reference
 from harness.check.contender import PEER_BUDGETS
+from harness.check.tensors import Outputs, put
 from harness.dataset import generate as draws
 from harness.fault import UsageFault
 from harness.problem import Problem
@@ -57,6 +58,34 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
             assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {budget.message(verdict)}"
         assert prepared.ran
         assert prepared.peak_bytes is not None and prepared.peak_bytes >= sum(inputs[t].nbytes for t in ("Q", "K", "V"))
+
+
+@pytest.mark.parametrize("name", peers.usual("cuda"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_data_that_stay_on_the_gpu(name: str, dtype: str) -> None:
+    """CuPy's inputs give the same O as numpy's, and are copied: no run changes them, nor outputs of an earlier run."""
+    cupy = pytest.importorskip("cupy")
+    peer = peers.find(name)
+    assert peer is not None
+    if absent := peer.absent("cuda"):
+        pytest.skip(": ".join(absent))
+    problem = Problem.of(2, 2, 256, 64, dtype=dtype)
+    inputs = draws.generate(problem, 3)
+    placed = {tensor: put(cupy, array) for tensor, array in inputs.items()}
+    for pass_ in peer.passes if dtype in peer.dtypes else ():
+        host, device = (peer.prepare(problem, given, pass_) for given in (inputs, placed))
+        wanted, values = host.outputs(), device.outputs(cupy)
+        got = Outputs(problem, {}, values)
+        assert list(got) == list(wanted)
+        for tensor, array in wanted.items():
+            assert (got[tensor].shape, got[tensor].dtype) == (array.shape, array.dtype)
+            assert pass_ == "backward" or got[tensor].tobytes() == array.tobytes()
+        for array in values.values():
+            array.fill(0)
+        device.enqueue()()
+        assert not any(array.any() for array in values.values())
+        assert all(cupy.asnumpy(array).tobytes() == inputs[tensor].tobytes() for tensor, array in placed.items())
+        assert device._x["Q"].data_ptr() != placed["Q"].data.ptr  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", peers.usual("cuda"))
