@@ -78,7 +78,7 @@ constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of
 constexpr int PIECES = HEAD_DIM / PIECE;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
-static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1);
+static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1 && COLUMNS % 2 == 0);
 
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 

@@ -280,23 +280,26 @@ __device__ __forceinline__ void multiply_other(float (&d)[M][COLUMNS][4], fa::ui
     multiply_half(d, high, low, tile_smem, false, factor);
 }
 
-// dQ of a tile from accumulators to rows, times `factor`. row, column: this lane's first in the tile. A quad writes a sector.
-__device__ __forceinline__ void store_dq(const fa::Args& args, const float (&d)[DQ_M][DQ_N][4], int tile, int batch, int row, int column,
-                                         float factor) {
-    const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, head = tile / tiles - batch * args.heads_q;
-    row += tile % tiles * BLOCK_Q;
+// dQ of a tile from accumulators to rows. A quad writes a sector. All coordinates are computed here: none takes a register in the products.
+__device__ __forceinline__ void store_dq(const fa::Args& args, const float (&d)[DQ_M][DQ_N][4], int tile, int part, float factor) {
+    fa::schedule_fence();
+    const Coordinates at;
+    const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, batch = blockIdx.z, head = tile / tiles % args.heads_q;
+    const int row = tile % tiles * BLOCK_Q + at.warp / DQ_COLUMNS * DQ_M * 16 + at.row();
+    const int column = 16 * (at.warp % DQ_COLUMNS + part * DQ_COLUMNS) + at.pair();
 #pragma unroll
     for (int m = 0; m < DQ_M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = row + 16 * m + 8 * half;
             if (query >= args.seq_q) continue;
-            const float times = fa::visible_keys(args, query) > 0 ? factor : 0.0f;
-            float* to = fa::row_pointer<float>(args.dQ, batch, head, query);
+            const float times = fa::visible_keys(args, query) > 0 ? factor * float(args.scale) : 0.0f;
+            float* to = fa::row_pointer<float>(args.dQ, batch, head, query) + column;
 #pragma unroll
             for (int n = 0; n < DQ_N; ++n) {
-                const int at = column + (n / 2 * 2 * DQ_STRIDE + n % 2) * 8;
-                fa::store_vec_upto(to + at, fa::Vec<float, 2>{d[m][n][2 * half] * times, d[m][n][2 * half + 1] * times}, args.head_dim - at);
+                const int far = (n / 2 * 2 * DQ_STRIDE + n % 2) * 8;
+                fa::store_vec_upto(to + far, fa::Vec<float, 2>{d[m][n][2 * half] * times, d[m][n][2 * half + 1] * times},
+                                   args.head_dim - column - far);
             }
         }
 }
@@ -404,8 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                 fa::split_multiply_atb<BLOCK_K / 16, BLOCK_Q, HEAD_DIM, DQ_STRIDE>(dq_reg, ds_lane, P_LOW, kt_lane, K_LOW);
                 const int column = 2 * (at.warp % DQ_COLUMNS + part * DQ_COLUMNS);  // in groups of 8
                 if constexpr (DIRECT) {
-                    store_dq(args, dq_reg, tile, batch, at.warp / DQ_COLUMNS * DQ_M * 16 + at.row(), 8 * column + at.pair(),
-                             factors.dq * scale);
+                    store_dq(args, dq_reg, tile, part, factors.dq);
                     continue;
                 }
                 const int dq_lane = (at.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + column) * 128 + at.lane * 4;
