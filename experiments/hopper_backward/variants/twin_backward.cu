@@ -7,11 +7,11 @@
 // gqa = true
 // cross = true
 // logits = 4096
-// deterministic = "optional"
+// deterministic = false
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
-// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// BLOCK_Q = 64
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // DQ_STAGED = "0 if deterministic else 1"  # at every length, so that the small cases of verify go through it
@@ -32,7 +32,7 @@
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers: of each warp's part of a tile of dQ
-// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// size = "4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -72,10 +72,10 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 96"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["BLOCK_Q // 16 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -154,22 +154,26 @@ using fa::uint64_t;
 
 constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
-constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
-constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = 2 * Q_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr int PART = BLOCK_Q * 64;  // dQ of a tile: a part of each consumer, 64 columns
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
 
 // Either a consumer has 64 of the block's keys, all queries of a tile and all columns; or the consumers share 64 keys, and each has half of
 // the queries (of S and dP) and half of the columns (of dK, dV and dQ).
 constexpr bool SHARED_KEYS = BLOCK_K == 64;
-constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
+constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS;
 
 // dQ goes through shared memory, and each tile is finished before the next one begins.
 constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
 
-constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+constexpr int GROUPS = BLOCK_Q / 8, EARLY_GROUPS = GROUPS;  // of 8 queries, of a consumer's part of dQ
+
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS || STAGED;
+constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -182,7 +186,7 @@ __device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
 }
 // For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (BLOCK_Q * HEAD_DIM);
 }
 // For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
 __device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
@@ -268,18 +272,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
     unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
     unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][2][BLOCK_Q][64]: dS, 64 keys of each consumer
     unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
     unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
     float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // with DQ_STAGED: [2][GROUPS][128 threads][4]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? 2 * PART : 0));
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
-    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
+    uint64_t* q_empty = q_full + STAGES;  // and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
+    uint64_t* do_empty = do_full + STAGES;
+    uint64_t *dq_full = do_empty + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
     int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
@@ -289,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(q_empty + i, 8), fa::mbarrier_init(do_empty + i, 8);  // each warp arrives
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
         }
         fa::mbarrier_init_fence();
@@ -322,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
@@ -342,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
                 for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * OWN_PARTS * PART,
-                                     dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART,
+                                     dq_smem + consumer * PART, PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
                     fa::mbarrier_arrive(dq_empty + consumer);
@@ -370,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
     float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
-    float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
+    float dq_reg[QUERIES / 2], late_reg[QUERIES / 2];  // of dQ^T: 64 columns, all queries
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
     Walk at{};  // the first tile whose dQ has not been added or staged
@@ -411,16 +417,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         fa::wgmma_commit();
     };
-    // This consumer's part of dQ = dS K
+    // This consumer's part of dQ^T = K^T dS^T: 64 of the columns
     auto issue_dq = [&]() {
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+        const uint64_t a = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_k_major(ds_smem + q.stage() * DS_TILE);
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
-                                             step > 0);
+            fa::wgmma_ss<scalar, false, true>(dq_reg, fa::descriptor_advance(a, step * 2048),
+                                              fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
     };
     auto mask = [&]() {
@@ -433,12 +439,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         fa::clear_columns(p_reg, first);
     };
+    // Of the row that this lane stores by stmatrix.
+    auto share_at = [&](int of_lane) { return uint32_t((of_lane / 16 * 8 + of_lane % 8) * 128 + ((2 * warp + of_lane / 8 % 2) ^ of_lane % 8) * 16); };
+    const uint32_t share_offset = share_at(fa::opaque_thread_id() % 32);  // opaque: it is not made again for each tile
     int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
     auto pass_turn = [&]() {
         if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turns_of(args, last_number) + 4 * consumer + warp, work.k_first / BLOCK_K + 1);
     };
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
-        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
+        const uint32_t own = fa::smem_u32(tiles_smem) + q.stage() * DS_TILE + consumer * Q_SLAB + (BLOCK_Q == 64 ? share_offset : share_at(lane));
+#pragma unroll
+        for (int step = 0; step < QUERIES / 16; ++step) fa::stmatrix_x4_trans(own + step * 2048, operand[step]);
     };
     // Behind it what both consumers have shared is there, and both have read the other stage.
     auto wait_for_other = [&]() {
@@ -466,17 +477,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mask();
         fa::pack_operand<scalar>(p16_reg, p_reg);
         if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
-        issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-        fa::wgmma_wait<1>(ds_reg);
+        if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+        fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
 #pragma unroll
         for (int i = 0; i < QUERIES / 2; ++i) ds_reg[i] = p_reg[i] * (ds_reg[i] - stats_reg[i / 4][i % 2]);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         share(ds_smem, ds16_reg);
         if constexpr (STAGED) {
+            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
             wait_for_other();
             issue_dq();
             fa::wgmma_wait<1>(p16_reg);
+            release(do_empty + q.stage());
             issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            fa::wgmma_wait<1>(dq_reg);
         } else {
             if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
             wait_for_other();
@@ -504,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // dQ of a tile is complete, and goes to the storer.
     auto stage_dq = [&]() {
         fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        float* dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        float* dq = dq_smem + consumer * PART + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
@@ -515,6 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
     auto begin_sum = [&]() {
+        release(do_empty + (q.stage() ^ 1));
         release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
         if (DETERMINISTIC) {
@@ -523,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
         at.next(work);
-        return dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        return dq_of(args, number) + consumer * PART + threadIdx.x % 128 * 4;
     };
     // Adds some of its groups.
     auto add = [&](float* dq, int first, int end, auto& values) {
@@ -542,31 +557,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
+            if constexpr (STAGED) release(do_empty + (q.stage() ^ 1)), release(q_empty + (q.stage() ^ 1)), stage_dq();
             else add(begin_sum(), 0, GROUPS, dq_reg);
         }
         const bool seen = n < work.count;
         if (seen) {
             if constexpr (STAGED) {
                 fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-                issue_scores();
-                load_stats(0);
-                issue_dp();
-                for (bool accumulate = false;; accumulate = true) {
-                    issue_tile(accumulate);
-                    if (++n == work.count) break;
+                for (bool accumulate = false; n < work.count; ++n, accumulate = true) {
                     issue_scores();
-                    fa::wgmma_wait<2>(dq_reg);
-                    stage_dq();
-                    fa::schedule_fence();
-                    fa::wgmma_wait<1>(ds16_reg);
-                    release(q_empty + (q.stage() ^ 1));
                     load_stats(0);
                     issue_dp();
+                    issue_tile(accumulate);
+                    stage_dq();
+                    fa::schedule_fence();
+                    fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+                    release(q_empty + (q.stage() ^ 1));
                 }
-                fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-                stage_dq();
-                release(q_empty + (q.stage() ^ 1));
             } else {
                 issue_scores();
                 fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
@@ -605,11 +612,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
+// Launch 3, 16 queries a block. dQ^T from the layout of the accumulators to rows of dQ, through shared memory.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + row;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, query, part / ROW_PARTS * 8 + group, from, float(args.scale));
+    __shared__ float rows_smem[16][HEAD_DIM + 4];
+    const int tile = blockIdx.x / (BLOCK_Q / 16), first = blockIdx.x % (BLOCK_Q / 16) * 16, head = blockIdx.y, batch = blockIdx.z;
+    const float* from = dq_of(args, tile_number(args, batch, head, tile));
+    for (int i = threadIdx.x; i < 512; i += 256) {
+        const int eighth = i / 256, part = i / 128 % 2, warp = i / 32 % 4, lane = i % 32;
+        const fa::Vec<float, 4> four = fa::load_vec<4>(from + ((part * GROUPS + first / 8 + eighth) * 128 + i % 128) * 4);
+        for (int e = 0; e < 4; ++e) rows_smem[8 * eighth + lane % 4 * 2 + e % 2][64 * part + 16 * warp + lane / 4 + e / 2 * 8] = four[e];
+    }
+    __syncthreads();
+    const int row = threadIdx.x / 16, chunk = threadIdx.x % 16, query = tile * BLOCK_Q + first + row;
+    if (query >= args.seq_q) return;
+    fa::Vec128<scalar> eight;
+    for (int i = 0; i < 8; ++i) eight[i] = fa::narrow<scalar>(rows_smem[row][8 * chunk + i] * float(args.scale));
+    auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query)) + chunk;
+    fa::store_128_upto(reinterpret_cast<scalar*>(to), eight, args.head_dim - chunk * 8);
 }

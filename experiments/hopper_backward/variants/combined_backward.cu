@@ -72,7 +72,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 96"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q // 16 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -281,9 +281,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
     uint64_t* q_full = dkv_full + 2 * KV_STAGES;
-    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
+    uint64_t* q_empty = q_full + STAGES;  // and the stats'
     uint64_t* do_full = q_empty + STAGES;
-    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
+    uint64_t* do_empty = do_full + STAGES;
+    uint64_t *dq_full = do_empty + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
     int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int i = 0; i < STAGES; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(q_empty + i, 8), fa::mbarrier_init(do_empty + i, 8);  // each warp arrives
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
         }
         fa::mbarrier_init_fence();
@@ -326,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
@@ -458,23 +460,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
     };
+    // A thread's columns of the logsumexp (0) or the delta (1): read before a wait that covers their way.
+    fa::Vec<float, 2> stats_reg[QUERIES / 8];
+    auto load_stats = [&](int which) {
+        const float* from = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + which * BLOCK_Q + own_queries;
+#pragma unroll
+        for (int j = 0; j < QUERIES / 8; ++j) stats_reg[j] = fa::load_vec<2>(from + 8 * j + fa::fragment_column());
+    };
     // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
     auto issue_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        if constexpr (!STAGED) load_stats(0);
         fa::wgmma_wait<1>(p_reg);
-        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+#pragma unroll
+        for (int i = 0; i < QUERIES / 2; ++i) p_reg[i] = fa::exp2_approx(p_reg[i] * scale_log2e - stats_reg[i / 4][i % 2]);
+        load_stats(1);
         mask();
         fa::pack_operand<scalar>(p16_reg, p_reg);
         if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
         issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
         fa::wgmma_wait<1>(ds_reg);
-        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+#pragma unroll
+        for (int i = 0; i < QUERIES / 2; ++i) ds_reg[i] = p_reg[i] * (ds_reg[i] - stats_reg[i / 4][i % 2]);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         share(ds_smem, ds16_reg);
         if constexpr (STAGED) {
             wait_for_other();
             issue_dq();
             fa::wgmma_wait<1>(p16_reg);
+            release(do_empty + q.stage());
             issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
         } else {
             if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
@@ -514,6 +527,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
     auto begin_sum = [&]() {
+        release(do_empty + (q.stage() ^ 1));
         release(q_empty + (q.stage() ^ 1));
         const int number = tile_number(args, work.batch, at.head, at.queries(work));
         if (DETERMINISTIC) {
@@ -541,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) {
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
-            if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
+            if constexpr (STAGED) release(do_empty + (q.stage() ^ 1)), release(q_empty + (q.stage() ^ 1)), stage_dq();
             else add(begin_sum(), 0, GROUPS, dq_reg);
         }
         const bool seen = n < work.count;
@@ -549,6 +563,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (STAGED) {
                 fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
                 issue_scores();
+                load_stats(0);
                 issue_dp();
                 for (bool accumulate = false;; accumulate = true) {
                     issue_tile(accumulate);
@@ -559,6 +574,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     fa::schedule_fence();
                     fa::wgmma_wait<1>(ds16_reg);
                     release(q_empty + (q.stage() ^ 1));
+                    load_stats(0);
                     issue_dp();
                 }
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
