@@ -12,17 +12,15 @@
 // WARP_ROWS = "16 if HEAD_DIM == 256 or seq_q <= 64 else 32"  # queries of a warp
 // WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"
 // BLOCK_K = "16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
-// FUSED = "1 if HEAD_DIM == 64 and seq_q <= WARPS * WARP_ROWS and seq_kv <= 4 * BLOCK_K else 0"  # a block has a whole head, no prepare
-// STAGES = "2 * ceil_div(seq_kv, BLOCK_K) if FUSED else 4 if HEAD_DIM == 64 else 2 if shared_optin < (200000 if HEAD_DIM == 128 else 163840) else 3"
+// STAGES = "4 if HEAD_DIM == 64 else 2 if shared_optin < (200000 if HEAD_DIM == 128 else 163840) else 3"
 // BLOCKS = "1 if WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of P V that the compiler may overlap; with more, registers spill
 // [workspace.operands]
 // dtype = "float32"
-// size = "4 if FUSED else 2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
+// size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
 // init = "none"
 // [[launch]]
 // entry = "prepare"
-// when = "not FUSED"
 // grid = ["2 * ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
 // block = 256
 // shared = 32
@@ -66,10 +64,6 @@
 // convert them again, about 3.5 instructions an element, and cp.async could not be used. It reads and writes 8 bytes an element: 3 % of the
 // time at 4096 keys. Q is split in the prologue, where each tile is read once.
 //
-// Short sequences are bound by latency: a launch costs some 3 us, all products of a head of 32 queries and keys less than one. Where one
-// block has all queries of a head (FUSED), K and V are read once anyway. There is no prepare then: each warp splits whole tiles of K and V
-// into shared memory, and the main loop copies nothing.
-//
 //     prologue            copies of K(0), V(0) start; Q is read, scaled and split into shared memory
 //     main loop, tile n   1. wait for K(n); the copy two items ahead starts; S = Q K(n)^T times the keys' powers
 //                         2. online softmax; P is split in registers
@@ -107,16 +101,18 @@ __device__ __forceinline__ unsigned char* item_at(const fa::Args& args, fa::uint
     return static_cast<unsigned char*>(args.workspace[WORKSPACE_OPERANDS]) + fa::int64_t(unit) * 128;
 }
 
-// A tile of K or V, split, to `item`, in global or shared memory. Warps warps share it; rows behind the last key are zero.
-template <int Warps>
-__device__ __forceinline__ void split_item(unsigned char* item, const fa::Args& args, bool is_v, int batch, int kv_head, int first,
-                                           float* largest_smem /* [8] */) {
+// K and V, split. A block writes a tile; rows behind the last key are zero.
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
     using Row = fa::SplitRow<HEAD_DIM>;
-    constexpr int step = Warps * Row::rows_of_warp, count = BLOCK_K / step;
-    static_assert(count * step == BLOCK_K && (Warps == 1 || Warps == 8));
+    constexpr int step = 8 * Row::rows_of_warp, count = BLOCK_K / step;
+    static_assert(count * step == BLOCK_K);
+    float* largest_smem = fa::dynamic_shared<float>();  // [8]
+    const bool is_v = blockIdx.x % 2;
+    const int first = blockIdx.x / 2 * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
+    unsigned char* item = item_at(args, items_of(args, batch, kv_head) + blockIdx.x * (ITEM / 128));
     float* factors = reinterpret_cast<float*>(item + 2 * LOW);
     const float* from = fa::row_pointer<float>(is_v ? args.V : args.K, batch, kv_head, first);
-    const int pitch = int(is_v ? args.V.row : args.K.row), thread = threadIdx.x % (32 * Warps), own = thread / Row::lanes;
+    const int pitch = int(is_v ? args.V.row : args.K.row), own = threadIdx.x / Row::lanes;
 
     Row rows[count];
 #pragma unroll
@@ -129,23 +125,16 @@ __device__ __forceinline__ void split_item(unsigned char* item, const fa::Args& 
         fa::store_scaled(rows, of_rows, item, LOW, own, step);
 #pragma unroll
         for (int i = 0; i < count; ++i)
-            if (thread % Row::lanes == 0) factors[own + i * step] = of_rows[i] * KEY_FACTOR;
+            if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = of_rows[i] * KEY_FACTOR;
         return;
     }
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) largest = max(largest, rows[i].largest_finite());
-    const float scale = fa::split_scale(Warps == 1 ? fa::group_max<32>(largest) : fa::block_max(largest, largest_smem));
+    const float scale = fa::split_scale(fa::block_max(largest, largest_smem));
 #pragma unroll
     for (int i = 0; i < count; ++i) rows[i].store(item, LOW, own + i * step, scale);
-    for (int i = thread; i < FACTORS; i += 32 * Warps) factors[i] = fa::inverse_power(scale) * (1 / fa::SplitSoftmax<M>::scale_of_p);
-}
-
-// K and V, split. A block writes a tile.
-extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
-    const int kv_head = blockIdx.y, batch = blockIdx.z;
-    unsigned char* item = item_at(args, items_of(args, batch, kv_head) + blockIdx.x * (ITEM / 128));
-    split_item<8>(item, args, blockIdx.x % 2, batch, kv_head, blockIdx.x / 2 * BLOCK_K, fa::dynamic_shared<float>());
+    if (threadIdx.x < FACTORS) factors[threadIdx.x] = fa::inverse_power(scale) * (1 / fa::SplitSoftmax<M>::scale_of_p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
@@ -161,21 +150,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
     const int unmasked = CAUSAL ? keys - (BLOCK_Q - 1) : keys;  // every query of the block sees at least so many: one register less
 
-    // Prologue: the first copies start, or each warp splits some items; each warp splits some rows of Q. Item 2 n is K(n), 2 n + 1 is V(n).
+    // Prologue: the first copies start; each warp splits some rows of Q. Item 2 n is K(n), item 2 n + 1 is V(n).
     fa::uint32_t next_unit = items_of(args, batch, kv_head);  // the next item to be copied
     const auto start_copy = [&](fa::uint32_t slot, bool there) {
-        if constexpr (FUSED) return;
         if (there) fa::copy_bytes<ITEM, THREADS>(ring_smem + slot, item_at(args, next_unit));
         fa::cp_async_commit_group();
         next_unit += ITEM / 128;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) start_copy(i * ITEM, i / 2 * BLOCK_K < keys);
-    if constexpr (FUSED) {
-#pragma unroll 1
-        for (int i = WARPS - 1 - fa::warp_id(); i < STAGES; i += WARPS)  // the last warps have the fewest rows of Q
-            split_item<1>(smem + 2 * Q_LOW + i * ITEM, args, i % 2, batch, kv_head, i / 2 * BLOCK_K, nullptr);
-    }
 
     const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale));  // its sign, and 0, go into Q
     const float sign = args.scale == 0 ? 0.0f : args.scale < 0 ? -1.0f : 1.0f;
@@ -201,9 +184,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
                 if (fa::lane_id() % Row::lanes == 0) q_factors[row + i * step] = factors[i] * Q_FACTOR * scale;
         }
     }  // read behind the barrier of the first item
-    if constexpr (FUSED) {
-        __syncthreads();  // all items are there
-    }
     fa::SplitSoftmax<M> softmax;
     float out_reg[M][COLUMNS][4] = {};
 
@@ -212,7 +192,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
         // The next item arrives. All warps have read the one before, whose slot is filled again: STAGES - 1 items ahead.
         const auto arrive = [&](int ahead) {
-            if constexpr (FUSED) return;
             fa::cp_async_wait_group<STAGES - 2>();
             __syncthreads();
             start_copy(slot == 0 ? (STAGES - 1) * ITEM : slot - ITEM, k_first + ahead / 2 * BLOCK_K < keys);

@@ -8,14 +8,13 @@
 // cross = true
 // logits = "any"
 // deterministic = true
-// auto = false  # it has not run on a GPU yet
 // [tile]
-// CONSUMERS = 2  # warpgroups of 64 queries
-// BLOCK_K = "128 if HEAD_DIM == 64 else 64 if HEAD_DIM == 128 else 32"
-// STAGES = "3 if HEAD_DIM == 256 else 5"  # tiles of K or V in shared memory
+// CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCK_K = "32 if HEAD_DIM == 256 else 96"
+// STAGES = "6 if HEAD_DIM == 64 else 3"  # tiles of K or V in shared memory
 // PINGPONG = 1   # the products of the consumers take turns
 // PIN = 1        # the softmax ends before its consumer waits for its turn
-// SECTION = "64 if HEAD_DIM == 256 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = 64  # MB of K and V of the heads that run at the same time, under the causal mask
 // [workspace.q_parts]
 // dtype = "float16"
 // size = "2 * batch * heads_q * seq_q * HEAD_DIM"
