@@ -157,21 +157,22 @@ def test_contenders_share_what_is_on_the_device(dtype: str) -> None:
     gpu.xp.asarray = lambda a: uploads.append(a.nbytes) or asarray(a)
     first, second = (run_kernel(gpu, find("fa2", "backward"), oracle, given) for _ in range(2))
     assert first.passed and second.passed and not uploads
-    for one, other in ((oracle._device["Q"], second.timed.bound.tensors["Q"].rows()), (first.timed.inputs["Q"], given["Q"])):  # type: ignore[attr-defined]
-        assert not np.shares_memory(np.asarray(one), np.asarray(other))
-    assert first.timed.inputs["O"] is second.timed.inputs["O"]  # type: ignore[attr-defined]
+    one: Any = first.timed  # a Trial
+    other: Any = second.timed
+    for mine, theirs in ((oracle._device["Q"], other.bound.tensors["Q"].rows()), (one.inputs["Q"], given["Q"])):
+        assert not np.shares_memory(np.asarray(mine), np.asarray(theirs))
+    assert one.inputs["O"] is other.inputs["O"]
     for name, array in first.outputs.items():
         assert array.dtype == given["Q"].dtype and array.tobytes() == second.outputs[name].tobytes() == alone.outputs[name].tobytes()
     before = first.outputs["dQ"].copy()
-    first.timed.bound.poison()  # type: ignore[attr-defined]
-    assert first.outputs.on(gpu.xp)["dQ"].tobytes() == before.tobytes()  # type: ignore[attr-defined]
-    other = {**given, "Q": given["Q"].copy()}  # not the oracle's: uploaded for itself
-    run_kernel(gpu, find("fa2", "backward"), oracle, other)
-    assert uploads[0] == other["Q"].nbytes and sum(size == other["Q"].nbytes for size in uploads) == 1
-    with second.timed.bound.writable():  # type: ignore[attr-defined]
-        value = second.timed.bound.tensors["V"].bits()[:1, :1, :1, :1]  # type: ignore[attr-defined]
+    one.bound.poison()
+    assert one.outputs.on(gpu.xp)["dQ"].tobytes() == before.tobytes()
+    run_kernel(gpu, find("fa2", "backward"), oracle, {**given, "Q": given["Q"].copy()})  # not the oracle's: uploaded for itself
+    assert uploads[0] == given["Q"].nbytes and sum(size == given["Q"].nbytes for size in uploads) == 1
+    with other.bound.writable():
+        value = other.bound.tensors["V"].bits()[:1, :1, :1, :1]
         value ^= value.dtype.type(1)
-    assert "changed its input V" in second.timed.ended() and not first.timed.ended()  # type: ignore[attr-defined]
+    assert "changed its input V" in other.ended() and not one.ended()
 
 
 def test_every() -> None:
