@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array, ArrayModule, to_host
+from ..array import Array, ArrayModule, every, to_host
 from ..dataset.storage import widen
 from ..problem import Problem
 from . import moments
@@ -63,8 +63,14 @@ class Verdict:
         return {key: getattr(self, key) for key in keys} | dataclasses.asdict(self.moments)
 
 
-#: The largest error that an element of a tensor may have (:func:`budget`), and what errors may have in common; None: float64.
-Limits = tuple[float, moments.Allowed | None]
+@dataclass
+class Limits:
+    """What a tensor is judged by: the largest error that an element may have (:func:`budget`), what errors may have in common (None:
+    float64 has no moments), and the baselines' part of the moments, once it is computed."""
+
+    largest: float
+    may: moments.Allowed | None
+    base: moments.Base | None = None
 
 
 def ulp(value: float, dtype: str) -> float:
@@ -152,15 +158,15 @@ def compare(
         of = xp, problem, tensor, reference
         if (tensor, arithmetic) not in known:
             largest = budget(*of, baselines, inputs or {}, arithmetic)
-            known[tensor, arithmetic] = largest, None if problem.dtype == "float64" else _allowed(*of, inputs or {}, arithmetic)
-        limit, may = known[tensor, arithmetic]
-        if tolerance is not None:
-            limit = min(limit, tolerance)
+            may = None if problem.dtype == "float64" else _allowed(*of, inputs or {}, arithmetic)
+            known[tensor, arithmetic] = Limits(largest, may)
+        limits = known[tensor, arithmetic]
+        limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
         verdict = _judge(xp, problem, tensor, array, reference, limit, tile)
-        if may and math.isfinite(verdict.max_abs):
-            found_moments = _moments(*of, array, baselines, may)
-            reason = verdict.reason or found_moments.reason(tensor)
-            verdict = dataclasses.replace(verdict, moments=found_moments, reason=reason, passed=not reason)
+        if limits.may and math.isfinite(verdict.max_abs):
+            its = _moments(*of, array, baselines, limits.may, limits)
+            reason = verdict.reason or its.reason(tensor)
+            verdict = dataclasses.replace(verdict, moments=its, reason=reason, passed=not reason)
         found[tensor] = verdict
     return found
 
@@ -283,15 +289,23 @@ def _moments(
     array: Array,
     baselines: Sequence[Mapping[str, Array]],
     may: moments.Allowed,
+    limits: Limits,
 ) -> moments.Moments:
-    """The moments of a tensor that is finite where it should be."""
+    """The moments of a tensor that is finite where it should be. limits: keeps the baselines' part, where every error is finite."""
     absolute = tensor == "logsumexp"
     values, expected = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor)), _expected(xp, problem, tensor, reference)
     shape = (*expected.shape, 1) if absolute else expected.shape
     values, expected = values.reshape(shape), expected.reshape(shape)
     with np.errstate(invalid="ignore"):
-        ways = [each[tensor].reshape(shape) - expected for each in baselines if tensor in each]
-        return moments.judge(xp, expected, values - expected, ways, may, absolute)
+        error = values - expected
+        finite = xp.isfinite(error)
+        whole = every(finite)
+        base = limits.base if whole else None
+        if base is None:
+            ways = [each[tensor].reshape(shape) - expected for each in baselines if tensor in each]
+            base = moments.base(xp, expected, finite, ways, may, absolute)
+        limits.base = base if whole else limits.base
+        return moments.beside(xp, expected, error, base, may, absolute)
 
 
 def _expected(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference) -> Array:

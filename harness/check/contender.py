@@ -16,10 +16,10 @@ from ..files import each
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
 from ..peers import Peer
-from ..problem import Problem
+from ..problem import WRITES, Problem
 from . import budget, memory
 from .oracle import Oracle
-from .tensors import Bound, Outputs
+from .tensors import PLACED, Bound, Outputs
 from .trial import Trial
 
 #: A peer whose errors are within this many times the budget keeps its times, and the row notes it: peers are compared with, not tested.
@@ -178,8 +178,10 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     oracle.progress(f"runs {peer.name} {pass_}")
     xp = oracle.xp if peer.device == "cuda" else np
     prepared = peer.prepare(problem, oracle.placed(xp, oracle.inputs), pass_)
+    if sum(math.prod(problem.shape(name)) for name in WRITES[pass_]) > PLACED:
+        xp = np
     values = prepared.outputs(xp)
-    outputs = Outputs(problem, {}, values) if xp is not np else Outputs(problem, values)
+    outputs = Outputs(problem, values) if xp is np else Outputs(problem, {}, values)
     if peer.deterministic and pass_ == "backward" and not _same_bytes(values, prepared.outputs(xp)):
         raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)

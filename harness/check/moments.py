@@ -167,35 +167,67 @@ def copies(xp: ArrayModule, expected: Array) -> float:
     return float((together * together).sum(axis=-1).max()) ** 8
 
 
+@dataclass(frozen=True)
+class Base:
+    """What judging a tensor takes of its baselines, the same for every tensor that is judged beside them where errors are finite.
+
+    kept: the elements that count. number: of these, 0 where there is nothing to judge. worst: by rows, then by columns, the sums p of the
+    docstring above. bias, slope: the largest sums of the baselines' errors, weighted as those of the tensor are.
+    """
+
+    kept: Array
+    number: int
+    worst: tuple[Array, ...] = ()
+    bias: float = 0.0
+    slope: float = 0.0
+
+
+def base(xp: ArrayModule, expected: Array, finite: Array, baselines: Sequence[Array], may: Allowed, absolute: bool) -> Base:
+    """The baselines' part of :func:`judge`. finite: where the error of the tensor is."""
+    kept = xp.isfinite(expected) & finite
+    for each in baselines:
+        kept = kept & xp.isfinite(each)
+    expected, *others = (xp.where(kept, each, 0.0) for each in (expected, *baselines))
+    number = int(xp.where(kept, 1.0, 0.0).sum())
+    weight, largest = _weight(xp, kept, expected, absolute)
+    if not number or not baselines or not (absolute or largest > 0 and not _one_value(xp, expected)):
+        return Base(kept, 0)
+    worst = []
+    for axis in (-1,) if absolute else (-1, -2):
+        counted = xp.where(kept, 0.5 * may.rms**2, 0.0).sum(axis=axis)
+        squares = functools.reduce(xp.maximum, [(each * each * weight).sum(axis=axis) for each in others])
+        worst.append((squares + counted).reshape(-1))
+    root = xp.sqrt(weight)
+    bias = max(abs(float((each * root).sum())) for each in others)
+    slope = 0.0 if absolute else max(abs(float((each * expected * weight).sum())) for each in others)
+    return Base(kept, number, tuple(worst), bias, slope)
+
+
 def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Array], may: Allowed, absolute: bool) -> Moments:
     """The moments of a tensor: expected, signed error and signed baseline errors as (batch, heads, rows, columns), float64.
 
     Elements where one of them is not finite are left out. absolute: every row counts alike and has no slope (logsumexp).
     """
-    kept = xp.isfinite(expected) & xp.isfinite(error)
-    for each in baselines:
-        kept = kept & xp.isfinite(each)
-    expected, error, *others = (xp.where(kept, each, 0.0) for each in (expected, error, *baselines))
-    number = int(xp.where(kept, 1.0, 0.0).sum())
-    squares = (expected * expected).mean(axis=-1, keepdims=True)
-    weight = squares + _FLOOR * float(squares.mean())
-    weight = xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0)
-    if not number or not baselines or not (absolute or float(squares.max()) > 0 and not _one_value(xp, expected)):
+    return beside(xp, expected, error, base(xp, expected, xp.isfinite(error), baselines, may, absolute), may, absolute)
+
+
+def beside(xp: ArrayModule, expected: Array, error: Array, of: Base, may: Allowed, absolute: bool) -> Moments:
+    """As :func:`judge`, of the part that :func:`base` gave."""
+    if not of.number:
         return Moments()
+    kept, number = of.kept, of.number
+    expected, error = (xp.where(kept, each, 0.0) for each in (expected, error))
+    weight, _ = _weight(xp, kept, expected, absolute)
 
     # The RMS error, beside the worst baseline's of each row and column
-    pairs = []
-    for axis in (-1,) if absolute else (-1, -2):
-        counted = xp.where(kept, 0.5 * may.rms**2, 0.0).sum(axis=axis)
-        worst = functools.reduce(xp.maximum, [(each * each * weight).sum(axis=axis) for each in others])
-        pairs.append(((error * error * weight).sum(axis=axis).reshape(-1), (worst + counted).reshape(-1)))
+    pairs = [((error * error * weight).sum(axis=axis).reshape(-1), worst) for axis, worst in zip((-1, -2), of.worst, strict=False)]
     rms, least = _ratio(xp, *pairs[0], 0.0), min(_ratio(xp, *pair, SIGNIFICANCE) for pair in pairs)
     rms_budget = math.sqrt(2) * rms / least if least else math.inf
 
     # The mean signed error
     root = xp.sqrt(weight)
     bias = float((error * root).sum()) / number
-    common = 2 * max(abs(float((each * root).sum())) for each in others) / number
+    common = 2 * of.bias / number
     bias_budget = may.bias + common + _chance(xp, error * root, xp.where(kept, 1.0, 0.0), not absolute) / number
     if absolute:
         return Moments(rms, rms_budget, bias, bias_budget)
@@ -203,9 +235,16 @@ def judge(xp: ArrayModule, expected: Array, error: Array, baselines: Sequence[Ar
     # The slope of got on reference
     whole = float((expected * expected * weight).sum())
     slope = float((error * expected * weight).sum()) / whole
-    common = 2 * max(abs(float((each * expected * weight).sum())) for each in others) / whole
+    common = 2 * of.slope / whole
     chance = _chance(xp, error * expected * weight, expected * expected * weight) / whole
     return Moments(rms, rms_budget, bias, bias_budget, 1 + slope, may.bias + common + chance)
+
+
+def _weight(xp: ArrayModule, kept: Array, expected: Array, absolute: bool) -> tuple[Array, float]:
+    """The weight of each element, 0 where it is not kept, and the largest mean square of a row."""
+    squares = (expected * expected).mean(axis=-1, keepdims=True)
+    weight = squares + _FLOOR * float(squares.mean())
+    return xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0), float(squares.max())
 
 
 def _one_value(xp: ArrayModule, expected: Array) -> bool:

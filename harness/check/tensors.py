@@ -26,7 +26,7 @@ from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 POISON = 0xFF
 _ALIGN = 256
 _PIECE = 1 << 28
-#: Elements of a kernel's outputs up to which a GPU keeps a copy of them, to be judged and compared with; those of more lie on the host.
+#: Elements of outputs up to which a GPU keeps a copy of them, to be judged and compared with; those of more lie on the host.
 PLACED = 1 << 27
 
 

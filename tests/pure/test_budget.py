@@ -10,7 +10,7 @@ import flash_model
 import numpy as np
 import pytest
 
-from harness.check import budget
+from harness.check import budget, moments
 from harness.check import oracle as oracles
 from harness.check.reference import Reference, baselines, reference, round_to
 from harness.dataset.generate import generate
@@ -305,7 +305,11 @@ def test_limits_are_computed_once(on_host: int, monkeypatch: pytest.MonkeyPatch)
     first = judge.judge(outputs, "p16", 64)
     real = budget.budget
     monkeypatch.setattr(budget, "budget", lambda *given: 0.0)
-    assert judge.judge({"dQ": outputs["dQ"]}, "p16", 64) | judge.judge(outputs, "p16", 64) == first
+    with monkeypatch.context() as once:
+        once.setattr(moments, "base", None)
+        assert judge.judge({"dQ": outputs["dQ"]}, "p16", 64) | judge.judge(outputs, "p16", 64) == first
+        rough = judge.judge({"dQ": outputs["dQ"] * np.float16(1.01)}, "p16", 64)["dQ"]
+        assert "too large: slope" in rough.reason or "exceeds the budget" in rough.reason
     assert all(verdict.passed for verdict in first.values())
     assert not any(verdict.passed for verdict in judge.judge(outputs, "f32", 64).values())  # another class, by limits of 0
     monkeypatch.setattr(budget, "budget", real)

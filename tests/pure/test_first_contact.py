@@ -16,6 +16,7 @@ import pytest
 
 from harness.array import copied, every
 from harness.backends import pick
+from harness.check import moments
 from harness.check.ahead import parts
 from harness.check.contender import _finite, _longest, run_kernel
 from harness.check.oracle import Oracle, small
@@ -143,7 +144,7 @@ def test_the_recorder_sees_what_it_should(seen: set[tuple[str, ...]]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_contenders_share_what_is_on_the_device(dtype: str) -> None:
-    """Inputs are uploaded once for all kernels, outputs copied to the host only where they are read, and neither is a kernel's own memory."""
+    """Inputs are uploaded once for all kernels, outputs come to the host where they are read, and neither is a kernel's own memory."""
     gpu: Any = Gpu()
     problem = Problem.of(2, 2, 40, 20, dtype=dtype)  # rows of float32 have no pitch, rows of 16 bits have one
     oracle = Oracle(problem, generate(problem, 1))
@@ -154,24 +155,43 @@ def test_contenders_share_what_is_on_the_device(dtype: str) -> None:
     oracle._device = {name: put(gpu.xp, array) for name, array in oracle.inputs.items()}
     uploads: list[int] = []
     asarray = gpu.xp.asarray
-    gpu.xp.asarray = lambda a: uploads.append(a.nbytes) or asarray(a)
+
+    def counted(array: Any) -> Any:
+        uploads.append(array.nbytes)
+        return asarray(array)
+
+    gpu.xp.asarray = counted
     first, second = (run_kernel(gpu, find("fa2", "backward"), oracle, given) for _ in range(2))
     assert first.passed and second.passed and not uploads
-    for one, other in ((oracle._device["Q"], second.timed.bound.tensors["Q"].rows()), (first.timed.inputs["Q"], given["Q"])):  # type: ignore[attr-defined]
-        assert not np.shares_memory(np.asarray(one), np.asarray(other))
-    assert first.timed.inputs["O"] is second.timed.inputs["O"]  # type: ignore[attr-defined]
+    one: Any = first.timed  # a Trial
+    other: Any = second.timed
+    for mine, theirs in ((oracle._device["Q"], other.bound.tensors["Q"].rows()), (one.inputs["Q"], given["Q"])):
+        assert not np.shares_memory(np.asarray(mine), np.asarray(theirs))
+    assert one.inputs["O"] is other.inputs["O"]
     for name, array in first.outputs.items():
         assert array.dtype == given["Q"].dtype and array.tobytes() == second.outputs[name].tobytes() == alone.outputs[name].tobytes()
     before = first.outputs["dQ"].copy()
-    first.timed.bound.poison()  # type: ignore[attr-defined]
-    assert first.outputs.on(gpu.xp)["dQ"].tobytes() == before.tobytes()  # type: ignore[attr-defined]
-    other = {**given, "Q": given["Q"].copy()}  # not the oracle's: uploaded for itself
-    run_kernel(gpu, find("fa2", "backward"), oracle, other)
-    assert uploads[0] == other["Q"].nbytes and sum(size == other["Q"].nbytes for size in uploads) == 1
-    with second.timed.bound.writable():  # type: ignore[attr-defined]
-        value = second.timed.bound.tensors["V"].bits()[:1, :1, :1, :1]  # type: ignore[attr-defined]
+    one.bound.poison()
+    assert one.outputs.on(gpu.xp)["dQ"].tobytes() == before.tobytes()
+    run_kernel(gpu, find("fa2", "backward"), oracle, {**given, "Q": given["Q"].copy()})  # not the oracle's: uploaded for itself
+    assert uploads[0] == given["Q"].nbytes and sum(size == given["Q"].nbytes for size in uploads) == 1
+    with other.bound.writable():
+        value = other.bound.tensors["V"].bits()[:1, :1, :1, :1]
         value ^= value.dtype.type(1)
-    assert "changed its input V" in second.timed.ended() and not first.timed.ended()  # type: ignore[attr-defined]
+    assert "changed its input V" in other.ended() and not one.ended()
+
+
+def test_a_ratio_is_the_same_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many pairs it is found there, of few, and where a pair has no base, on the host: no array of one meets one of the other."""
+    draw, gpu = np.random.default_rng(3), Gpu()
+    for few, size, gap in ((100, 200, 0), (100, 200, 7), (1000, 200, 0)):
+        monkeypatch.setattr(moments, "_FEW", few)
+        squares, base = draw.random((2, size))
+        base[:gap] = 0.0
+        for significance in (0.0, moments.SIGNIFICANCE):
+            found = moments._ratio(gpu.xp, squares.view(Device), base.view(Device), significance)  # type: ignore[arg-type]
+            kept = base > 0
+            assert found == moments._ratio(np, squares[kept], base[kept], significance) > 0
 
 
 def test_every() -> None:

@@ -139,6 +139,33 @@ def test_storage_crosses_unchanged(dtype: str) -> None:
     assert values.tobytes() == back.tobytes()
 
 
+class Foreign:
+    """An array of another module, as CuPy's are: torch knows it by DLPack alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.view = array, lambda dtype: Foreign(array.view(dtype))
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_arrays_of_another_module_are_copied(dtype: str) -> None:
+    """By their bits, to torch and back, and whatever the strides: neither side sees what the other writes later."""
+    values = dataset.generate(Problem.of(1, 2, 5, 8, dtype=dtype), 1)["Q"]
+    tensor = on_torch.to_torch(Foreign(values.view(np.uint16) if dtype == "bfloat16" else values), dtype)  # type: ignore[arg-type]
+    assert tensor.dtype == getattr(torch, dtype) and tensor.data_ptr() != values.ctypes.data
+    back = on_torch.to_device(np, tensor, dtype)
+    turned = on_torch.to_device(np, tensor.transpose(1, 2), dtype)
+    assert back.dtype == (np.uint16 if dtype == "bfloat16" else values.dtype) and back.tobytes() == values.tobytes()
+    assert turned.tobytes() == values.transpose(0, 2, 1, 3).tobytes() and turned.shape == (1, 5, 2, 8)
+    tensor.zero_()
+    assert back.tobytes() == values.tobytes() and values.view(np.uint8).any()
+
+
 class Broken(sdpa.Sdpa):
     """A peer whose attention raises."""
 
