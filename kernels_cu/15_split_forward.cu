@@ -13,7 +13,7 @@
 // WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"
 // BLOCK_K = "16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
 // FUSED = "1 if HEAD_DIM == 64 and seq_q <= WARPS * WARP_ROWS and seq_kv <= 4 * BLOCK_K else 0"  # a block has a whole head, no prepare
-// STAGES = "2 * ceil_div(seq_kv, BLOCK_K) if FUSED else 4 if HEAD_DIM == 64 else 2 if shared_optin < (200000 if HEAD_DIM == 128 else 163840) else 3"
+// STAGES = "8 if FUSED and seq_kv > 64 else 4 if HEAD_DIM == 64 else 2 if shared_optin < (200000 if HEAD_DIM == 128 else 163840) else 3"
 // BLOCKS = "1 if WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of P V that the compiler may overlap; with more, registers spill
 // [workspace.operands]
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     for (int i = 0; i < STAGES - 1; ++i) start_copy(i * ITEM, i / 2 * BLOCK_K < keys);
     if constexpr (FUSED) {
 #pragma unroll 1
-        for (int i = WARPS - 1 - fa::warp_id(); i < STAGES; i += WARPS)  // the last warps have the fewest rows of Q
+        for (int i = WARPS - 1 - fa::warp_id(); i / 2 * BLOCK_K < keys; i += WARPS)  // the last warps have the fewest rows of Q
             split_item<1>(smem + 2 * Q_LOW + i * ITEM, args, i % 2, batch, kv_head, i / 2 * BLOCK_K, nullptr);
     }
 

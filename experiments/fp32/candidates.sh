@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What steps 07, 15 and 17 may gain from other tile values, in turns with what stands, judged: bash experiments/fp32/candidates.sh FOLDER.
 # First step 17, which has not run on a GPU, is verified. A variant is the kernel's file with other values in its [tile]; FOLDER keeps them
-# beside the rows. Two to three minutes on one H200. NOTES.md has the predictions. DEVICE=cpu runs small shapes, to show that this file works.
+# beside the rows. NOTES.md has the predictions. Two to three minutes on one H200. DEVICE=cpu runs small shapes, to show that it works.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(mkdir -p "$1/variants" && realpath "$1")
