@@ -23,7 +23,7 @@ from .problem import PASSES, Problem
 #: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
 #: Queries and keys a head. Tile values may depend on them, so `--all` compiles each form that one of these lengths has.
-LENGTHS = (1024, 32, 64, 128, 4096, 16384)
+LENGTHS = (1024, 32, 128, 4096, 16384)
 
 
 @dataclass(frozen=True)

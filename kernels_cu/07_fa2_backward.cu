@@ -82,6 +82,8 @@ constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread: 8 x COU
 constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread: 8 x COLUMNS elements of a gradient
 constexpr int PIECE = 32;                  // dO and V are loaded in pieces of 32 columns: few registers hold loads in flight
 
+static_assert(COLUMNS % 2 == 0);
+
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
 __device__ __forceinline__ float probability(float score, float logsumexp, float scale) {

@@ -11,8 +11,7 @@
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
 // BLOCK_Q = "64 if HEAD_DIM == 64 and seq_q > 32 else 32"
-// MOST_K = "(16384 if shared_optin >= 232448 else 8192 if shared_optin >= 163840 or HEAD_DIM == 64 else 4096) // max(128, HEAD_DIM)"
-// BLOCK_K = "min(max(32, floor_pow2(2 * seq_kv - 1)), MOST_K)"
+// BLOCK_K = "32 if seq_kv <= 32 else max(8192 if HEAD_DIM == 64 else 4096, floor_pow2(shared_optin // 14)) // max(128, HEAD_DIM)"
 // WARP_K = "16 if HEAD_DIM == 256 or BLOCK_K == 32 else 32"  # keys of a warp
 // DIRECT = "1 if seq_kv <= BLOCK_K else 0"  # one tile of keys: its dQ is the whole dQ
 // STAGES = "1 if HEAD_DIM == 256 or shared_optin < 163840 else 2"  # of Q and dO
@@ -88,7 +87,7 @@
 //                         again: 7 products instead of 5
 //
 // Short sequences are bound by launches, of some 3 us each. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is
-// stored at once, there is no third launch in either form, and the tiles are as short as the sequence.
+// stored at once, and there is no third launch in either form. For at most 32 queries or keys the tiles are that short.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
 // 184 ldmatrix a warp, 5890 cycles, and 500 more for P, dS and the copies. 1900 instructions a warp are issued in 3800 cycles. So tensor

@@ -148,8 +148,8 @@ template <int Width> struct SplitRow {
 // Rows first, first + step, … to two tiles as above, each scaled by its own largest element. Products with them are to be multiplied with
 // factors. The maxima are reduced side by side: row after row, the latencies of the shuffles would add up. For all lanes of a warp.
 template <int Width, int Count>
-__device__ __forceinline__ void store_scaled(SplitRow<Width> (&rows)[Count], float (&factors)[Count], unsigned char* tile, uint32_t low_bytes,
-                                             int first, int step) {
+__device__ __forceinline__ void store_scaled(SplitRow<Width> (&rows)[Count], float (&factors)[Count], unsigned char* tile,
+                                             uint32_t low_bytes, int first, int step) {
     float scales[Count];
     bool odd = false;
 #pragma unroll
