@@ -10,7 +10,7 @@ from functools import partial
 from harness import child, verify
 from harness.backends.host.backend import Host, compiler
 from harness.backends.host.report import asan_environment
-from harness.kernel import Device
+from harness.kernel import Device, Plan
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
 from harness.verify.covering import covering
@@ -50,10 +50,18 @@ def cases(chosen: Kernel) -> list[verify.Case]:
 
 
 def length(chosen: Kernel, dim: int, dtype: str) -> int:
-    """Keys of a case: three of the kernel's largest tiles and 11 more."""
-    plan = chosen.plan(Problem.of(1, 1, 1, dim, dtype=dtype), H200)
-    values = dict(plan.macros)
-    return 3 * max(int(values[name]) for name in chosen.tile) + 11
+    """Keys of a case: three of the kernel's largest tiles and 11 more, or as many tiles as its form for short sequences does not take."""
+    values = dict(plan_of(chosen, 512, dim, dtype).macros)
+    tile = max(int(values[name]) for name in chosen.tile)
+    rows = 3 * tile + 11
+    while rows < 512 and dict(plan_of(chosen, rows, dim, dtype).macros) != values:
+        rows += tile
+    return rows
+
+
+def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str) -> Plan:
+    """The plan for so many queries and keys."""
+    return chosen.plan(Problem.of(1, 1, rows, dim, dtype=dtype), H200)
 
 
 def judged(check: str, wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:
