@@ -65,7 +65,7 @@
 // grid = "2 * min(sms // 2, ceil_div(seq_kv, 256) * heads_kv * batch)"
 // block = 384
 // cluster = 2
-// shared = "768 * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 168"
+// shared = "768 * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 184"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -85,15 +85,17 @@
 //     own tile n                                        sent tile n + 1
 //     S, dP                                             S, dP
 //     P, dS: to shared memory                           P, dS: to the other block's shared memory
-//     dV += P dO, dK += dS Q                            dV += P dO, dQ(n) = dS(n) K over 256 keys, dK += dS Q
-//                                                       dQ(n) to shared memory, under dK; a storer adds it
+//     dK += dS Q, dV += P dO                            dK += dS Q, dQ(n) = dS(n) K over 256 keys, dV += P dO
+//                                                       dQ(n) to shared memory, under dV; a storer adds it
 //
 // A tile's number in the block's ring of two stages tells whose turn it is: stage = rank. Columns of dS^T, the queries, lie in an order of
 // their own: those that a lane has are 16 bytes, so dS^T is stored four times faster, and a lane sends 16 bytes at once. Rows of dQ have
 // that order then, and launch 3 puts them right.
 //
-// Barriers between the blocks (all arrivals are remote and local): q_empty, a stage is read by both; kv_empty, the last product of both has
-// read K; ds_empty, dQ has read dS of the tile before. Nothing else waits for the other block, and each of these lies a tile back.
+// Barriers between the blocks (all arrivals are remote and local): q_empty and do_empty, a stage is read by both; kv_empty, the last product
+// of both has read K; ds_empty, dQ has read dS of the tile before. Nothing else waits for the other block, and each of these lies a tile
+// back. Four consumers must have read a stage before it is filled again, so dK comes first: Q, which the next tile needs first, is free two
+// products before dO.
 //
 // Under the causal mask a consumer leaves out the tiles that see none of its 64 keys: its dS is 0. So do consumers whose keys are beyond
 // seq_kv, where the number of tiles of 128 keys is odd.
@@ -201,8 +203,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 4);
     uint64_t *k_full = number_full + 1, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
     uint64_t *q_full = dkv_full + 2, *do_full = q_full + STAGES;
-    uint64_t* q_empty = do_full + STAGES;  // and dO's and the stats'
-    uint64_t *ds_full = q_empty + STAGES, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
+    uint64_t *q_empty = do_full + STAGES, *do_empty = q_empty + STAGES;  // q_empty: of Q and the stats
+    uint64_t *ds_full = do_empty + STAGES, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
     uint64_t *dq_full = ds_empty + 2, *dq_empty = dq_full + 2;  // [2 consumers] each
 
     const int rank = blockIdx.x % 2;
@@ -212,7 +214,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::mbarrier_init(ds_full, 8);
         for (int i = 0; i < 2; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 16);  // each warp of both blocks arrives
+            fa::mbarrier_init(q_empty + i, 16), fa::mbarrier_init(do_empty + i, 16);  // each warp of both blocks arrives
             fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         }
@@ -263,6 +265,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                         fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
                         fa::tma_load_4d_multicast(q_smem + half, &q_map, q_full + q.stage(), 3, column, query, head, work.batch);
                         fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
+                        fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
                         fa::mbarrier_arrive_expect_tx(do_full + q.stage(), Q_TILE);
                         fa::tma_load_4d_multicast(do_smem + half, &d_o_map, do_full + q.stage(), 3, column, query, head, work.batch);
                     }
@@ -304,6 +307,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 kv.next();
             }
         }
+        __syncwarp();
         fa::cluster_sync();  // the other block arrives at this one's barriers until its end
         return;
     }
@@ -320,10 +324,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     auto release = [&](uint64_t* barrier) {
         if (lane == 0) fa::mbarrier_arrive(barrier);
     };
-    auto release_stage = [&]() {
+    auto release_stage = [&](uint64_t* empty) {
         if (lane == 0) {
-            fa::mbarrier_arrive(q_empty + q.stage());
-            fa::mbarrier_arrive_remote(other(q_empty + q.stage()));
+            fa::mbarrier_arrive(empty + q.stage());
+            fa::mbarrier_arrive_remote(other(empty + q.stage()));
         }
     };
     // d = A B^T: this consumer's keys of K or V, queries of a tile of Q or dO
@@ -352,8 +356,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     auto issue_dq = [&]() {
         fa::mbarrier_wait_parity(ds_full, (q.position - 1) / 2 % 2);
         fa::fence_proxy_async_shared();  // what the other block has sent was written by its threads
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + consumer / ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(ds_smem + consumer % ROW_PARTS * K_SLAB, K_SLAB));
+        const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(k_smem + consumer / ROW_PARTS * K_SLAB, K_SLAB));
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -412,6 +416,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             each_16_bytes([&](uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
                 fa::store_remote_16(other(ds_smem) + at, a, b, c, d, other(ds_full));
             });
+            __syncwarp();  // all lanes have read the stats, before the stage is released
         }
     };
     // A tile that sees none of this consumer's keys. `late`: dQ of the tile before is to be made in this one.
@@ -419,7 +424,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         __syncwarp();
-        release_stage();
+        release_stage(q_empty), release_stage(do_empty);
 #pragma unroll
         for (auto& four : ds16_reg)
             for (auto& two : four) two = 0;
@@ -446,21 +451,24 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         share_ds();
         // Each form is whole, from the first product to the wait for the last: where products in flight meet, the compiler serialises all.
-        if (!late) {
-            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
+        if (late) {
             issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
-            fa::wgmma_wait<0>(p16_reg, ds16_reg, dk_reg, dv_reg);
-        } else {
-            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
             issue_dq();
-            fa::wgmma_wait<1>(p16_reg);
-            issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
+            fa::wgmma_wait<1>(ds16_reg);
+            release_stage(q_empty);
+            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
             fa::wgmma_wait<1>(dq_reg);
             stage_dq();
             fa::schedule_fence();
-            fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+            fa::wgmma_wait<0>(p16_reg, dk_reg, dv_reg);
+        } else {
+            issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
+            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
+            fa::wgmma_wait<1>(ds16_reg);
+            release_stage(q_empty);
+            fa::wgmma_wait<0>(p16_reg, dk_reg, dv_reg);
         }
-        release_stage();
+        release_stage(do_empty);
         q.next();
     };
 
