@@ -65,7 +65,7 @@
 // grid = "2 * min(sms // 2, ceil_div(seq_kv, 256) * heads_kv * batch)"
 // block = 384
 // cluster = 2
-// shared = "768 * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 184"
+// shared = "768 * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 208"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -118,8 +118,14 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 constexpr uint32_t DS_TILE = ROW_PARTS * K_SLAB;  // dS^T of 256 keys
 static_assert(PARTS == 2 && Q_TILE == 2 * 64 * 128, "a part of dQ for each consumer, a box of 64 x 64 of Q and dO for each block");
 
-// Descriptors of K and V stay for a tile of keys. Hoisted, they cost registers, which are there only without a mask.
-constexpr bool DESCRIPTORS_HERE = CAUSAL;
+// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and dS
+// stay for a tile of keys: hoisted, they would be spilled.
+struct Here {
+    uint32_t lower, upper;
+    __device__ __forceinline__ explicit Here(uint64_t descriptor)
+        : lower(uint32_t(fa::descriptor_here(uint32_t(descriptor)))), upper(uint32_t(descriptor >> 32)) {}
+    __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
+};
 
 __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
 // The number of a tile of queries among those of all heads.
@@ -199,9 +205,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [ROW_PARTS][KEYS][64]: dS^T of an own tile
     float* dq_smem = reinterpret_cast<float*>(ds_smem + DS_TILE);  // [2 consumers][8 groups][128 threads][4]
     unsigned char* stats_smem = reinterpret_cast<unsigned char*>(dq_smem + PARTS * PART);  // [STAGES][2][BLOCK_Q]
-    int* numbers = reinterpret_cast<int*>(stats_smem + STAGES * STATS);  // [4]: the first is the work whose K is there; -1: no more
-    uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 4);
-    uint64_t *k_full = number_full + 1, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
+    int* numbers = reinterpret_cast<int*>(stats_smem + STAGES * STATS);  // [2][4]: the first of 4 is a work, or there are no more
+    uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 8);  // [2]
+    uint64_t *k_full = number_full + 2, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
     uint64_t *q_full = dkv_full + 2, *do_full = q_full + STAGES;
     uint64_t *q_empty = do_full + STAGES, *do_empty = q_empty + STAGES;  // q_empty: of Q and the stats
     uint64_t *ds_full = do_empty + STAGES, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
@@ -209,11 +215,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     const int rank = blockIdx.x % 2;
     if (threadIdx.x == 0) {
-        fa::mbarrier_init(number_full, 1), fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
+        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
         fa::mbarrier_init(kv_empty, 4);  // two storers of each block
         fa::mbarrier_init(ds_full, 8);
         for (int i = 0; i < 2; ++i) {
-            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
             fa::mbarrier_init(q_empty + i, 16), fa::mbarrier_init(do_empty + i, 16);  // each warp of both blocks arrives
             fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
@@ -227,6 +233,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const uint32_t other_smem = fa::map_shared(k_smem, rank ^ 1);
     auto other = [&](const void* smem) { return other_smem + uint32_t(static_cast<const unsigned char*>(smem) - k_smem); };
     fa::Ring<1> kv;
+    auto number_of_work = [&]() { return numbers + kv.position % 2 * 4; };
     fa::Ring<STAGES> q;  // of Q, dO and their stats. A tile is this block's own where its stage is the rank
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
@@ -234,13 +241,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             // The producer. That of rank 0 takes the numbers for both, a work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             int next = rank == 0 ? atomicAdd(counters, 1) : 0;
+            auto send_number = [&]() {
+                const uint32_t place = kv.position % 2;
+                for (int i = 0; rank == 0 && i < 2; ++i)
+                    fa::store_remote_16(fa::map_shared(numbers + place * 4, i), next, 0, 0, 0, fa::map_shared(number_full + place, i));
+            };
+            send_number();
             while (true) {
                 fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
-                fa::mbarrier_arrive_expect_tx(number_full, 16);
-                for (int i = 0; rank == 0 && i < 2; ++i)
-                    fa::store_remote_16(fa::map_shared(numbers, i), next, 0, 0, 0, fa::map_shared(number_full, i));
-                fa::mbarrier_wait_parity(number_full, kv.parity());
-                const int number = numbers[0];
+                fa::mbarrier_arrive_expect_tx(number_full + kv.position % 2, 16);
+                fa::mbarrier_wait_parity(number_full + kv.position % 2, kv.position / 2 % 2);
+                const int number = *number_of_work();
                 if (number >= works_of(args)) break;
                 const Work work = work_of(args, number);
                 const int k_first = work.k_first + rank * BLOCK_K;
@@ -248,11 +259,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int slab = 0; slab < SLABS; ++slab)
                     fa::tma_load_4d_multicast(k_smem + slab * K_SLAB + rank * V_SLAB, &k_map, k_full, 3, 64 * slab, k_first, work.kv_head,
                                               work.batch);
-                if (rank == 0) next = atomicAdd(counters, 1);
                 fa::mbarrier_arrive_expect_tx(v_full, V_TILE);
                 for (int slab = 0; slab < SLABS; ++slab)
                     fa::tma_load_4d(v_smem + slab * V_SLAB, &v_map, v_full, 64 * slab, k_first, work.kv_head, work.batch);
                 kv.next();
+                if (rank == 0) next = atomicAdd(counters, 1);
                 // Its half of a tile: a slab, or 64 queries.
                 const int column = SLABS == 2 ? 64 * rank : 0, row = SLABS == 2 ? 0 : 64 * rank;
 #pragma unroll 1  // the producer has few registers
@@ -269,6 +280,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                         fa::mbarrier_arrive_expect_tx(do_full + q.stage(), Q_TILE);
                         fa::tma_load_4d_multicast(do_smem + half, &d_o_map, do_full + q.stage(), 3, column, query, head, work.batch);
                     }
+                send_number();
             }
             fa::mbarrier_arrive(k_full);
             // The last cluster to finish leaves the counters as it found them, for the next launch.
@@ -278,7 +290,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
                 fa::mbarrier_wait_parity(k_full, kv.parity());
-                const int number = numbers[0];
+                const int number = *number_of_work();
                 if (number >= works_of(args)) break;
                 const Work work = work_of(args, number);
 #pragma unroll 1
@@ -332,14 +344,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     };
     // d = A B^T: this consumer's keys of K or V, queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[BLOCK_Q / 2], unsigned char* a_smem, uint32_t a_slab, unsigned char* b_smem) {
-        uint64_t a = fa::smem_descriptor_k_major(a_smem);
-        if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
+        const Here a(fa::smem_descriptor_k_major(a_smem));
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
         fa::discard(d);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * a_slab + step % 4 * 32),
+            fa::wgmma_ss<scalar>(d, a.advanced(step / 4 * a_slab + step % 4 * 32),
                                  fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
     };
@@ -352,18 +363,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
         fa::wgmma_commit();
     };
-    // This consumer's part of dQ = dS K of the tile before, an own one.
-    auto issue_dq = [&]() {
+    // dS^T of the tile before, an own one, is there. What the other block has sent was written by its threads: hence the fence.
+    auto wait_for_ds = [&]() {
         fa::mbarrier_wait_parity(ds_full, (q.position - 1) / 2 % 2);
-        fa::fence_proxy_async_shared();  // what the other block has sent was written by its threads
-        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(ds_smem + consumer % ROW_PARTS * K_SLAB, K_SLAB));
-        const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(k_smem + consumer / ROW_PARTS * K_SLAB, K_SLAB));
+        fa::fence_proxy_async_shared();
+    };
+    // This consumer's part of its dQ = dS K.
+    auto issue_dq = [&]() {
+        const Here a(fa::smem_descriptor_mn_major(ds_smem + consumer % ROW_PARTS * K_SLAB, K_SLAB));
+        const Here b(fa::smem_descriptor_mn_major(k_smem + consumer / ROW_PARTS * K_SLAB, K_SLAB));
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
-                                             step > 0);
+            fa::wgmma_ss<scalar, true, true>(dq_reg, a.advanced(step * 2048), b.advanced(step * 2048), step > 0);
         fa::wgmma_commit();
     };
     // That dQ is complete, and goes to the storer; dS^T has been read.
@@ -430,6 +443,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (auto& two : four) two = 0;
         share_ds();
         if (late) {
+            wait_for_ds();
             issue_dq();
             fa::wgmma_wait<0>(dq_reg);
             stage_dq();
@@ -446,6 +460,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask(tile);
         fa::pack_operand<scalar>(p16_reg, p_reg);
+        if (late) wait_for_ds();  // here, since the fence waits for a thread's stores: those to the other block come next
         fa::wgmma_wait<0>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
@@ -474,7 +489,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     while (true) {
         fa::mbarrier_wait_parity(k_full, kv.parity());
-        const int number = __shfl_sync(fa::full_warp, numbers[0], 0);  // known to the compiler as the same in the whole warp
+        const int number = __shfl_sync(fa::full_warp, *number_of_work(), 0);  // known to the compiler as the same in the whole warp
         if (number >= works_of(args)) break;
         work = work_of(args, number);
         fa::mbarrier_wait_parity(v_full, kv.parity());
@@ -492,6 +507,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (; tile < work.end; ++tile, seen = true) full_tile(tile, late(), seen);
         }
         if (late()) {  // the last tile was an own one
+            wait_for_ds();
             issue_dq();
             fa::wgmma_wait<0>(dq_reg);
             stage_dq();
