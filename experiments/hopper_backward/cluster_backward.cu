@@ -9,10 +9,11 @@
 // logits = 4096
 // deterministic = false
 // arithmetic = "p16"
-// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 48  # at head dim 64, of the producer and the storers, which have 24 registers; none at 128
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
-// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// REGISTERS = "240 if HEAD_DIM == 64 else 232"  # of a consumer's thread; the producer has the rest of 504
+// MULTICAST = 1  # each block loads half of Q and dO for both; 0: all of them for itself
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -220,7 +221,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::mbarrier_init(ds_full, 8);
         for (int i = 0; i < 2; ++i) {
             fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 16), fa::mbarrier_init(do_empty + i, 16);  // each warp of both blocks arrives
+            // Each warp arrives, and with MULTICAST each of the other block.
+            fa::mbarrier_init(q_empty + i, MULTICAST ? 16 : 8), fa::mbarrier_init(do_empty + i, MULTICAST ? 16 : 8);
             fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
         }
@@ -246,6 +248,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int i = 0; rank == 0 && i < 2; ++i)
                     fa::store_remote_16(fa::map_shared(numbers + place * 4, i), next, 0, 0, 0, fa::map_shared(number_full + place, i));
             };
+            // A tile of Q or dO in halves: a slab each, or 64 queries. This block's half goes to both.
+            auto load = [&](unsigned char* tiles_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
+#pragma unroll
+                for (int i = 0; i < (MULTICAST ? 1 : 2); ++i) {
+                    const int half = MULTICAST ? rank : i, column = SLABS == 2 ? 64 * half : 0, row = SLABS == 2 ? 0 : 64 * half;
+                    unsigned char* to = tiles_smem + q.stage() * Q_TILE + half * (Q_TILE / 2);
+                    if (MULTICAST) fa::tma_load_4d_multicast(to, &map, full + q.stage(), 3, column, tile * BLOCK_Q + row, head, batch);
+                    else fa::tma_load_4d(to, &map, full + q.stage(), column, tile * BLOCK_Q + row, head, batch);
+                }
+            };
             send_number();
             while (true) {
                 fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
@@ -264,21 +276,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     fa::tma_load_4d(v_smem + slab * V_SLAB, &v_map, v_full, 64 * slab, k_first, work.kv_head, work.batch);
                 kv.next();
                 if (rank == 0) next = atomicAdd(counters, 1);
-                // Its half of a tile: a slab, or 64 queries.
-                const int column = SLABS == 2 ? 64 * rank : 0, row = SLABS == 2 ? 0 : 64 * rank;
 #pragma unroll 1  // the producer has few registers
                 for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
 #pragma unroll 1
                     for (int tile = work.first; tile < work.end; ++tile, q.next()) {
-                        const uint32_t half = q.stage() * Q_TILE + rank * (Q_TILE / 2);
-                        const int query = tile * BLOCK_Q + row;
                         fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                         fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
-                        fa::tma_load_4d_multicast(q_smem + half, &q_map, q_full + q.stage(), 3, column, query, head, work.batch);
+                        load(q_smem, q_map, q_full, tile, head, work.batch);
                         fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
                         fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
                         fa::mbarrier_arrive_expect_tx(do_full + q.stage(), Q_TILE);
-                        fa::tma_load_4d_multicast(do_smem + half, &d_o_map, do_full + q.stage(), 3, column, query, head, work.batch);
+                        load(do_smem, d_o_map, do_full, tile, head, work.batch);
                     }
                 send_number();
             }
@@ -339,7 +347,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     auto release_stage = [&](uint64_t* empty) {
         if (lane == 0) {
             fa::mbarrier_arrive(empty + q.stage());
-            fa::mbarrier_arrive_remote(other(empty + q.stage()));
+            if (MULTICAST) fa::mbarrier_arrive_remote(other(empty + q.stage()));
         }
     };
     // d = A B^T: this consumer's keys of K or V, queries of a tile of Q or dO
