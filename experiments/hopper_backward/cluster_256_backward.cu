@@ -431,11 +431,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(operand, ds_reg);
         share_ds();
-        fa::wgmma_wait<0>(dv_reg);
-        release_stage(do_empty);
         if (late) {
             wait_for_ds();
             issue_dq();
+            fa::wgmma_wait<1>(dv_reg);
+            release_stage(do_empty);
             issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
             fa::wgmma_wait<1>(dq_reg);
             add_dq(late);
@@ -443,6 +443,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             fa::wgmma_wait<0>(dk_reg);
         } else {
             issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
+            fa::wgmma_wait<1>(dv_reg);
+            release_stage(do_empty);
             fa::wgmma_wait<0>(dk_reg);
         }
         release_stage(q_empty + q.stage());
