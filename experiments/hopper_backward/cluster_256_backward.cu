@@ -74,10 +74,10 @@
 // maps = []
 // ///
 //
-// cluster_backward.cu at head dim 256, where dK and dV of 64 keys are all registers of two consumers. As in step 16 they share the 64 keys of
-// their block: each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and dQ. So P^T and dS^T go through
-// shared memory in any case, and a copy of dS^T, 8 KB, goes on from there to the other block of the cluster (a bulk copy). It is added to dQ
-// once for the 128 keys of both: half of step 16's reductions, which are two thirds of its time without them.
+// cluster_backward.cu at head dim 256, where dK and dV of 64 keys are all registers of two consumers. As in step 16 they share the 64 keys
+// of their block: each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and dQ. So P^T and dS^T go
+// through shared memory in any case, and dS^T, 8 KB, goes on from there to the other block of the cluster (a bulk copy). dQ of a tile is
+// added once for the 128 keys of both: half of step 16's reductions, without which it is half as fast again.
 //
 //     own tile n                                        sent tile n + 1
 //     S, dP                                             S, dP
@@ -108,8 +108,8 @@ constexpr int PARTS = SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 6
 constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2;  // of a consumer
 static_assert(HEAD_DIM == 256 && BLOCK_Q == 64);
 
-// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and dS
-// stay for a tile of keys: hoisted, they would be spilled.
+// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and
+// dS stay for a tile of keys: hoisted, they would be spilled.
 struct Here {
     uint32_t lower, upper;
     __device__ __forceinline__ explicit Here(uint64_t descriptor)
@@ -233,9 +233,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             int next = rank == 0 ? atomicAdd(counters, 1) : 0;
             auto send_number = [&]() {
-                const uint32_t place = kv.position % 2;
                 for (int i = 0; rank == 0 && i < 2; ++i)
-                    fa::store_remote_16(fa::map_shared(numbers + place * 4, i), next, 0, 0, 0, fa::map_shared(number_full + place, i));
+                    fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
+                                        fa::map_shared(number_full + kv.position % 2, i));
             };
             // A tile of Q or dO. Half of its slabs go from this block to both.
             auto load = [&](unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
@@ -374,6 +374,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int j = 0; j < 8 * OWN_SLABS; ++j)
             fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
     };
+    auto make_dq = [&](float* to) {
+        wait_for_ds();
+        issue_dq();
+        fa::wgmma_wait<0>(dq_reg);
+        add_dq(to);
+    };
     auto mask = [&](int tile) {
         const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
@@ -405,12 +411,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (auto& two : four) two = 0;
         share_ds();
         release_stage(q_empty + q.stage()), release_stage(do_empty);
-        if (late) {
-            wait_for_ds();
-            issue_dq();
-            fa::wgmma_wait<0>(dq_reg);
-            add_dq(late);
-        }
+        if (late) make_dq(late);
         q.next();
     };
     auto full_tile = [&](int tile, float* late, bool accumulate) {
@@ -472,12 +473,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll 1
             for (; tile < work.end; ++tile, seen = true) full_tile(tile, late(), seen), before = here();
         }
-        if (late()) {  // the last tile was an own one
-            wait_for_ds();
-            issue_dq();
-            fa::wgmma_wait<0>(dq_reg);
-            add_dq(before);
-        }
+        if (late()) make_dq(before);  // the last tile was an own one
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};

@@ -93,10 +93,10 @@
 // their own: those that a lane has are 16 bytes, so dS^T is stored four times faster, and a lane sends 16 bytes at once. Rows of dQ have
 // that order then, and launch 3 puts them right.
 //
-// Barriers between the blocks (all arrivals are remote and local): q_empty and do_empty, a stage is read by both; kv_empty, the last product
-// of both has read K; ds_empty, dQ has read dS of the tile before. Nothing else waits for the other block, and each of these lies a tile
-// back. Four consumers must have read a stage before it is filled again, so dK comes first: Q, which the next tile needs first, is free two
-// products before dO.
+// Barriers between the blocks (all arrivals are remote and local): q_empty and do_empty, a stage is read by both; kv_empty, the last
+// product of both has read K; ds_empty, dQ has read dS of the tile before. Nothing else waits for the other block, and each of these lies a
+// tile back. Four consumers must have read a stage before it is filled again, so dK comes first: Q, which the next tile needs first, is
+// free two products before dO.
 //
 // Under the causal mask a consumer leaves out the tiles that see none of its 64 keys: its dS is 0. So do consumers whose keys are beyond
 // seq_kv, where the number of tiles of 128 keys is odd.
@@ -119,8 +119,8 @@ constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 6
 constexpr uint32_t DS_TILE = ROW_PARTS * K_SLAB;  // dS^T of 256 keys
 static_assert(PARTS == 2 && Q_TILE == 2 * 64 * 128, "a part of dQ for each consumer, a box of 64 x 64 of Q and dO for each block");
 
-// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and dS
-// stay for a tile of keys: hoisted, they would be spilled.
+// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and
+// dS stay for a tile of keys: hoisted, they would be spilled.
 struct Here {
     uint32_t lower, upper;
     __device__ __forceinline__ explicit Here(uint64_t descriptor)
@@ -244,9 +244,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             int next = rank == 0 ? atomicAdd(counters, 1) : 0;
             auto send_number = [&]() {
-                const uint32_t place = kv.position % 2;
                 for (int i = 0; rank == 0 && i < 2; ++i)
-                    fa::store_remote_16(fa::map_shared(numbers + place * 4, i), next, 0, 0, 0, fa::map_shared(number_full + place, i));
+                    fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
+                                        fa::map_shared(number_full + kv.position % 2, i));
             };
             // A tile of Q or dO in halves: a slab each, or 64 queries. This block's half goes to both.
             auto load = [&](unsigned char* tiles_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
@@ -400,6 +400,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
         release(dq_full + consumer);
     };
+    auto make_dq = [&]() {
+        wait_for_ds();
+        issue_dq();
+        fa::wgmma_wait<0>(dq_reg);
+        stage_dq();
+    };
     auto mask = [&](int tile) {
         const int q_first = tile * BLOCK_Q, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
@@ -450,12 +456,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (auto& four : ds16_reg)
             for (auto& two : four) two = 0;
         share_ds();
-        if (late) {
-            wait_for_ds();
-            issue_dq();
-            fa::wgmma_wait<0>(dq_reg);
-            stage_dq();
-        }
+        if (late) make_dq();
         q.next();
     };
     auto full_tile = [&](int tile, bool late, bool accumulate) {
@@ -514,12 +515,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll 1
             for (; tile < work.end; ++tile, seen = true) full_tile(tile, late(), seen);
         }
-        if (late()) {  // the last tile was an own one
-            wait_for_ds();
-            issue_dq();
-            fa::wgmma_wait<0>(dq_reg);
-            stage_dq();
-        }
+        if (late()) make_dq();  // the last tile was an own one
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
