@@ -1,0 +1,555 @@
+// /// kernel
+// title = "Hopper: step 16's backward pass in clusters of two blocks that share Q and dO and add dQ once for 256 keys"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = false
+// arithmetic = "p16"
+// spill_bytes_allowed = 48  # at head dim 64, of the producer and the storers, which have 24 registers; none at 128
+// [tile]
+// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// REGISTERS = "240 if HEAD_DIM == 64 else 232"  # of a consumer's thread; the producer has the rest of 504
+// MULTICAST = 1  # each block loads half of Q and dO for both; 0: all of them for itself
+// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, 128, 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, 128, 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "2 * min(sms // 2, ceil_div(seq_kv, 256) * heads_kv * batch)"
+// block = 384
+// cluster = 2
+// shared = "768 * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 208"
+// [[launch]]
+// entry = "convert"
+// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// Step 16's backward pass, of which this file changes one thing: two blocks of 128 keys are a cluster and stream the same queries.
+//
+// Each block loads half of a tile of Q and of dO, and TMA multicast writes it to both: L2 is read once for 256 keys. And dQ of a tile is
+// added once for 256 keys: the blocks take turns, tile by tile. The one whose turn it is has K of all 256 keys; the other sends it its
+// dS^T, 16 KB instead of the 32 KB of dQ that it would reduce, and from registers (st.async): no copy of its own, and no barrier.
+//
+// A block makes dQ of tile n while it works at tile n + 1, whose dS goes to the other: by then the other's dS(n) has long arrived, and dQ
+// takes the registers of S and dP as before. So a block's tiles are in turn
+//
+//     own tile n                                        sent tile n + 1
+//     S, dP                                             S, dP
+//     P, dS: to shared memory                           P, dS: to the other block's shared memory
+//     dK += dS Q, dV += P dO                            dK += dS Q, dQ(n) = dS(n) K over 256 keys, dV += P dO
+//                                                       dQ(n) to shared memory, under dV; a storer adds it
+//
+// A tile's number in the block's ring of two stages tells whose turn it is: stage = rank. Columns of dS^T, the queries, lie in an order of
+// their own: those that a lane has are 16 bytes, so dS^T is stored four times faster, and a lane sends 16 bytes at once. Rows of dQ have
+// that order then, and launch 3 puts them right.
+//
+// Barriers between the blocks (all arrivals are remote and local): q_empty and do_empty, a stage is read by both; kv_empty, the last
+// product of both has read K; ds_empty, dQ has read dS of the tile before. Nothing else waits for the other block, and each of these lies a
+// tile back. Four consumers must have read a stage before it is filled again, so dK comes first: Q, which the next tile needs first, is
+// free two products before dO.
+//
+// Under the causal mask a consumer leaves out the tiles that see none of its 64 keys: its dS is 0. So do consumers whose keys are beyond
+// seq_kv, where the number of tiles of 128 keys is odd.
+#include <fa/accumulator.cuh>
+#include <fa/cluster.cuh>
+#include <fa/gradient.cuh>
+#include <fa/schedule.cuh>
+#include <fa/stage.cuh>
+
+using scalar = fa::DTYPE;
+using fa::int64_t;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int BLOCK_K = 128, KEYS = 2 * BLOCK_K;  // of a block, of the cluster
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, V_SLAB = BLOCK_K * 128, K_SLAB = KEYS * 128;  // bytes; K_SLAB also of dS^T, 64 queries wide
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, V_TILE = SLABS * V_SLAB, K_TILE = SLABS * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+constexpr uint32_t DS_TILE = ROW_PARTS * K_SLAB;  // dS^T of 256 keys
+static_assert(PARTS == 2 && Q_TILE == 2 * 64 * 128, "a part of dQ for each consumer, a box of 64 x 64 of Q and dO for each block");
+
+// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and
+// dS stay for a tile of keys: hoisted, they would be spilled.
+struct Here {
+    uint32_t lower, upper;
+    __device__ __forceinline__ explicit Here(uint64_t descriptor)
+        : lower(uint32_t(fa::descriptor_here(uint32_t(descriptor)))), upper(uint32_t(descriptor >> 32)) {}
+    __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
+};
+
+__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
+// The number of a tile of queries among those of all heads.
+__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
+    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
+}
+// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
+__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
+}
+// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
+__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
+}
+
+// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
+// beyond seq_q, or one that sees no key and has -inf; dQ = 0.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
+    const int number = tile_number(args, batch, head, query / BLOCK_Q);
+    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
+    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+
+    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
+    if (lane == 0) {
+        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
+        float* stats = stats_of(args, number) + query % BLOCK_Q;
+        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
+        stats[BLOCK_Q] = delta;
+    }
+}
+
+// The 256 keys of a cluster, of one head, and the tiles of queries of each head that see them.
+struct Work {
+    int k_first, kv_head, batch;
+    int first, end;
+};
+
+__device__ __forceinline__ int works_of(const fa::Args& args) { return (args.seq_kv + KEYS - 1) / KEYS * args.heads_kv * args.batch; }
+
+// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int k_tiles = (args.seq_kv + KEYS - 1) / KEYS;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
+    const int group = args.heads_q / args.heads_kv;
+    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
+    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+    const int k_tile = place.tile, row = place.head;
+#else
+    const int row = number / k_tiles, k_tile = number - row * k_tiles;
+#endif
+    Work work;
+    work.k_first = k_tile * KEYS;
+    work.batch = row / args.heads_kv;
+    work.kv_head = row - work.batch * args.heads_kv;
+    work.end = tiles_of_queries(args);
+    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
+    return work;
+}
+
+// The first tile of queries that sees some of the 64 keys from this one on.
+__device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work, int key) {
+    return key < args.seq_kv ? min(work.end, fa::first_query(args, key) / BLOCK_Q) : work.end;
+}
+
+// Launch 2. A cluster keeps 256 keys, each of its blocks 128; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [SLABS][KEYS][64], of both blocks; dK of this one in the end
+    unsigned char* v_smem = k_smem + K_TILE;  // [SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [ROW_PARTS][KEYS][64]: dS^T of an own tile
+    float* dq_smem = reinterpret_cast<float*>(ds_smem + DS_TILE);  // [2 consumers][8 groups][128 threads][4]
+    unsigned char* stats_smem = reinterpret_cast<unsigned char*>(dq_smem + PARTS * PART);  // [STAGES][2][BLOCK_Q]
+    int* numbers = reinterpret_cast<int*>(stats_smem + STAGES * STATS);  // [2][4]: the first of 4 is a work, or there are no more
+    uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 8);  // [2]
+    uint64_t *k_full = number_full + 2, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
+    uint64_t *q_full = dkv_full + 2, *do_full = q_full + STAGES;
+    uint64_t *q_empty = do_full + STAGES, *do_empty = q_empty + STAGES;  // q_empty: of Q and the stats
+    uint64_t *ds_full = do_empty + STAGES, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
+    uint64_t *dq_full = ds_empty + 2, *dq_empty = dq_full + 2;  // [2 consumers] each
+
+    const int rank = blockIdx.x % 2;
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
+        fa::mbarrier_init(kv_empty, 4);  // two storers of each block
+        fa::mbarrier_init(ds_full, 8);
+        for (int i = 0; i < 2; ++i) {
+            fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            // Each warp arrives, and with MULTICAST each of the other block.
+            fa::mbarrier_init(q_empty + i, MULTICAST ? 16 : 8), fa::mbarrier_init(do_empty + i, MULTICAST ? 16 : 8);
+            fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
+        }
+        fa::mbarrier_init_fence();
+    }
+    fa::cluster_sync();
+
+    const int warpgroup = fa::warpgroup_index(), group = args.heads_q / args.heads_kv;
+    // The address in the other block of what lies here in this one.
+    const uint32_t other_smem = fa::map_shared(k_smem, rank ^ 1);
+    auto other = [&](const void* smem) { return other_smem + uint32_t(static_cast<const unsigned char*>(smem) - k_smem); };
+    fa::Ring<1> kv;
+    auto number_of_work = [&]() { return numbers + kv.position % 2 * 4; };
+    fa::Ring<STAGES> q;  // of Q, dO and their stats. A tile is this block's own where its stage is the rank
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        if (threadIdx.x == 0) {
+            // The producer. That of rank 0 takes the numbers for both, a work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            int next = rank == 0 ? atomicAdd(counters, 1) : 0;
+            auto send_number = [&]() {
+                for (int i = 0; rank == 0 && i < 2; ++i)
+                    fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
+                                        fa::map_shared(number_full + kv.position % 2, i));
+            };
+            // A tile of Q or dO in halves: a slab each, or 64 queries. This block's half goes to both.
+            auto load = [&](unsigned char* tiles_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
+#pragma unroll
+                for (int i = 0; i < (MULTICAST ? 1 : 2); ++i) {
+                    const int half = MULTICAST ? rank : i, column = SLABS == 2 ? 64 * half : 0, row = SLABS == 2 ? 0 : 64 * half;
+                    unsigned char* to = tiles_smem + q.stage() * Q_TILE + half * (Q_TILE / 2);
+                    if (MULTICAST) fa::tma_load_4d_multicast(to, &map, full + q.stage(), 3, column, tile * BLOCK_Q + row, head, batch);
+                    else fa::tma_load_4d(to, &map, full + q.stage(), column, tile * BLOCK_Q + row, head, batch);
+                }
+            };
+            send_number();
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
+                fa::mbarrier_arrive_expect_tx(number_full + kv.position % 2, 16);
+                fa::mbarrier_wait_parity(number_full + kv.position % 2, kv.position / 2 % 2);
+                const int number = *number_of_work();
+                if (number >= works_of(args)) break;
+                const Work work = work_of(args, number);
+                const int k_first = work.k_first + rank * BLOCK_K;
+                fa::mbarrier_arrive_expect_tx(k_full, K_TILE);
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d_multicast(k_smem + slab * K_SLAB + rank * V_SLAB, &k_map, k_full, 3, 64 * slab, k_first, work.kv_head,
+                                              work.batch);
+                fa::mbarrier_arrive_expect_tx(v_full, V_TILE);
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d(v_smem + slab * V_SLAB, &v_map, v_full, 64 * slab, k_first, work.kv_head, work.batch);
+                kv.next();
+                if (rank == 0) next = atomicAdd(counters, 1);
+#pragma unroll 1  // the producer has few registers
+                for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+#pragma unroll 1
+                    for (int tile = work.first; tile < work.end; ++tile, q.next()) {
+                        fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                        fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
+                        load(q_smem, q_map, q_full, tile, head, work.batch);
+                        fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
+                        fa::mbarrier_wait_parity(do_empty + q.stage(), q.parity() ^ 1);
+                        fa::mbarrier_arrive_expect_tx(do_full + q.stage(), Q_TILE);
+                        load(do_smem, d_o_map, do_full, tile, head, work.batch);
+                    }
+                send_number();
+            }
+            fa::mbarrier_arrive(k_full);
+            // The last cluster to finish leaves the counters as it found them, for the next launch.
+            if (rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. It adds the staged dQ of the block's own tiles. K's place holds dK in the end, V's dV.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                fa::mbarrier_wait_parity(k_full, kv.parity());
+                const int number = *number_of_work();
+                if (number >= works_of(args)) break;
+                const Work work = work_of(args, number);
+#pragma unroll 1
+                for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+#pragma unroll 1
+                    for (int tile = work.first; tile < work.end; ++tile, q.next()) {
+                        if (int(q.stage()) != rank) continue;
+                        fa::mbarrier_wait_parity(dq_full + consumer, q.parity());
+                        fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, head, tile)) + consumer * PART,
+                                         dq_smem + consumer * PART, PART);
+                        fa::bulk_commit();
+                        fa::bulk_wait_read<0>();
+                        fa::mbarrier_arrive(dq_empty + consumer);
+                    }
+                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
+                const int key = rank * BLOCK_K + 64 * consumer;
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB + consumer * 64 * 128, 64 * slab, work.k_first + key, work.kv_head,
+                                     work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty);
+                fa::mbarrier_arrive_remote(other(kv_empty));
+                kv.next();
+            }
+        }
+        __syncwarp();
+        fa::cluster_sync();  // the other block arrives at this one's barriers until its end
+        return;
+    }
+
+    // A consumer: 64 keys, 16 a warp.
+    fa::setmaxnreg_inc<REGISTERS>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const int own_keys = rank * BLOCK_K + 64 * consumer;  // the first of them in the cluster
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    float dk_reg[SLABS * 32], dv_reg[SLABS * 32], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[32];
+    uint32_t p16_reg[BLOCK_Q / 16][4], ds16_reg[BLOCK_Q / 16][4];
+    Work work{};
+
+    auto release = [&](uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
+    };
+    auto release_stage = [&](uint64_t* empty) {
+        if (lane == 0) {
+            fa::mbarrier_arrive(empty + q.stage());
+            if (MULTICAST) fa::mbarrier_arrive_remote(other(empty + q.stage()));
+        }
+    };
+    // d = A B^T: this consumer's keys of K or V, queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[BLOCK_Q / 2], unsigned char* a_smem, uint32_t a_slab, unsigned char* b_smem) {
+        const Here a(fa::smem_descriptor_k_major(a_smem));
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, a.advanced(step / 4 * a_slab + step % 4 * 32),
+                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    // d += P^T dO or dS^T Q
+    auto issue_gradient = [&](float (&d)[SLABS* 32], const uint32_t (&a_reg)[BLOCK_Q / 16][4], unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_Q / 16; ++step)
+            fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
+        fa::wgmma_commit();
+    };
+    // dS^T of the tile before, an own one, is there. What the other block has sent was written by its threads: hence the fence.
+    auto wait_for_ds = [&]() {
+        fa::mbarrier_wait_parity(ds_full, (q.position - 1) / 2 % 2);
+        fa::fence_proxy_async_shared();
+    };
+    // This consumer's part of its dQ = dS K.
+    auto issue_dq = [&]() {
+        const Here a(fa::smem_descriptor_mn_major(ds_smem + consumer % ROW_PARTS * K_SLAB, K_SLAB));
+        const Here b(fa::smem_descriptor_mn_major(k_smem + consumer / ROW_PARTS * K_SLAB, K_SLAB));
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, a.advanced(step * 2048), b.advanced(step * 2048), step > 0);
+        fa::wgmma_commit();
+    };
+    // That dQ is complete, and goes to the storer; dS^T has been read.
+    auto stage_dq = [&]() {
+        release(ds_empty);
+        if (lane == 0) fa::mbarrier_arrive_remote(other(ds_empty + 1));
+        fa::mbarrier_wait_parity(dq_empty + consumer, (q.position - 1) / 2 % 2 ^ 1);
+        float* dq = dq_smem + consumer * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dq_full + consumer);
+    };
+    auto make_dq = [&]() {
+        wait_for_ds();
+        issue_dq();
+        fa::wgmma_wait<0>(dq_reg);
+        stage_dq();
+    };
+    auto mask = [&](int tile) {
+        const int q_first = tile * BLOCK_Q, key = work.k_first + own_keys;
+        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        int first[2];
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    // The 16 bytes of a row of dS^T that a lane has: queries 8 j + 2 (lane % 4) + e of half of a slab, as elements 2 (j % 4) + e.
+    auto each_16_bytes = [&](auto put) {
+        const uint32_t thread = fa::opaque_thread_id(),
+                       at = own_keys * 128 + thread / 32 % 4 * 2048 + fa::chunk_at<64>(thread % 32 / 4, thread % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < BLOCK_Q / 32; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                put(i / 2 * K_SLAB + (at ^ uint32_t(i % 2 * 16)) + half * 1024, ds16_reg[2 * i][half], ds16_reg[2 * i][2 + half],
+                    ds16_reg[2 * i + 1][half], ds16_reg[2 * i + 1][2 + half]);
+    };
+    auto is_own = [&]() { return int(q.stage()) == rank; };
+    // dS^T to this block's shared memory or to the other's.
+    auto share_ds = [&]() {
+        if (is_own()) {
+            fa::mbarrier_wait_parity(ds_empty, q.parity() ^ 1);
+            each_16_bytes([&](uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+                *reinterpret_cast<fa::Vec<uint32_t, 4>*>(ds_smem + at) = fa::Vec<uint32_t, 4>{a, b, c, d};
+            });
+            fa::fence_proxy_async_shared();
+            __syncwarp();
+            if (lane == 0) fa::mbarrier_arrive_expect_tx(ds_full, DS_TILE / 2 / 8);  // and as many bytes from the other block
+        } else {
+            fa::mbarrier_wait_parity(ds_empty + 1, q.parity() ^ 1);
+            each_16_bytes([&](uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+                fa::store_remote_16(other(ds_smem) + at, a, b, c, d, other(ds_full));
+            });
+            __syncwarp();  // all lanes have read the stats, before the stage is released
+        }
+    };
+    // A tile that sees none of this consumer's keys. `late`: dQ of the tile before is to be made in this one.
+    auto skip_tile = [&](bool late) {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        __syncwarp();
+        release_stage(q_empty), release_stage(do_empty);
+#pragma unroll
+        for (auto& four : ds16_reg)
+            for (auto& two : four) two = 0;
+        share_ds();
+        if (late) make_dq();
+        q.next();
+    };
+    auto full_tile = [&](int tile, bool late, bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS);
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, k_smem + own_keys * 128, K_SLAB, q_smem);
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        issue_transposed(ds_reg, v_smem + consumer * 64 * 128, V_SLAB, do_smem);
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask(tile);
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        if (late) wait_for_ds();  // here, since the fence waits for a thread's stores: those to the other block come next
+        fa::wgmma_wait<0>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        share_ds();
+        // Each form is whole, from the first product to the wait for the last: where products in flight meet, the compiler serialises all.
+        if (late) {
+            issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
+            issue_dq();
+            fa::wgmma_wait<1>(ds16_reg);
+            release_stage(q_empty);
+            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
+            fa::wgmma_wait<1>(dq_reg);
+            stage_dq();
+            fa::schedule_fence();
+            fa::wgmma_wait<0>(p16_reg, dk_reg, dv_reg);
+        } else {
+            issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
+            issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
+            fa::wgmma_wait<1>(ds16_reg);
+            release_stage(q_empty);
+            fa::wgmma_wait<0>(p16_reg, dk_reg, dv_reg);
+        }
+        release_stage(do_empty);
+        q.next();
+    };
+
+    while (true) {
+        fa::mbarrier_wait_parity(k_full, kv.parity());
+        const int number = __shfl_sync(fa::full_warp, *number_of_work(), 0);  // known to the compiler as the same in the whole warp
+        if (number >= works_of(args)) break;
+        work = work_of(args, number);
+        fa::mbarrier_wait_parity(v_full, kv.parity());
+        const int own_first = first_tile(args, work, work.k_first + own_keys);
+        const uint32_t begin = q.position;
+        // An own tile of this work lies before this one.
+        auto late = [&]() { return !is_own() && q.position != begin; };
+        bool seen = false;
+#pragma unroll 1
+        for (int head = 0; head < group; ++head) {
+            int tile = work.first;
+#pragma unroll 1
+            for (; tile < own_first; ++tile) skip_tile(late());
+#pragma unroll 1
+            for (; tile < work.end; ++tile, seen = true) full_tile(tile, late(), seen);
+        }
+        if (late()) make_dq();  // the last tile was an own one
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
+        fa::store_rows<scalar>(v_smem + (64 * consumer + 16 * warp) * 128, V_SLAB, dv_reg, one);
+        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::store_rows<scalar>(k_smem + (own_keys + 16 * warp) * 128, K_SLAB, dk_reg, scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + consumer);
+        kv.next();
+    }
+    fa::cluster_sync();
+}
+
+// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows. Rows are in the
+// order of dS's columns: row 16 a + 8 b + 2 c + d of a part, with a, b, c, d below 4, 2, 4, 2, is query 32 b + 8 c + 2 a + d.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
+    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + row / 2 * 8 + warp * 2 + row % 2, chunk = part / ROW_PARTS * 8 + group;
+    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
+    const float scale = float(args.scale);
+    fa::Vec128<scalar> rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = fa::narrow<scalar>(dq[e] * scale);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (query + 32 * half >= args.seq_q) return;
+        // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
+        auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query + 32 * half)) + chunk;
+        fa::store_128_upto(reinterpret_cast<scalar*>(to), rows[half], args.head_dim - chunk * 8);
+    }
+}
