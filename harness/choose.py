@@ -1,7 +1,7 @@
 """What --compute means: names, numbers, ranges, aliases, paths, peers and `auto`, resolved once into contenders.
 
 "08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
-problem on this device, and "hopper+mma_qreg_async" the forward pass of one kernel with the backward pass of another, as auto gives where
+problem on this device (and that its header leaves to auto), and "hopper+mma_qreg_async" the forward pass of one kernel with the backward pass of another, as auto gives where
 the highest step has no backward pass. A path is as good as a name. After this no text travels: a Contender holds the kernels themselves.
 """
 
@@ -142,8 +142,8 @@ def _highest(passes: Sequence[str], problem: Problem, device: Device, determinis
     """
 
     def able(pass_: str) -> Iterator[Kernel]:
-        ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None and k.auto), key=lambda k: -(k.number or 0))
-        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), deterministic, device))
+        ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None), key=lambda k: -(k.number or 0))
+        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), deterministic, device) and k.for_auto(problem, device))
 
     for first in able(passes[0]):
         wanted = first.arithmetic_for(problem.dtype)

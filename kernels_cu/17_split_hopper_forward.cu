@@ -8,6 +8,7 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// auto = "seq_q > 64"  # below, step 15 is faster
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
 // BLOCK_K = "32 if HEAD_DIM == 256 else 96"

@@ -81,7 +81,7 @@ REQUIRED: dict[str, Kind] = {
 OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
-    "auto": _FLAG,
+    "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),

@@ -54,7 +54,7 @@ class Kernel:
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     spill_bytes_allowed: int = 0
-    auto: bool = True  # whether --compute auto may take it
+    auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Table] = field(default_factory=dict)
     tensor_map: Mapping[str, Table] = field(default_factory=dict)
@@ -254,6 +254,10 @@ class Kernel:
                 )
             names[name] = overrides[name] if name in overrides else self._number(value, names, f"tile {name}")
         return names
+
+    def for_auto(self, problem: Problem, device: Device) -> bool:
+        """Whether --compute auto may take it for a problem that it takes."""
+        return bool(self._number(self.auto, self.names(problem, device), "auto"))
 
     def plan(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> Plan:
         """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched.

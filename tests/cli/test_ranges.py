@@ -73,7 +73,8 @@ def test_a_range_without_a_kernel_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "dim", "passes", "arch", "name"),
     [
-        ("float32", 64, ["forward", "backward"], "sm_90", "split"),
+        ("float32", 64, ["forward"], "sm_90", "split_hopper"),
+        ("float32", 64, ["backward"], "sm_90", "split"),
         ("float32", 64, ["forward"], "sm_80", "split"),
         ("float32", 64, ["forward", "backward"], "sm_75", "fa2"),
         ("bfloat16", 64, ["forward"], "sm_90", "hopper"),
@@ -86,7 +87,8 @@ def test_a_range_without_a_kernel_is_refused() -> None:
         ("bfloat16", 64, ["forward", "backward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 256, ["forward", "backward"], "sm_80", "naive"),  # no backward pass of that width on tensor cores
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
-        ("float32", 256, ["forward"], "sm_90", "split"),
+        ("float32", 256, ["forward"], "sm_90", "split_hopper"),
+        ("float32", 256, ["forward", "backward"], "sm_80", "split"),
         ("float32", 256, ["forward"], "sm_75", "naive"),
         ("float64", 64, ["backward"], "sm_90", "naive"),
     ],
@@ -94,12 +96,25 @@ def test_a_range_without_a_kernel_is_refused() -> None:
 def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[str], arch: str, name: str) -> None:
     """By dtype, head dim, passes and architecture; it is said once, whatever the number of problems."""
     device = Device("cuda", "a GPU", arch)
-    problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (64, 128)]
+    problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (96, 128)]
     found, notes = choose([AUTO], passes, problems, device)
     assert [one.name for one in found] == [name] and len(notes) == 1 and len(found[0].kernels) == len(passes)
     assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
     above = [k for k in catalogue() if k.auto and k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
     assert all(dtype not in k.dtypes or dim > k.head_dims[-1] or not k.runs_on(arch, dtype) for k in above)
+
+
+def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expression of the problem, as `auto = "seq_q > 64"` of step 17; another value moves the border."""
+    passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
+
+    def names() -> list[list[str]]:
+        return [[one.name for one in choose([AUTO], passes, [Problem.of(1, 2, seq, 64)], device)[0]] for seq in (64, 65)]
+
+    assert names() == [["split"], ["split_hopper+split"]]
+    moved = tuple(replace(k, auto="seq_q > 63") if k.name == "split_hopper" else k for k in catalogue())
+    monkeypatch.setattr("harness.choose.catalogue", lambda: moved)
+    assert names() == [["split_hopper+split"]] * 2
 
 
 def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
