@@ -10,6 +10,7 @@ out=$(realpath "${1:-experiments/verify}")
 export PYTHONPATH=. PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 cli="$python cli.py"
+commit=${FA_CLI_COMMIT:-$(git rev-parse --short HEAD)}
 failed=0
 parts=${PARTS:-verify fuzz repeat run sanitizer}
 want() { [[ " $parts " == *" $1 "* ]]; }
@@ -19,6 +20,7 @@ step() { # what to expect, a log and a command: run beside the others, its comma
     shift 2
     {
         echo "\$ $*" | sed 's/.*python[^ ]* cli.py/fa-cli/'
+        echo "commit $commit"
         local start=$SECONDS code=0
         "$@" 2>&1 || code=$?
         echo "exit code $code (expected $expected), $((SECONDS - start)) s"
