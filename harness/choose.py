@@ -1,8 +1,9 @@
 """What --compute means: names, numbers, ranges, aliases, paths, peers and `auto`, resolved once into contenders.
 
 "08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
-problem on this device (and that its header leaves to auto), and "hopper+mma_qreg_async" the forward pass of one kernel with the backward pass of another, as auto gives where
-the highest step has no backward pass. A path is as good as a name. After this no text travels: a Contender holds the kernels themselves.
+problem on this device and whose header leaves it to auto, and "hopper+mma_qreg_async" the forward pass of one kernel with the backward
+pass of another, as auto gives where the highest step has no backward pass. A path is as good as a name. After this no text travels: a
+Contender holds the kernels themselves.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)[pass_]
     found = _auto(passes, problem, device, deterministic)
-    usual = _auto(passes, Problem.of(1, 1, 64, 64, dtype=problem.dtype), device, deterministic)
+    usual = _auto(passes, Problem.of(1, 1, problem.seq_q, 64, dtype=problem.dtype), device, deterministic)
     if usual.name != found.name:
         say_once(f"auto takes {found.name}: {_refusal(usual, problem, device)}")
     return found.kernels[pass_]

@@ -241,13 +241,17 @@ def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.Mo
 
 def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims that the highest steps have no build for, as without step 15: the reason is told, once; a usual case is told nothing."""
-    monkeypatch.setattr("harness.choose.catalogue", lambda: tuple(replace(k, auto=k.auto and not k.name.startswith("split")) for k in catalogue()))
+    kept_out = tuple(replace(k, auto=k.auto and not k.name.startswith("split")) for k in catalogue())
+    monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
     q = torch.randn(1, 1, 4, 160, device=device)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
         attention(q.clone().requires_grad_(), q, q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
+        monkeypatch.undo()
+        for length in (64, 65):  # step 17 is for more than 64 queries: both are usual
+            attention(*torch.randn(3, 1, 1, length, 64, device=device))
         attention(*(q.float()[..., :64],) * 3)
 
 
