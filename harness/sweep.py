@@ -8,7 +8,7 @@
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     cold = false                      # optional, on a GPU: no times with the L2 cache flushed
     burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true
-    energy = ["S4096", "S16384"]      # optional, on a GPU: energy, power and clock, 1.6 s a kernel and shape; also true
+    energy = ["S4096", "S16384"]      # optional, on a GPU: energy, power and clock, 1.2 s a kernel and shape; also true
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
     [cpu]                             # smaller shapes for the host backend
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]

@@ -37,7 +37,7 @@ from .problem import Problem
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
 #: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more does not launch.
 REGISTERS = 65536
-#: What variants are ranked by, and of how many the energy is read (1.6 s each) where that is time.
+#: What variants are ranked by, and of how many the energy is read (1.2 s each) where that is time.
 RANKS, FASTEST = ("time", "energy"), 8
 
 

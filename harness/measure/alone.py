@@ -23,10 +23,10 @@ from .sampling import Energy, Policy, Ready, Stage, Timed, Timing, throttling
 
 REST, BURST = 1.0, 0.03
 #: Seconds: unrecorded work before energy is counted; for how long it is counted at least; after which a counter that stands is given up.
-SETTLE, ENERGY, LIMIT = 0.3, 1.0, 3.0
+SETTLE, ENERGY, LIMIT = 0.2, 0.7, 3.0
 #: Seconds of a batch of launches, and of the batches that wait on the device while the host looks at the counter. A look takes some
 #: milliseconds: with batches of 5 ms and 30 ms ahead the device of some rows was idle for a third of the time, at 510 W of 690.
-BATCH, AHEAD = 0.02, 0.15
+BATCH, AHEAD = 0.012, 0.15
 
 
 class Metered(Stage, Protocol):

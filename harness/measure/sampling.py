@@ -55,7 +55,7 @@ class Policy:
 
     warm_up: float = 0.05
     settle: float = 0.12
-    turn: float = 0.06
+    turn: float = 0.1
     min_turns: int = 2
     min_samples: int = 20
     max_samples: int = 2000
@@ -63,7 +63,7 @@ class Policy:
     noise: float = 0.002
     max_seconds: float = 1.0
     uneven: float = 0.004
-    patience: float = 5.0
+    patience: float = 3.0
     slow: float = 0.1
     apart: float = 1.25
     asked_samples: int = 0

@@ -55,7 +55,7 @@ class Gpu:
         seen = 0.0 if self.stands else int(self.now / 0.05) * 0.05
         (t0, e0), (t1, e1) = next(((a, b) for a, b in zip(self.steps, self.steps[1:], strict=False) if b[0] >= seen), (self.steps[-1],) * 2)
         joules = e0 + (e1 - e0) * (seen - t0) / (t1 - t0) if t1 > t0 else e1
-        return int(joules * 1e3), 1500 if self.now > 2 else 1980
+        return int(joules * 1e3), 1500 if self.now > alone.SETTLE + alone.ENERGY + 0.4 else 1980
 
 
 class Kernel:
@@ -108,7 +108,7 @@ class Judged(Kernel):
 
 @pytest.mark.parametrize(("seconds", "watts"), [(1e-4, 700), (2e-3, 450), (0.02, 690)])
 def test_energy_is_that_of_a_run(monkeypatch: pytest.MonkeyPatch, seconds: float, watts: float) -> None:
-    """Power over a second between two steps of the counter, energy a run, the clock's median; the queue never runs empty meanwhile."""
+    """Power between two steps of the counter, energy a run, the clock's median; the queue never runs empty meanwhile."""
     gpu = Gpu(monkeypatch)
     kernel = Kernel(gpu, seconds, watts)
     found = alone.energy({"a": kernel}, gpu, POLICY)["a"].energy
