@@ -11,7 +11,7 @@ import numpy as np
 from ..array import Array, every
 from ..backends import Backend, Loaded
 from ..dataset.storage import widen
-from ..fault import EnvironmentFault, UsageFault
+from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..files import each
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
@@ -152,6 +152,11 @@ def run_kernel(
     tile = int(dict(loaded.plan.macros).get("BLOCK_Q", 64))
     oracle.progress(f"judges {chosen.label}")
     verdicts = oracle.judge(outputs, arithmetic, tile)
+    if not all(verdict.passed for verdict in verdicts.values()) and (name := oracle.changed()):
+        what = f"{chosen.label} was given another {name} than the oracle has"
+        raise KernelFault(
+            what, "it, or a kernel before it, wrote outside its tensors", "run it alone; fa-cli verify … --sanitizer memcheck"
+        )
     maps = oracle.error_maps(outputs, verdicts)
     trial = Trial(bound, oracle, placed, outputs, arithmetic, tile)
     named = arithmetic_of(oracle.problem, chosen)

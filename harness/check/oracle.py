@@ -9,12 +9,13 @@ from functools import cached_property
 
 import numpy as np
 
-from ..array import Array, ArrayModule, to_host
+from ..array import Array, ArrayModule, every, to_host
 from ..backends import Backend
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to
-from ..problem import MODES, READS, Problem
+from ..fault import UsageFault
+from ..problem import MODES, READS, WRITES, Problem
 from . import budget, memory, reference
 from .tensors import Outputs, put
 
@@ -66,7 +67,8 @@ class Oracle:
             if self.problem.dtype != "float64":
                 found = reference.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
             self._baselines[arithmetic] = found
-        if max(math.prod(self.problem.shape(name)) for name in outputs) <= ON_HOST:
+        of_pass = next(names for names in WRITES.values() if set(outputs) <= set(names))
+        if max(math.prod(self.problem.shape(name)) for name in of_pass) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
             host = self._host_reference, self._on_host[arithmetic], self.tolerance, self.inputs, np
@@ -84,6 +86,16 @@ class Oracle:
         values = {name: to_host(array) for name, array in self.reference.values.items()}
         rows = self.reference.rows and {name: to_host(array) for name, array in self.reference.rows.items()}
         return replace(self.reference, values=values, rows=rows)
+
+    def changed(self) -> str:
+        """The input whose copy in device memory, of which all contenders are given theirs, is not what it was; empty where none is.
+
+        A kernel that writes far outside its tensors may hit it. The next ones would then be accused.
+        """
+        if self.xp is np:
+            return ""
+        there = ((name, put(self.xp, array), self._device[name]) for name, array in self.inputs.items())
+        return next((name for name, was, now in there if not every(was.view(np.uint8) == now.view(np.uint8))), "")
 
     def error_maps(self, outputs: Mapping[str, Array], verdicts: Mapping[str, budget.Verdict]) -> dict[str, Array]:
         """The |error| map (budget.error_map) of each output that failed."""
@@ -103,7 +115,12 @@ class Oracle:
 
     @cached_property
     def _rounded(self) -> dict[str, Array]:
-        """The reference's O and logsumexp rounded to storage, arrays of xp."""
+        """The reference's O and logsumexp rounded to storage, arrays of xp. Raises UsageFault where the reference has a sample of rows."""
+        if self.reference.rows is not None:
+            what = f"a backward pass alone on {self.problem.describe()}"
+            raise UsageFault(
+                what, "it reads O of all rows, and at this length the reference is of a sample", "--mode both: it reads its own O"
+            )
         return {name: round_to(self.xp, self.reference[name], self.problem.tensor_dtype(name)) for name in ("O", "logsumexp")}
 
     @cached_property

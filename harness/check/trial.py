@@ -151,6 +151,8 @@ class Trial:
         for name, array in self.inputs.items():
             now = back.of(self._xp, name, self.bound.tensors[name].bits())
             if not every(now == _bits(array)):
+                if shared := self.oracle.changed():
+                    return f"{shared}, of which every kernel is given a copy, was changed by it or by one before it: run it alone"
                 return f"it changed its input {name} in a launch after its first"
         return ""
 
