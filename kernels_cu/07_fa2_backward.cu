@@ -10,9 +10,10 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// STREAMED = "64 if LANES == 32 else 4 * LANES if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM == 96 else 16"
-// RESIDENT = "floor_pow2(max(32, min(32 if LANES == 32 else 128, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM + 1)) // (2 * HEAD_DIM + STREAMED))))"
+// FEW = "1 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms else 0"  # blocks: narrow ones, and more of them
+// LANES = "32 if FEW else 8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
+// STREAMED = "min(64, 4 * LANES) if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM == 96 else 16"
+// RESIDENT = "floor_pow2(max(32, min(128 - 96 * FEW, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM + 1)) // (2 * HEAD_DIM + STREAMED))))"
 // [workspace.delta]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q"

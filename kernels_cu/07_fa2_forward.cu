@@ -10,9 +10,10 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// BLOCK_K = "32 if LANES == 32 and seq_kv <= 32 else 64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
-// BLOCK_Q = "floor_pow2(max(32, min(32 if LANES == 32 else 128, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
+// FEW = "1 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 0"  # blocks: narrow ones, and more of them
+// LANES = "32 if FEW else 8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
+// BLOCK_K = "32 if FEW and seq_kv <= 32 else 64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
+// BLOCK_Q = "floor_pow2(max(32, min(128 - 96 * FEW, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
 // PIECE = "32 if LANES == 8 else HEAD_DIM"  # columns of K and V that are loaded at a time: fewer, and fewer registers hold loads in flight
 // UNROLL = "1 if LANES == 8 else 8"  # steps of four columns of S that the compiler may overlap
 // [[launch]]
@@ -73,7 +74,7 @@
 using scalar = fa::DTYPE;
 
 constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
-constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;          // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
+constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;  // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
 
 constexpr int PIECES = HEAD_DIM / PIECE;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
 
-    const int keys = fa::visible_keys(args, q_end - 1);    // that some query of the tile sees
+    const int keys = fa::visible_keys(args, q_end - 1);  // that some query of the tile sees
     const int unmasked = fa::visible_keys(args, q_first);  // that every query of the tile sees
 
     // Prologue: Q, which is resident, the first K, and the state of each row.
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     __syncthreads();
 
-    float out_reg[ROWS][COLUMNS] = {};        // O before the division by the row sum
+    float out_reg[ROWS][COLUMNS] = {};  // O before the division by the row sum
     float row_max[ROWS], row_sum[ROWS] = {};  // row_sum: of this lane's keys only
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
@@ -183,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
 
     // Epilogue: the row sum over the lanes, O divided by it, and logsumexp.
-    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);              // [8 rows], O.row apart
+    scalar* out = fa::row_pointer<scalar>(args.O, batch, head, q_first + row);  // [8 rows], O.row apart
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
