@@ -10,10 +10,9 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// FEW = "1 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms else 0"  # blocks: narrow ones, and more of them
-// LANES = "32 if FEW else 8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
+// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
 // STREAMED = "min(64, 4 * LANES) if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM == 96 else 16"
-// RESIDENT = "floor_pow2(max(32, min(128 - 96 * FEW, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM + 1)) // (2 * HEAD_DIM + STREAMED))))"
+// RESIDENT = "floor_pow2(max(32, min(128, 224 - 6*LANES, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM+1)) // (2 * HEAD_DIM + STREAMED))))"
 // [workspace.delta]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q"
@@ -79,9 +78,9 @@
 using scalar = fa::DTYPE;
 
 constexpr int ROWS = fa::resident_rows, THREADS = RESIDENT / ROWS * LANES;
-constexpr int COUNT = STREAMED / LANES;    // streamed rows of a thread: 8 x COUNT scores
+constexpr int COUNT = STREAMED / LANES;  // streamed rows of a thread: 8 x COUNT scores
 constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread: 8 x COLUMNS elements of a gradient
-constexpr int PIECE = 32;                  // dO and V are loaded in pieces of 32 columns: few registers hold loads in flight
+constexpr int PIECE = 32;  // dO and V are loaded in pieces of 32 columns: few registers hold loads in flight
 
 static_assert(COLUMNS % 2 == 0);
 
@@ -97,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     float sum = 0;
     if (query < args.seq_q) {
-        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
+        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
         const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
         for (int column = lane * vec; column < args.head_dim; column += 8 * vec) {
             fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
@@ -112,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
 
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_constant__ fa::Args args) {
-    float* k_smem = fa::dynamic_shared<float>();     // [HEAD_DIM][RESIDENT] transposed
-    float* v_smem = k_smem + HEAD_DIM * RESIDENT;    // [HEAD_DIM][RESIDENT] transposed
-    float* q_smem = v_smem + HEAD_DIM * RESIDENT;    // [STREAMED][HEAD_DIM]
-    float* do_smem = q_smem + STREAMED * HEAD_DIM;   // [STREAMED][HEAD_DIM]
-    float* p_smem = do_smem + STREAMED * HEAD_DIM;   // [STREAMED][RESIDENT]: P, then dS
+    float* k_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][RESIDENT] transposed
+    float* v_smem = k_smem + HEAD_DIM * RESIDENT;  // [HEAD_DIM][RESIDENT] transposed
+    float* q_smem = v_smem + HEAD_DIM * RESIDENT;  // [STREAMED][HEAD_DIM]
+    float* do_smem = q_smem + STREAMED * HEAD_DIM;  // [STREAMED][HEAD_DIM]
+    float* p_smem = do_smem + STREAMED * HEAD_DIM;  // [STREAMED][RESIDENT]: P, then dS
     float* lse_smem = p_smem + STREAMED * RESIDENT;  // [STREAMED]
-    float* delta_smem = lse_smem + STREAMED;         // [STREAMED]
+    float* delta_smem = lse_smem + STREAMED;  // [STREAMED]
 
     const int k_first = blockIdx.x * RESIDENT, kv_head = blockIdx.y, batch = blockIdx.z;
     const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
@@ -222,10 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
 
 // Launch 3. A block has RESIDENT queries and streams every key they see.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ fa::Args args) {
-    float* q_smem = fa::dynamic_shared<float>();    // [HEAD_DIM][RESIDENT] transposed
+    float* q_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][RESIDENT] transposed
     float* do_smem = q_smem + HEAD_DIM * RESIDENT;  // [HEAD_DIM][RESIDENT] transposed
     float* k_smem = do_smem + HEAD_DIM * RESIDENT;  // [STREAMED][HEAD_DIM]
-    float* v_smem = k_smem + STREAMED * HEAD_DIM;   // [STREAMED][HEAD_DIM]
+    float* v_smem = k_smem + STREAMED * HEAD_DIM;  // [STREAMED][HEAD_DIM]
     float* ds_smem = v_smem + STREAMED * HEAD_DIM;  // [STREAMED][RESIDENT]
 
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first

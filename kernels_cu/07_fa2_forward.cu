@@ -10,10 +10,9 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// FEW = "1 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 0"  # blocks: narrow ones, and more of them
-// LANES = "32 if FEW else 8 if HEAD_DIM <= 64 else 16"  # lanes that share a row, all of one warp
-// BLOCK_K = "32 if FEW and seq_kv <= 32 else 64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
-// BLOCK_Q = "floor_pow2(max(32, min(128 - 96 * FEW, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"  # what fits
+// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
+// BLOCK_K = "32 if LANES >= max(32, seq_kv) else 64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
+// BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"
 // PIECE = "32 if LANES == 8 else HEAD_DIM"  # columns of K and V that are loaded at a time: fewer, and fewer registers hold loads in flight
 // UNROLL = "1 if LANES == 8 else 8"  # steps of four columns of S that the compiler may overlap
 // [[launch]]

@@ -16,8 +16,6 @@ from harness.problem import Problem
 from harness.verify.covering import covering
 from harness.verify.judge import CaseResult, in_form
 
-#: In the causal cases so many queries see no key, and so many keys are seen by no query: more than a block has in any kernel.
-UNSEEN = 130
 #: An H200, as far as plans see it.
 H200 = Device("cpu", "a CPU")
 
@@ -26,7 +24,8 @@ def cases(chosen: Kernel) -> list[verify.Case]:
     """Every compiled head dim, storage type, mask and form that its header promises, each pair of them in some case.
 
     A pipeline of two stages needs three tiles to come back to its first stage. So there are three whole tiles of keys and queries of the
-    largest tile value, and the rest of one. Under the causal mask the first UNSEEN queries see no key, and no query sees the last keys.
+    largest tile value, and the rest of one. Under the causal mask the first queries see no key, and no query sees the last keys: as many as
+    :func:`unseen` says.
     """
     factors = {
         "dim": list(chosen.head_dims),
@@ -41,12 +40,19 @@ def cases(chosen: Kernel) -> list[verify.Case]:
         runtime = len(chosen.head_dims) == 1  # a single wide width is that of a kernel whose head dim is a run-time value
         dim = (min(row["dim"], 128) if runtime else row["dim"]) - row["tail"]
         rows = length(chosen, dim, row["dtype"])
-        unseen = UNSEEN if row["causal"] else 0
-        keys = rows + unseen + (4 if chosen.cross else 0)
-        shift = -unseen if row["causal"] and chosen.takes_shift else None
-        problem = Problem.of(1, row["group"], rows + unseen, dim, 1, keys, row["dtype"], row["causal"], causal_shift=shift)
+        more = unseen(chosen, dim, row["dtype"]) if row["causal"] else 0
+        keys = rows + more + (4 if chosen.cross else 0)
+        shift = -more if row["causal"] and chosen.takes_shift else None
+        problem = Problem.of(1, row["group"], rows + more, dim, 1, keys, row["dtype"], row["causal"], causal_shift=shift)
         found.append(verify.Case(number, problem, 1.0, 0, row["deterministic"] and len(chosen.forms) > 1))
     return found
+
+
+def unseen(chosen: Kernel, dim: int, dtype: str) -> int:
+    """Two queries more than a block has, and 130 at least."""
+    blocks = {rows: [launch.grid[0] for launch in plan_of(chosen, rows, dim, dtype).launches] for rows in (1, 192, 256, 1 << 12)}
+    of_queries = [number for number, one in enumerate(blocks[1]) if blocks[1 << 12][number] > one]
+    return max(rows for rows in (128, 192, 256) if rows == 128 or any(blocks[rows][i] == blocks[1][i] for i in of_queries)) + 2
 
 
 def length(chosen: Kernel, dim: int, dtype: str) -> int:
