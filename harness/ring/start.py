@@ -74,8 +74,8 @@ def _started(job: Callable[[Place], T | None], count: int, cpu: bool) -> T:
         commands = [held.enter_context(child.command(partial(_rank, job, place), f"rank {place.rank}")) for place in places]
         if not cpu:
             codes = child.side_by_side(commands)
-            return _outcome(commands, codes, [rank for rank, code in enumerate(codes) if code is not None and code < 0])
-        order: list[int] = []
+            return _outcome(commands, codes, [[rank] for rank, code in enumerate(codes) if code is not None and code < 0])
+        order: list[list[int]] = []
         threading.Thread(target=_watch, args=(Path(name), count, order), daemon=True).start()
         with Path(name, "said").open("w+") as said:
             code, _ = commands[-1].wait(_mpmd(commands), stdin=subprocess.DEVNULL, stdout=said.fileno(), stderr=subprocess.STDOUT)
@@ -91,30 +91,32 @@ def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
     return job(place)
 
 
-def _watch(folder: Path, count: int, order: list[int]) -> None:
-    """Note the ranks in the order in which their processes end. mpiexec ends all when one dies, and its message may name any of them.
+def _watch(folder: Path, count: int, order: list[list[int]]) -> None:
+    """Note the ranks in the order in which their processes end, those together that are seen to have ended at the same time. mpiexec ends
+    all when one dies, and its message may name any of them.
 
     The first rank has most to do: one that has not ended some seconds after it hangs at its exit, and is killed.
     """
     watched: dict[int, int] = {}
     poll, until = select.poll(), float("inf")
-    while len(order) < count and folder.exists():
+    while sum(map(len, order)) < count and folder.exists():
         if time.monotonic() > until:
-            for fd in [fd for fd, rank in watched.items() if rank not in order]:
+            for fd in [fd for fd, rank in watched.items() if not any(rank in some for some in order)]:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
         for rank in range(count):
             with suppress(OSError, ValueError):  # not there yet, not written yet, or gone already
                 if rank not in watched.values():
                     watched[fd := os.pidfd_open(int((folder / f"pid.{rank}").read_text()))] = rank
                     poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(20):
-            order.append(watched[fd])
+        seen = poll.poll(20)
+        order += [[watched[fd] for fd, _ in seen]] * bool(seen)
+        for fd, _ in seen:
             until = time.monotonic() + child.GRACE_SECONDS if watched[fd] == 0 else until
             poll.unregister(fd)
             os.close(fd)
 
 
-def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> Sequence[int]:
+def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) -> list[list[int]]:
     """The ranks to blame where mpiexec failed, those that ended first or have not begun; said: its words and theirs. A rank that gave
     up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
     late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
@@ -122,7 +124,7 @@ def _ended_badly(folder: Path, count: int, said: str, order: Sequence[int]) -> S
         raise EnvironmentFault(
             "the ranks did not all join MPI, or leave it", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor"
         )
-    return late or order
+    return [late[:1]] if late else order
 
 
 def _mpmd(commands: Sequence[child.Command[T | None]]) -> list[str]:
@@ -142,8 +144,11 @@ def mpiexec() -> str:
     return launcher
 
 
-def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | None], died: Sequence[int], said: str = "") -> T:
-    """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order."""
+def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | None], died: Sequence[Sequence[int]], said: str = "") -> T:
+    """The first rank's, or why there is none: what a rank raised, a rank that died, one that did not answer, in this order.
+
+    died: in the order in which they ended, those together whose order is not known.
+    """
     values, raised, stuck = [], [], []
     ended: dict[int, child.Ended] = {}
     for rank, (command, code) in enumerate(zip(commands, codes, strict=True)):
@@ -159,14 +164,16 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
         raise raised[0]
     # The first to end had given up on another. mpiexec (no codes) ends all as soon as one dies: nobody waits out a timeout then, and where
     # somebody has, those without a result were ended after that, whichever was seen to end first.
-    if stuck and (not died or died[0] not in ended or codes[died[0]] is None):
+    if stuck and (not died or died[0][0] not in ended or codes[died[0][0]] is None):
         raise min(stuck, key=lambda fault: (fault.done, fault.when))
     if ended:
         hung = [rank for rank in ended if codes[rank] is None]  # ended by us, when another had given up
-        rank = next(iter([rank for rank in died if rank in ended] or hung or ended))
+        first = next(filter(None, ([rank for rank in some if rank in ended] for some in died)), hung[:1] or list(ended)[:1])
+        rank = first[0]
         sys.stderr.write("" if died else said)
         gone = ended.get(rank, child.Ended("", "it left no result"))
         how = f": {child.signal_name(gone.code)}" if gone.code and gone.code < 0 else ""
-        raise EnvironmentFault(f"rank {rank} died{how}", f"{gone.why}; the other ranks were ended", "was it out of memory? dmesg says so")
+        who = f"rank {rank} died{how}" if len(first) == 1 else f"one of the ranks {', '.join(map(str, sorted(first)))} died"
+        raise EnvironmentFault(who, f"{gone.why}; the other ranks were ended", "was it out of memory? dmesg says so")
     assert values[0] is not None
     return values[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,7 +123,8 @@ LONG = ("--compute", "naive", "--seq", 3000, "--dim", 64, "--mode", "both", "--d
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     """At once, with the environment's exit code and the rank's name."""
     code, said, seconds = interrupted(words(*LONG), tmp_path, signal.SIGKILL, 1.5)
-    assert code == EnvironmentFault.exit_code and "error: rank 2 died" in said
+    several = re.search(r"error: one of the ranks ([\d, ]+) died", said)  # seen to end at the same time, on a busy machine
+    assert code == EnvironmentFault.exit_code and ("error: rank 2 died" in said or (several and "2" in several[1])), said
     assert seconds < 10
 
 
