@@ -74,8 +74,10 @@
 // maps = []
 // ///
 //
-// cluster_backward.cu at head dim 256, where dK and dV of 64 keys are all registers of two consumers. As in step 16 they share the 64 keys
-// of their block: each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and dQ. So P^T and dS^T go
+// Step 16's backward pass in clusters of two blocks, at head dim 256. Both blocks stream the same queries: each loads half of Q and dO of a
+// tile for both by TMA multicast, and one of them, in turn, makes and adds dQ of the tile for the keys of both; the other sends it its dS^T.
+// (Head dims 64 and 128: cluster_backward.cu of commit 522fb18.) dK and dV of 64 keys are all registers of two consumers here. As in step 16
+// they share the 64 keys of their block: each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and dQ. So P^T and dS^T go
 // through shared memory in any case, and dS^T, 8 KB, goes on from there to the other block of the cluster (a bulk copy). dQ of a tile is
 // added once for the 128 keys of both: half of step 16's reductions, without which it is half as fast again.
 //
