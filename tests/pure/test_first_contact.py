@@ -22,7 +22,7 @@ from harness.check.contender import _finite, _longest, run_kernel
 from harness.check.oracle import Oracle, small
 from harness.check.tensors import put
 from harness.dataset.generate import generate
-from harness.fault import KernelFault, UsageFault
+from harness.fault import KernelFault
 from harness.kernel.kernel import find
 from harness.problem import Problem
 
@@ -184,15 +184,6 @@ def test_contenders_share_what_is_on_the_device(dtype: str) -> None:
     assert "Q, of which every kernel is given a copy, was changed" in one.ended()
     with pytest.raises(KernelFault, match="was given another Q"):
         run_kernel(gpu, find("fa2", "backward"), oracle, given)
-
-
-def test_a_sample_of_rows_is_no_input_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference of a long sequence has some rows of O, and a backward pass reads all of them."""
-    monkeypatch.setattr("harness.check.reference.DENSE_SCORES", 1 << 12)
-    problem = Problem.of(1, 1, 300, 16)
-    with pytest.raises(UsageFault, match="a backward pass alone") as caught:
-        Oracle(problem, generate(problem, 1)).inputs_of("backward")
-    assert "--mode both" in caught.value.hint
 
 
 def test_a_ratio_is_the_same_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

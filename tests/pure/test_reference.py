@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from harness.check import reference as ref
+from harness.check.oracle import Oracle
 from harness.check.reference import baselines, reference, round_to, widen
 from harness.dataset.generate import generate
 from harness.dataset.storage import tf32
+from harness.fault import UsageFault
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -218,3 +220,12 @@ def test_a_16_bit_pass_may_be_given_an_exact_O() -> None:
     prob = np.exp(problem.scale * x["Q"] @ x["K"].swapaxes(2, 3)) * np.tri(3)
     effect = problem.scale * (prob / prob.sum(-1, keepdims=True) * wrong) @ x["K"]
     assert 0 < np.abs(effect).max() <= 1.5 * errors[2]
+
+
+def test_a_sample_of_rows_is_no_input_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of a long sequence has some rows of O, and a backward pass reads all of them."""
+    monkeypatch.setattr(ref, "DENSE_SCORES", 1 << 12)
+    problem = Problem.of(1, 1, 300, 16)
+    with pytest.raises(UsageFault, match="a backward pass alone") as caught:
+        Oracle(problem, generate(problem, 1)).inputs_of("backward")
+    assert "--mode both" in caught.value.hint
