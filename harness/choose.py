@@ -109,7 +109,8 @@ def _range(
 ) -> tuple[list[str], list[str]]:
     """The names of a range's kernels that can, and a note for each that cannot."""
     within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
-    why = {name: _cannot(name, passes, problems, deterministic) for name in within}
+    own = {name: [kernel.pass_ for kernel in catalogue() if kernel.name == name] for name in within}
+    why = {name: _cannot(name, passes or own[name], problems, deterministic) for name in within}
     able = [name for name, reason in why.items() if not reason]
     if not able:
         reason = "; ".join(dict.fromkeys(filter(None, why.values()))) or "no kernel has a number in it"

@@ -15,7 +15,7 @@ import pytest
 
 from harness.check.oracle import Oracle
 from harness.dataset.storage import STORAGE
-from harness.kernel import catalogue
+from harness.kernel import Device, catalogue
 from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
@@ -246,9 +246,12 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
     q = torch.randn(1, 1, 4, 160, device=device)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
         attention(q.clone().requires_grad_(), q, q)
+    wide = Problem.of(1, 1, 64, 256, dtype="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
+        used = call._kernel("auto", "backward", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)
+        assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
         for length in (64, 65):  # step 17 is for more than 64 queries: both are usual
             attention(*torch.randn(3, 1, 1, length, 64, device=device))
