@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import compile as compiler
 from harness import choose, verify
+from harness import compile as compiler
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
