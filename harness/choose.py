@@ -2,7 +2,7 @@
 
 "08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
 problem on this device and whose header leaves it to auto, and "hopper+mma_qreg_async" the forward pass of one kernel with the backward
-pass of another, as auto gives where the highest step has no backward pass. A path is as good as a name. After this no text travels: a
+pass of another, as auto gives where the highest steps of the passes differ. A path is as good as a name. After this no text travels: a
 Contender holds the kernels themselves.
 """
 

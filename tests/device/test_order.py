@@ -103,7 +103,7 @@ def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bo
 
 CLUSTER = find("hopper_cluster", "backward")
 CLUSTER_FORMS = list(itertools.product(CLUSTER.dtypes, (False, True)))
-CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: {form[1]}, lambda form: 1, 2)
+CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: set(), lambda form: 1, 1)
 
 
 @pytest.mark.parametrize("form", sample.parameters(CLUSTER_FORMS, CLUSTER_DRAWN, str))

@@ -89,6 +89,18 @@ def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> No
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
 
 
+def test_a_pair_of_steps_in_the_fast_form(device: Any) -> None:
+    """The forward pass of step 16 with the backward pass of step 18, which has no deterministic form and no forward pass."""
+    problem = Problem.of(1, 2, 70, 256, dtype="bfloat16", causal=True)
+    inputs = made(device, problem)
+    judge(problem, inputs, both("hopper+hopper_cluster", problem, inputs, deterministic=False), "p16")
+    with pytest.raises(ValueError, match="hopper_cluster_backward has no deterministic form"):
+        both("hopper+hopper_cluster", problem, inputs)
+    q = inputs[0]
+    with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, which have both passes"):
+        attention(q, q, q, kernel="mma_swizzle", deterministic=False)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 4, 8)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_opcheck(device: Any, shape: tuple[int, ...], strided: bool) -> None:
