@@ -198,8 +198,7 @@ def _parse(path: Path, data: Table) -> Sweep:
         for item in items:
             some = _expand({key: value for key, value in item.items() if key not in OWN}, wrong)
             for test, key in ((test, key) for test, _ in some for key in OWN if key in item):
-                said = own.setdefault(test, {}).setdefault(key, names(item, key))  # also by a shape of [cpu] with this name
-                if said != names(item, key):
+                if own.setdefault(test, {}).setdefault(key, names(item, key)) != names(item, key):  # one may be of [cpu]
                     raise wrong(f"two shapes are named {test!r:.60} and have other {key}")
             found += some
         return tuple(found)
