@@ -204,6 +204,19 @@ def test_passes_dtypes_and_masks_have_files_of_their_own(drawn: dict[str, plt.Fi
     assert set(drawn) == {f"kernel_comparison_{d}_{c}.png" for d in ("float16", "float32") for c in ("causal", "full")}
 
 
+def test_what_compares_nothing_beside_what_does_has_no_figure(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """One kernel where another dtype has two, one shape where the other mask has two; alone they are drawn."""
+    causal, half = (Problem.of(1, 1, 512, 64, dtype=d, causal=c) for d, c in (("float32", True), ("bfloat16", False)))
+    one = [row(kernel, "causal", 1.0, causal) for kernel in ("fa2", "naive")]
+    rows = [row(k, f"B{b} H{h}", 1.0, Problem.of(b, h, 512, 64)) for k in ("fa2", "naive") for b, h in ((1, 2), (2, 1))]
+    report.draw([*rows, *one, *(row("fa2", name, 1.0, half) for name in ("x", "y"))], tmp_path)
+    assert list(drawn) == ["kernel_comparison_float32_full.png"]
+    for some, name in ((one, "kernel_comparison.png"), ([*rows[:2], row("fa2", "x", 1.0, half)], "kernel_comparison_bfloat16.png")):
+        drawn.clear()
+        report.draw(some, tmp_path)
+        assert name in drawn
+
+
 def test_latency_scaling(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
     """Warm as lines, cold as hollow marks, and how the work grows: four times for each doubling of S."""
     rows = lengths("fa2")
