@@ -98,7 +98,10 @@ def test_headdim_analysis(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
 
 
 def test_energy(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
-    """pJ/FLOP as bars by shape, the matrix product's as a line; nothing of what has no energy; the summary's table has power and clock."""
+    """pJ/FLOP as bars by shape, the matrix product's as a line; nothing of what has no energy; the summary's table has power and clock.
+
+    One shape is in the title alone.
+    """
     rows = lengths("fa2", "torch-flash")
     flops = 4 * 4 * 8 * 64 * 1024**2
     rows[6] = replace(rows[6], energy_mj=2.0 * flops / 1e9, power_w=690.4, sm_clock_mhz=1665.0)
@@ -111,14 +114,45 @@ def test_energy(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
         ("fa2", [pytest.approx(2.0)]),
         ("torch-flash", [pytest.approx(3.0)]),
     ]
-    assert axis.get_ylabel() == "pJ/FLOP" and axis.get_ylim()[0] == 0 and [t.get_text() for t in axis.get_xticklabels()] == ["S1024"]
-    assert "GEMM float32 1.5 pJ/FLOP" in texts(drawn["energy.png"])
+    assert axis.get_ylabel() == "pJ/FLOP" and axis.get_ylim()[0] == 0 and [t.get_text() for t in axis.get_xticklabels()] == [""]
+    words = texts(drawn["energy.png"])
+    assert "GEMM float32 1.5 pJ/FLOP" in words and words.count("S1024") == 1
     text = summary(rows, {})
     assert "| shape | fa2 | torch-flash |\n|---|---:|---:|\n| S1024 | **2** (690 W, 1665 MHz) | 3 (500 W, 1980 MHz) |" in text
     assert "gemm-float32 1.5 pJ/FLOP" in text and "energy.png" not in text
     drawn.clear()
     report.draw(lengths("fa2"), tmp_path)
     assert "energy.png" not in drawn and "pJ/FLOP" not in summary(lengths("fa2"), {})
+
+
+def test_energy_over_lengths(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """A line a kernel over S from 0, without bars, a figure a head dim; bars by shape where some shapes are of no family."""
+    flops = 4 * 4 * 8 * 64
+    rows = [
+        replace(r, energy_mj=flops * r.SeqLen**2 / 1e9 * (2 + i % 2), causal=False) for i, r in enumerate(lengths("fa2", "torch-flash"))
+    ]
+    report.draw(rows, tmp_path)
+    (axis,) = drawn["energy.png"].axes
+    assert curves(axis)["fa2"] == [(s, pytest.approx(2.0)) for s in (128, 256, 512, 1024)] and axis.get_ylim()[0] == 0
+    assert axis.get_xlabel() == "sequence length S" and not axis.containers and not axis.collections
+    drawn.clear()
+    wide = [replace(r, HeadDim=128) for r in rows]
+    report.draw([*rows, *wide], tmp_path)
+    assert {"energy_D64.png", "energy_D128.png"} <= set(drawn) and "energy.png" not in drawn
+    drawn.clear()
+    report.draw([*rows, replace(rows[0], Test="other-", Batch=7)], tmp_path)
+    (axis,) = drawn["energy.png"].axes
+    assert [len(list(bars)) for bars in axis.containers] == [5, 4]
+    assert [t.get_text() for t in axis.get_xticklabels()][-1] == "other (B7 S128)"
+
+
+def test_a_ceilings_text_stands_where_no_line_does(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """At the left end, or where lines cross it there at the right end."""
+    for most, side in ((1.0, "left"), (100.0, "right")):  # TFLOP/s below the ceiling, and through it at the second length
+        rows = [replace(r, TFLOPS=most * (i + 0.2) ** 2) for i, r in enumerate(lengths("fa2"))]
+        report.draw([*rows, *ceilings(gemm_float32=60.0)], tmp_path)
+        (note,) = (text for text in drawn["seqlen_analysis.png"].findobj(plt.Annotation) if text.get_text().startswith("GEMM"))
+        assert note.get_horizontalalignment() == side
 
 
 def test_bars_are_p20_to_p80(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
