@@ -214,8 +214,8 @@ def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str 
 
 def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
-    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("0|[1-9][0-9]{0,17}", v)), None):
-        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a whole number, as BLOCK_Q=64.")
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("[1-9][0-9]{0,17}", v)), None):
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
     return {name: int(value) for name, value in pairs.items()}
 
 
