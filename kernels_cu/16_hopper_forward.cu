@@ -93,7 +93,7 @@
 //     half the stages (STAGES)                   0.981, +0.023   0.691, +0.420   spills
 //     two consumers for three (CONSUMERS)        0.905, +0.127
 //
-// SOFTMAX.md is about the first of them alone: why it is exact, what it costs in accuracy, how to check it.
+// SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
 #include <fa/accumulator.cuh>
 #include <fa/schedule.cuh>
 #include <fa/tma.cuh>
