@@ -94,7 +94,10 @@ def draw(
             for kind, function in OVER_S.items():
                 add(kind, part, function)
             apart = apart.only((*apart.rows, *part.rows))
-        add("energy", view.only(row for row in view.rows if row.energy_mj), figures.energy)
+        some = view.only(row for row in view.rows if row.energy_mj)
+        over = families(some)
+        for part in over if over and sum(len(part.rows) for part in over) == len(some.rows) else (some,):
+            add("energy", part, figures.energy)
         rates = len(view.shapes) <= FEW and add("roofline", view, figures.roofline)
         rest = view.only(row for row in view.rows if shape_of(row) not in apart.shapes)
         for part in by_head_dim(rest) if rest.rows and not rates else ():
