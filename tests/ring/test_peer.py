@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import re
+import subprocess
 import sys
 import threading
 import types
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
 
+from harness.backends.host.backend import compiler
 from harness.fault import UsageFault
 from harness.ring import peer
 from harness.ring.transport import CudaClock, Stuck, wait_for
@@ -140,12 +144,11 @@ _COPY = """        if send.size:
 """
 _AFTER = "        after(self.stream.ptr)\n"
 _RECORD = "        sent.record(self.stream)\n"
-_CLEAR = "(_WRITE, self._page + flag, 0, _NO_FENCE)"
+_CLEAR = "(_WRITE, self._page + flag, 0, _NO_FLAG)"
 FAULTS = {
     "the copy does not wait for `free`": (("self._awaited(free) if sends", "[] if sends"),),
     "`free` is said before compute is done": (('    engine = "peer copies"\n', _UNORDERED),),
     "`arrived` before the copy": ((_RECORD + _AFTER, _RECORD), (_COPY, _AFTER + _COPY)),
-    "`arrived` without a fence": (("self._next_page + arrived, _SET, _FENCE", "self._next_page + arrived, _SET, _NO_FENCE"),),
     "nobody waits for `arrived`": (("self._awaited(arrived) if receives", "[] if receives"),),
     "flags stay set": ((f", {_CLEAR}", ""),),
     "`free` is cleared after `arrived` is set": (
@@ -158,18 +161,24 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """In some order of the streams it reads wrong bytes, or does not end."""
+def spoiled(monkeypatch: pytest.MonkeyPatch, changes: tuple[tuple[str, str], ...]) -> types.ModuleType:
+    """peer.py with some of its text replaced."""
     module = types.ModuleType("harness.ring.peer")
     module.__package__ = "harness.ring"
     monkeypatch.setitem(sys.modules, "harness.ring.peer", module)  # where its dataclass looks
     assert peer.__file__ is not None
     text = Path(peer.__file__).read_text()
-    for before, after in FAULTS[fault]:
+    for before, after in changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     exec(compile(text, "spoiled", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In some order of the streams it reads wrong bytes, or does not end."""
+    module = spoiled(monkeypatch, FAULTS[fault])
     assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
 
 
@@ -267,6 +276,60 @@ def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         two(9)
 
 
+def test_the_words_are_those_of_cuda_h(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A C++ compiler that reads cuda.h lays the same operations out in the same bytes, calls the same functions, and no flag of a write
+    is used that version 2 of the calls does not take."""
+    header = next((path / "cuda.h" for path in _include_folders() if (path / "cuda.h").exists()), None)
+    if header is None:
+        pytest.skip("cuda.h is not here: pip install nvidia-cuda-runtime")
+    wait, write = (peer._WAIT, 1 << 40 | 64, peer._SET, peer._EQUAL | peer._FLUSH), (peer._WRITE, 1 << 40 | 64, 0, peer._NO_FLAG)
+    (tmp_path / "words.cpp").write_text(_WORDS)
+    subprocess.run([*compiler(), "-I", header.parent, tmp_path / "words.cpp", "-o", tmp_path / "words"], check=True)
+    said = subprocess.run([tmp_path / "words"], check=True, capture_output=True, text=True).stdout.split()
+    got: list[Any] = []
+
+    def batch(stream: Any, count: Any, words: Any, flags: Any) -> int:
+        got.append(bytes(words).hex())
+        return 0
+
+    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
+    peer.Driver().prepared([wait, write])(7)
+    assert said == ["cuStreamBatchMemOp_v2", "cuMemGetAddressRange_v2", got[0]]
+    flags = re.findall(r"(CU_STREAM_WRITE_VALUE_\w+)\s*=\s*(\w+),?\s*/\*\*<(.*?)\*/", header.read_text(), re.S)
+    taken = {int(value, 0) for _, value, about in flags if "not supported in the v2 API" not in about}
+    assert len(flags) == 2 and peer._NO_FLAG in taken and 1 not in taken
+
+
+#: A wait and a write as cuda.h has them, in bytes; what does not matter (padding, alias) is 0. Names of functions are macros there.
+_WORDS = """
+#include <cuda.h>
+#include <cstdio>
+#include <cstring>
+#define NAME(x) #x
+#define SAID(x) NAME(x)
+int main() {
+    CUstreamBatchMemOpParams both[2];
+    std::memset(both, 0, sizeof both);
+    both[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    both[0].waitValue.address = (1ull << 40) | 64;
+    both[0].waitValue.value = 0x01010101;
+    both[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ | CU_STREAM_WAIT_VALUE_FLUSH;
+    both[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+    both[1].writeValue.address = (1ull << 40) | 64;
+    both[1].writeValue.value = 0;
+    both[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+    std::puts(SAID(cuStreamBatchMemOp) " " SAID(cuMemGetAddressRange));
+    for (unsigned i = 0; i < sizeof both; i++) std::printf("%02x", reinterpret_cast<unsigned char*>(both)[i]);
+}
+"""
+
+
+def _include_folders() -> list[Path]:
+    """Where NVIDIA's wheels and a toolkit have their headers."""
+    folders = [Path(each) for each in __import__("nvidia").__path__] if importlib.util.find_spec("nvidia") else []
+    return [*(path for each in folders for path in each.glob("*/include")), Path("/usr/local/cuda/include")]
+
+
 def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping that leads elsewhere, on every rank before the first message; other sizes; a buffer that nobody was told of."""
     ring = Ring(monkeypatch, 3)
@@ -288,6 +351,34 @@ def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _refused(*_: object) -> None:
     raise RuntimeError("cuStreamBatchMemOp_v2: error 801")
+
+
+@pytest.mark.parametrize(
+    ("operation", "before", "after"),
+    [
+        ("rank 0: a write to its own memory, flags 0x1", _CLEAR, _CLEAR.replace("_NO_FLAG", "1")),
+        ("rank 0: a wait for a value in its own memory, flags 0x40000001", "_FLUSH if can else 0", "_FLUSH"),
+        (
+            "rank 0: a write to the memory of rank 1, flags 0x1",
+            "self._try((_WRITE, flag, _SET, _NO_FLAG)",
+            "self._try((_WRITE, flag, _SET, 1)",
+        ),
+    ],
+)
+def test_the_operation_that_the_driver_refuses_is_named(monkeypatch: pytest.MonkeyPatch, operation: str, before: str, after: str) -> None:
+    """Each kind is tried alone when ranks meet: a flag that the driver's calls of version 2 do not take, and one that this device does not."""
+    with pytest.raises(Exception, match="no peer copies") as raised:  # NoPeers of the spoiled module
+        monkeypatch.setenv(peer.CHOICE, "peer")
+        Ring(monkeypatch, 2, module=spoiled(monkeypatch, ((before, after),)))
+    assert raised.value.why == f"{operation}: cuStreamBatchMemOp_v2: error 1 of the CUDA driver"  # type: ignore[attr-defined]
+
+
+def test_a_write_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes it, and it goes elsewhere."""
+    monkeypatch.setenv(peer.CHOICE, "peer")
+    with pytest.raises(Exception, match="no peer copies") as raised:
+        Ring(monkeypatch, 3, module=spoiled(monkeypatch, (("self._next_page + _FROM_BEFORE", "self._next_page + 2 * _FROM_BEFORE"),)))
+    assert raised.value.why == "a write by rank 2 did not reach the memory of rank 0"  # type: ignore[attr-defined]
 
 
 class Other:
@@ -320,7 +411,7 @@ def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as refused, pytest.raises(peer.NoPeers, match="peer copies") as raised:
         refused.setattr(Machine, "wait", _refused)
         Ring(monkeypatch, 2)
-    assert raised.value.why == "cuStreamBatchMemOp_v2: error 801"
+    assert raised.value.why == "rank 0: a wait for a value in its own memory, flags 0x1: cuStreamBatchMemOp_v2: error 801"
     monkeypatch.setenv(peer.CHOICE, "mpi")
     with pytest.raises(UsageFault, match="'mpi'"):
         Ring(monkeypatch, 2)
