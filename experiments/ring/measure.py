@@ -4,11 +4,14 @@ The shapes of sweep.toml beside this file, forward and backward: the ring with a
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
 launcher's. A line has the transport that moved the messages; `bandwidth` has a line for peer copies and one for NCCL, the rings run with
 --transport. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
-problem, longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py).
+problem; longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it
+(harness/ring/record.py). Exit code 1 where a verdict is wrong.
+
 What is compared comes first: all shapes below LONG, ring and one GPU, then context_parallel, then the shapes of LONG keys in the same order,
-of which none begins after --last-start. Of those there is no ring without overlap, two runs of a pass count, and one of one GPU. Exit code 1 where a verdict is FAIL. `other_ms` is the part of a pass that is not
-attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
-a pass takes: of the last run, where host_ms is below ms, Python costs no time.
+of which none begins after --last-start. These run with overlap only; two runs of a pass count, and one of one GPU.
+
+`other_ms` is the part of a pass that is not attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first
+rank does anything, `host_ms` what enqueuing a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
 
 from __future__ import annotations

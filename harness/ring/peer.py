@@ -195,7 +195,7 @@ class Peer(Streams):
     # -- what the driver takes ----------------------------------------------------------------------------------------
 
     def _try(self, operation: Operation, where: int) -> None:
-        """Have the stream do one operation alone. Raises RuntimeError, which names it and the rank whose memory it is on, where it is refused."""
+        """Have the stream do one operation alone. Raises RuntimeError, which names it and whose memory it is on, where it is refused."""
         try:
             self._driver.prepared([operation])(self.stream.ptr)
         except RuntimeError as error:
@@ -206,7 +206,7 @@ class Peer(Streams):
             self.stream.synchronize()
 
     def _greet(self) -> None:
-        """Set a flag in both neighbours' memory, and look for theirs in the own. Raises NoPeers on all ranks, where one is refused or lost."""
+        """Set a flag in both neighbours' memory, and look for theirs in the own. Raises NoPeers on all ranks, where one does not arrive."""
         why = ""
         try:
             for rank, flag in ((self._next, self._next_page + _FROM_BEFORE), (self._before, self._before_page + _FROM_NEXT)):

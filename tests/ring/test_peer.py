@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import re
-import subprocess
 import sys
 import threading
 import types
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
 
-from harness.backends.host.backend import compiler
 from harness.fault import UsageFault
 from harness.ring import peer
 from harness.ring.transport import CudaClock, Stuck, wait_for
@@ -260,76 +256,6 @@ def test_the_rank_that_stopped_is_named(monkeypatch: pytest.MonkeyPatch, stopped
         assert least == [(4, f"rank {stopped}", rank) for rank in sorted({(stopped - 1) % 5, (stopped + 1) % 5})]
 
 
-def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As cuda.h has them: 48 bytes each, its fields 8 bytes apart; the driver's errors are RuntimeErrors."""
-    got: list[Any] = []
-
-    def batch(stream: Any, count: Any, words: Any, flags: Any) -> int:
-        got.append((stream.value, count.value, list(words), flags.value))
-        return int(stream.value == 9)
-
-    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
-    two = peer.Driver().prepared([(2, 1 << 40, 5, 0), (1, 4096, 6, 1)])
-    two(7)
-    assert got == [(7, 2, [2, 1 << 40, 5, 0, 0, 0, 1, 4096, 6, 1, 0, 0], 0)]
-    with pytest.raises(RuntimeError, match="batch: error 1"):
-        two(9)
-
-
-def test_the_words_are_those_of_cuda_h(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A C++ compiler that reads cuda.h lays the same operations out in the same bytes, calls the same functions, and no flag of a write
-    is used that version 2 of the calls does not take."""
-    header = next((path / "cuda.h" for path in _include_folders() if (path / "cuda.h").exists()), None)
-    if header is None:
-        pytest.skip("cuda.h is not here: pip install nvidia-cuda-runtime")
-    wait, write = (peer._WAIT, 1 << 40 | 64, peer._SET, peer._EQUAL | peer._FLUSH), (peer._WRITE, 1 << 40 | 64, 0, peer._NO_FLAG)
-    (tmp_path / "words.cpp").write_text(_WORDS)
-    subprocess.run([*compiler(), "-I", header.parent, tmp_path / "words.cpp", "-o", tmp_path / "words"], check=True)
-    said = subprocess.run([tmp_path / "words"], check=True, capture_output=True, text=True).stdout.split()
-    got: list[Any] = []
-
-    def batch(stream: Any, count: Any, words: Any, flags: Any) -> int:
-        got.append(bytes(words).hex())
-        return 0
-
-    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
-    peer.Driver().prepared([wait, write])(7)
-    assert said == ["cuStreamBatchMemOp_v2", "cuMemGetAddressRange_v2", got[0]]
-    flags = re.findall(r"(CU_STREAM_WRITE_VALUE_\w+)\s*=\s*(\w+),?\s*/\*\*<(.*?)\*/", header.read_text(), re.S)
-    taken = {int(value, 0) for _, value, about in flags if "not supported in the v2 API" not in about}
-    assert len(flags) == 2 and peer._NO_FLAG in taken and 1 not in taken
-
-
-#: A wait and a write as cuda.h has them, in bytes; what does not matter (padding, alias) is 0. Names of functions are macros there.
-_WORDS = """
-#include <cuda.h>
-#include <cstdio>
-#include <cstring>
-#define NAME(x) #x
-#define SAID(x) NAME(x)
-int main() {
-    CUstreamBatchMemOpParams both[2];
-    std::memset(both, 0, sizeof both);
-    both[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    both[0].waitValue.address = (1ull << 40) | 64;
-    both[0].waitValue.value = 0x01010101;
-    both[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ | CU_STREAM_WAIT_VALUE_FLUSH;
-    both[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-    both[1].writeValue.address = (1ull << 40) | 64;
-    both[1].writeValue.value = 0;
-    both[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-    std::puts(SAID(cuStreamBatchMemOp) " " SAID(cuMemGetAddressRange));
-    for (unsigned i = 0; i < sizeof both; i++) std::printf("%02x", reinterpret_cast<unsigned char*>(both)[i]);
-}
-"""
-
-
-def _include_folders() -> list[Path]:
-    """Where NVIDIA's wheels and a toolkit have their headers."""
-    folders = [Path(each) for each in __import__("nvidia").__path__] if importlib.util.find_spec("nvidia") else []
-    return [*(path for each in folders for path in each.glob("*/include")), Path("/usr/local/cuda/include")]
-
-
 def test_wrong_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping that leads elsewhere, on every rank before the first message; other sizes; a buffer that nobody was told of."""
     ring = Ring(monkeypatch, 3)
@@ -366,7 +292,7 @@ def _refused(*_: object) -> None:
     ],
 )
 def test_the_operation_that_the_driver_refuses_is_named(monkeypatch: pytest.MonkeyPatch, operation: str, before: str, after: str) -> None:
-    """Each kind is tried alone when ranks meet: a flag that the driver's calls of version 2 do not take, and one that this device does not."""
+    """Each kind is tried alone when ranks meet: a flag that version 2 of the calls does not take, and one that this device does not."""
     with pytest.raises(Exception, match="no peer copies") as raised:  # NoPeers of the spoiled module
         monkeypatch.setenv(peer.CHOICE, "peer")
         Ring(monkeypatch, 2, module=spoiled(monkeypatch, ((before, after),)))
