@@ -7,10 +7,10 @@ launcher's. A line has the transport that moved the messages; `bandwidth` has a 
 problem; longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it
 (harness/ring/record.py). Exit code 1 where a verdict is wrong.
 
-What is compared comes first: all shapes below LONG, ring and one GPU, then context_parallel, then the shapes of LONG keys in the same order,
+What is compared comes first: shapes below LONG, ring and one GPU, then context_parallel, then the shapes of LONG keys in the same order,
 of which none begins after --last-start. These run with overlap only; two runs of a pass count, and one of one GPU.
 
-`other_ms` is the part of a pass that is not attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first
+`other_ms` is the part of a pass that is no attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first
 rank does anything, `host_ms` what enqueuing a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
 
