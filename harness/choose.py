@@ -2,7 +2,7 @@
 
 "08-14" is every kernel numbered from 8 to 14 that can do what is asked; "auto" is the highest step of the ladder that takes the
 problem on this device and whose header leaves it to auto, and "hopper+mma_qreg_async" the forward pass of one kernel with the backward
-pass of another, as auto gives where the highest step has no backward pass. A path is as good as a name. After this no text travels: a
+pass of another, as auto gives where the highest steps of the passes differ. A path is as good as a name. After this no text travels: a
 Contender holds the kernels themselves.
 """
 
@@ -109,7 +109,8 @@ def _range(
 ) -> tuple[list[str], list[str]]:
     """The names of a range's kernels that can, and a note for each that cannot."""
     within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
-    why = {name: _cannot(name, passes, problems, deterministic) for name in within}
+    own = {name: [kernel.pass_ for kernel in catalogue() if kernel.name == name] for name in within}
+    why = {name: _cannot(name, passes or own[name], problems, deterministic) for name in within}
     able = [name for name, reason in why.items() if not reason]
     if not able:
         reason = "; ".join(dict.fromkeys(filter(None, why.values()))) or "no kernel has a number in it"

@@ -300,7 +300,7 @@ def _contenders(
     each shape those that take it.
     """
     passes, problems = MODES[mode], [problem for _, problem in shapes]
-    having = {(k.name, k.pass_, dtype) for k in catalogue() for dtype in k.dtypes}
+    having = {(k.name, k.pass_, dtype) for k in catalogue() for dtype in k.dtypes if not options.deterministic or True in k.forms}
     every = dict.fromkeys(k.name for k in catalogue())
     usual = {p.dtype: [name for name in every if all((name, pass_, p.dtype) in having for pass_ in passes)] for p in problems}
     asked = [options.computes or sweep.names("kernels", test) or usual[p.dtype] for test, p in shapes]

@@ -2,15 +2,16 @@
 
 Without a file it reads results.csv beside this one; those of hopper_backward and hopper_deterministic have the same form. It prints the
 table and writes it as table.md beside the rows. Settled speeds are those of the turns (warm), bursts those after a rest. The best peer of
-a cell is the fastest one, in the energy columns the one that takes the least. Means are geometric, over the cells of one dtype in which
-ours and a peer have a time; a cell in which ours has none is named below the table. So are rows during whose energy the device was idle:
-energy over power is how long a run took meanwhile, and what the device takes at rest for the difference is in their pJ/FLOP.
+a cell is the fastest one, in the energy columns the one that takes the least. Ours is in each cell the highest step that has a time there,
+which is the one that auto takes; where it is not the same in all cells, the first column of numbers names it. Means are geometric, over the
+cells of one dtype in which ours and a peer have a time; what has none is named below the table. So are rows during whose energy the device
+was idle: energy over power is how long a run took meanwhile, and what the device takes at rest for the difference is in their pJ/FLOP.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -44,18 +45,27 @@ Cell = tuple[str, int, bool, int]
 Pair = tuple[float, float, str] | None
 
 
-def ours_of(rows: Sequence[Row]) -> str:
-    """The kernel of the highest step among the rows, or the pair whose forward pass it is. Raises UsageError where there is none."""
-    steps = {kernel.name: kernel.number or 0 for kernel in catalogue()}
-    found = [row.Kernel for row in rows if row.Kernel.partition("+")[0] in steps]
-    if not found:
-        raise click.UsageError("no kernel of the ladder is among the rows; name ours: --ours NAME")
-    return max(found, key=lambda name: steps[name.partition("+")[0]])
-
-
 def cell_of(row: Row) -> Cell:
     """The cell that a row is of."""
     return row.dtype, row.HeadDim, row.causal, row.SeqLen
+
+
+def steps_of(name: str) -> tuple[int, ...]:
+    """The steps of a kernel or a pair, the forward pass's first; empty for another name than the ladder's."""
+    steps = {kernel.name: kernel.number or 0 for kernel in catalogue()}
+    parts = name.split("+")
+    return tuple(steps[part] for part in (parts[0], parts[-1])) if steps.keys() >= set(parts) else ()
+
+
+def ours_of(rows: Sequence[Row]) -> dict[Cell, str]:
+    """For each cell the highest step that has a time in it, else the highest one that is there. Raises UsageError where there is none."""
+    found: dict[Cell, tuple[bool, tuple[int, ...], str]] = {}
+    for row in rows:
+        if steps := steps_of(row.Kernel):
+            found[cell_of(row)] = max(found.get(cell_of(row), (False, (), "")), (row.Status == "PASS", steps, row.Kernel))
+    if not found:
+        raise click.UsageError("no kernel of the ladder is among the rows; name ours: --ours NAME")
+    return {cell: name for cell, (_, _, name) in found.items()}
 
 
 def pair(rows: Sequence[Row], ours: str, value: Callable[[Row], float | None], best: Callable[..., float]) -> Pair:
@@ -69,16 +79,16 @@ def pair(rows: Sequence[Row], ours: str, value: Callable[[Row], float | None], b
     return mine, top, others[top]
 
 
-def pairs(rows: Sequence[Row], ours: str) -> dict[Cell, tuple[Pair, Pair, Pair]]:
+def pairs(rows: Sequence[Row], ours: Mapping[Cell, str]) -> dict[Cell, tuple[Pair, Pair, Pair]]:
     """For each cell: settled and burst in 10^12 FLOP/s, energy in 10^-12 J a FLOP."""
     found = {}
-    for cell in sorted({cell_of(row) for row in rows if row.Kernel == ours}):
+    for cell, name in sorted(ours.items()):
         of = [row for row in rows if cell_of(row) == cell]
         warm, burst = ([row for row in of if row.timing == timing] for timing in ("warm", "burst"))
         found[cell] = (
-            pair(warm, ours, lambda row: row.TFLOPS, max),
-            pair(burst, ours, lambda row: row.TFLOPS, max),
-            pair(warm, ours, picojoules, min),
+            pair(warm, name, lambda row: row.TFLOPS, max),
+            pair(burst, name, lambda row: row.TFLOPS, max),
+            pair(warm, name, picojoules, min),
         )
     return found
 
@@ -117,33 +127,37 @@ def idle(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def table(rows: Sequence[Row], ours: str) -> str:
+def table(rows: Sequence[Row], ours: Mapping[Cell, str]) -> str:
     """The table in Markdown, with its means below."""
     found = pairs(rows, ours)
+    names = sorted(set(ours.values()), key=steps_of)
     lines = []
     for cell, three in found.items():
         texts = [name_of(cell)]
         for number, each in enumerate(three):
             digits = ".3f" if number == 2 else ".0f"
-            texts += [f"{each[0]:{digits}}", f"{each[1]:{digits}} {each[2]}", f"{each[0] / each[1]:.3f}"] if each else ["", "", ""]
+            own = f" {ours[cell]}" if number == 0 and len(names) > 1 else ""
+            texts += [f"{each[0]:{digits}}{own}", f"{each[1]:{digits}} {each[2]}", f"{each[0] / each[1]:.3f}"] if each else ["", "", ""]
         lines.append(texts)
-    parts = [f"{ours} over the best peer of the same run:", markdown_table(COLUMNS, lines)]
+    parts = [f"{' and '.join(names)} over the best peer of the same run:", markdown_table(COLUMNS, lines)]
     for which, what in enumerate(("Settled", "Burst", "Energy a FLOP (less is better)")):
         parts += [f"{what}, geometric mean of ours over the best peer's. {line}" for line in means(found, which)]
     if waited := idle(rows):
         parts.append(f"Idle for more than {IDLE:.0%} of the time while energy was counted: {', '.join(waited)}.")
-    missing = {cell_of(row): row for row in rows if row.Kernel == ours and row.Status != "PASS"}
-    parts += [f"{name_of(cell)}: {row.Status}, {row.ErrorMessage}" for cell, row in missing.items()]
+    failed = {(cell_of(row), row.Kernel): row for row in rows if row.Status != "PASS" and cell_of(row) in ours}
+    for (cell, name), row in failed.items():
+        if name == ours[cell] or steps_of(name) > steps_of(ours[cell]):  # or auto would take another than the table shows
+            parts.append(f"{name_of(cell)}: {name} {row.Status}, {row.ErrorMessage}")
     return "\n\n".join(parts) + "\n"
 
 
 @click.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path(__file__).with_name("results.csv"))
-@click.option("--ours", help="The kernel; by default the highest step among the rows.")
+@click.option("--ours", help="The kernel; by default the highest step in each cell.")
 def main(path: Path, ours: str | None) -> None:
     """Print the table of a results.csv and write it as table.md beside it."""
     rows = read_rows(path)
-    text = table(rows, ours or ours_of(rows))
+    text = table(rows, {cell_of(row): ours for row in rows if row.Kernel == ours} if ours else ours_of(rows))
     write_files(path.parent, {"table.md": text.encode()})
     click.echo(text, nl=False)
 

@@ -53,7 +53,8 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
         return _named(spec, passes, problem, device, deterministic)[pass_]
     found = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
-    if usual.name != found.name and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
+    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in found.kernels.items())
+    if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
         say_once(f"auto takes {found.name}: {why}")
     return found.kernels[pass_]
 
@@ -63,7 +64,8 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
     try:
         found = choose.contender(spec, passes)
     except NoSuchPass as fault:
-        able = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
+        backward = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
+        able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
         pair = f", or {spec}+{able[-1]}" if able and not is_path(spec) else ""
         hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None

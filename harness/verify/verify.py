@@ -42,14 +42,16 @@ def verify(
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
     two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
     launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
-    what is being done. note is told what a range leaves out, and what the
+    what is being done. note is told what a range, or with deterministic the tree, leaves out, and what the
     device has no room for. Raises UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
-    every = dict.fromkeys(each.name for each in kernel.catalogue() if each.pass_ in MODES[mode])
+    tree = [each for each in kernel.catalogue() if each.pass_ in MODES[mode]]
+    every = dict.fromkeys(each.name for each in tree if not deterministic or True in each.forms)
     wanted = () if mode == "both" else MODES[mode]
     found, left_out = kernels(list(computes) or every, MODES[mode], wanted, deterministic=deterministic)
-    for text in left_out:
+    without = [] if computes else [f"{each.label} has no deterministic form" for each in tree if each.name not in every]
+    for text in (*left_out, *without):
         note(text)
     if count:
         return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from harness import choose, verify
 from harness import compile as compiler
-from harness import verify
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
-from harness.problem import Problem
+from harness.problem import PASSES, Problem
 from harness.selftest.mutant import edited
 
 Run = Callable[..., Result]
@@ -103,6 +103,21 @@ def test_a_kernel_without_such_a_form_is_exit_2(words: tuple[str, ...], fa_cli: 
     result = fa_cli(*words, "./mine_forward.cu", "--deterministic")
     assert result.exit_code == 2 and "no deterministic form" in result.stderr and "hint: leave out --deterministic" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine_forward.cu"]
+
+
+@needs_compiler
+def test_the_tree_and_a_range_leave_it_out() -> None:
+    """A kernel of the tree that has no such form, as step 18: with a note, and the others go on."""
+    notes: list[str] = []
+    of_ours = "B1_H1_S17_D256_bfloat16"
+    for computes in ((), ("16-18",)):
+        found = verify.verify(computes, mode="backward", device="cpu", case=of_ours, deterministic=True, note=notes.append)
+        names = {one.kernel for one in found}
+        assert "hopper" in names and "hopper_cluster" not in names
+    assert notes[0] == "hopper_cluster_backward has no deterministic form"
+    assert "16-18 without hopper_cluster: hopper_cluster_backward has no deterministic form" in notes
+    both, left_out = choose.kernels(["16-18"], PASSES, deterministic=True)
+    assert {one.name for one in both} == {"hopper", "split_hopper"} and len(left_out) == 1
 
 
 def test_compile_compiles_both_forms(tmp_path: Path) -> None:

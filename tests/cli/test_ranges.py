@@ -83,7 +83,9 @@ def test_a_range_without_a_kernel_is_refused() -> None:
         ("bfloat16", 64, ["forward"], "sm_100", "mma_qreg_async"),  # wgmma is sm_90a's alone
         ("bfloat16", 64, ["backward"], "sm_90", "hopper"),
         ("bfloat16", 64, ["forward", "backward"], "sm_90", "hopper"),
-        ("float16", 256, ["forward", "backward"], "sm_90", "hopper"),
+        ("bfloat16", 128, ["backward"], "sm_90", "hopper"),
+        ("bfloat16", 136, ["backward"], "sm_90", "hopper_cluster"),
+        ("float16", 256, ["backward"], "sm_90", "hopper_cluster"),
         ("bfloat16", 64, ["forward", "backward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 256, ["forward", "backward"], "sm_80", "naive"),  # no backward pass of that width on tensor cores
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there
@@ -100,8 +102,21 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
     found, notes = choose([AUTO], passes, problems, device)
     assert [one.name for one in found] == [name] and len(notes) == 1 and len(found[0].kernels) == len(passes)
     assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
-    above = [k for k in catalogue() if k.auto and k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
-    assert all(dtype not in k.dtypes or dim > k.head_dims[-1] or not k.runs_on(arch, dtype) for k in above)
+    above = [k for k in catalogue() if k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
+    able = [k for k in above if dtype in k.dtypes and dim <= k.head_dims[-1] and k.runs_on(arch, dtype)]
+    assert not any(k.for_auto(problem, device) for k in able for problem in problems)
+
+
+def test_auto_takes_a_step_for_each_pass_and_form() -> None:
+    """At head dim 256 the forward pass is step 16's, the backward pass step 18's, which has no deterministic form: there it is step 16's
+    too. A name stays what it is."""
+    passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 96, 256, dtype="float16"), Device("cuda", "a GPU", "sm_90")
+    found, notes = choose([AUTO], passes, [problem], device)
+    assert [one.name for one in found] == ["hopper+hopper_cluster"]
+    assert "auto is 16 hopper forward and 18 hopper_cluster backward, the highest steps that take" in notes[0]
+    assert [one.name for one in choose([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
+    assert [one.name for one in choose([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
+    assert choose(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 16
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

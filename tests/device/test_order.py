@@ -101,6 +101,28 @@ def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bo
     assert order == [*scores, "DEPBAR 1", "REDG", "product", *late]  # dK, dQ: all of dQ or half of it; the next dP
 
 
+CLUSTER = find("hopper_cluster", "backward")
+CLUSTER_FORMS = list(itertools.product(CLUSTER.dtypes, (False, True)))
+CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: set(), lambda form: 1, 1)
+
+
+@pytest.mark.parametrize("form", sample.parameters(CLUSTER_FORMS, CLUSTER_DRAWN, str))
+def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
+    """A tile that is sent, then an own one: the reductions of the first lie between dK's issue and its wait, in no other place; no local
+    memory in the loop."""
+    dtype, causal = form
+    found = nvrtc.compile_(CLUSTER, CLUSTER.plan(Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
+    assert loop and not loop.local
+    hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG")]
+    order = [(run.what, run.times) for run in hot]
+    columns, scores = "HGMMA 64x128x16", ("HGMMA 64x32x16", 16)
+    assert order[:5] == [scores, scores, ("DEPBAR 1", 1), ("MUFU.EX2", 16), (columns, 4)], "S and dP; P; dV"
+    sent = [("DEPBAR 1", 1), (columns, 8), ("DEPBAR 1", 1), (columns, 4), ("DEPBAR 1", 1), ("REDG", 16), ("DEPBAR 0", 1)]
+    assert order[5:12] == sent, "dS, dQ of the tile before, dV's end, dK, dQ's end and its reductions, dK's end"
+    assert order[12:] == [(columns, 4), ("DEPBAR 1", 1), ("DEPBAR 0", 1)], "without a tile before"
+
+
 SPLIT = find("split_hopper", "forward")
 SPLIT_FORMS = list(itertools.product(SPLIT.head_dims, (False, True)))
 SPLIT_DRAWN = sample.sample("split order", SPLIT_FORMS, lambda form: {form[1]}, lambda form: 1, 2)

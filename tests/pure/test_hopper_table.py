@@ -34,9 +34,9 @@ def script() -> ModuleType:
     return loaded("table")
 
 
-def rows_of(seq: int, times: dict[str, float | None], dtype: str = "bfloat16", causal: bool = False) -> list[Row]:
+def rows_of(seq: int, times: dict[str, float | None], dtype: str = "bfloat16", causal: bool = False, dim: int = 128) -> list[Row]:
     """Warm rows of a cell with energy in proportion to the time, and bursts in which ours is as fast as in the turns, the peers slower."""
-    problem = Problem.of(1, 2, seq, 128, dtype=dtype, causal=causal)
+    problem = Problem.of(1, 2, seq, dim, dtype=dtype, causal=causal)
     found = []
     for name, ms in times.items():
         found.append(row(name, f"S{seq}", ms, problem, **({"energy_mj": 700 * ms * (2 if name == "fa3" else 1)} if ms else {})))
@@ -48,8 +48,9 @@ def rows_of(seq: int, times: dict[str, float | None], dtype: str = "bfloat16", c
 def test_a_cell_has_its_best_peer(script: ModuleType) -> None:
     """The fastest and the most frugal peer may be two; another kernel of ours, and a peer that failed, are no peers."""
     rows = rows_of(512, {"hopper": 1.0, "mma_qreg_async": 0.1, "fa3": 0.8, "torch-cudnn": 1.25, "fa4": None})
-    assert script.ours_of(rows) == "hopper"
-    ((settled, burst, energy),) = script.pairs(rows, "hopper").values()
+    ours = script.ours_of(rows)
+    assert list(ours.values()) == ["hopper"]
+    ((settled, burst, energy),) = script.pairs(rows, ours).values()
     assert settled[2] == "fa3" and settled[0] / settled[1] == pytest.approx(0.8)
     assert burst[2] == "fa3" and burst[0] / burst[1] == pytest.approx(1.6)
     assert energy[2] == "torch-cudnn" and energy[0] / energy[1] == pytest.approx(0.8)
@@ -59,11 +60,11 @@ def test_means_and_the_worst_cell(script: ModuleType) -> None:
     """Over the cells of one dtype that have both; float16 has its own line; a failure of ours is named, with its reason."""
     rows = rows_of(512, {"hopper": 1.0, "fa3": 2.0}) + rows_of(1024, {"hopper": 1.0, "fa3": 0.5}, causal=True)
     rows += rows_of(2048, {"hopper": None, "fa3": 1.0}) + rows_of(4096, {"hopper": 1.0, "fa4": 1.1}, dtype="float16")
-    text = script.table(rows, "hopper")
+    text = script.table(rows, script.ours_of(rows))
     settled = [line for line in text.splitlines() if line.startswith("Settled")]
     assert "bfloat16, 2 of 3 cells: 1.000; D128 2.000; D128 causal 0.500. Worst: D128 S1024 causal, 0.500; 1 below 1." in settled[0]
     assert "float16, 1 of 1 cells: 1.100" in settled[1]
-    assert "| D128 S2048 |  |  |" in text and "D128 S2048: FAIL, hopper is wrong" in text
+    assert "| D128 S2048 |  |  |" in text and "D128 S2048: hopper FAIL, hopper is wrong" in text
     worst = next(line for line in text.splitlines() if line.startswith("Energy"))
     assert "Worst: D128 S1024 causal, 1.000" in worst, "the cell where ours takes the most"
 
@@ -73,9 +74,30 @@ def test_rows_with_an_idle_device_are_named(script: ModuleType) -> None:
     rows = [replace(row, energy_mj=750.0, power_w=500.0) for row in rows_of(512, {"hopper": 1.0})]
     rows += [replace(row, energy_mj=700.0, power_w=650.0) for row in rows_of(1024, {"hopper": 1.0, "fa3": 1.0})]
     assert script.idle(rows) == ["hopper at D128 S512 33%"]
-    text = script.table(rows, "hopper")
+    text = script.table(rows, script.ours_of(rows))
     assert "Idle for more than 10% of the time while energy was counted: hopper at D128 S512 33%." in text
-    assert "Idle" not in script.table(rows_of(512, {"hopper": 1.0}), "hopper")
+    assert "Idle" not in script.table(rows_of(512, {"hopper": 1.0}), script.ours_of(rows_of(512, {"hopper": 1.0})))
+
+
+def test_ours_is_the_highest_step_of_each_cell(script: ModuleType) -> None:
+    """Where it has a time, else the next; the table names it, and the step that has none. Of pairs the later pass decides, and a name that
+    is not the ladder's is none."""
+    rows = rows_of(512, {"hopper": 1.0, "mma_qreg_async": 0.5, "fa4": 2.0})
+    rows += rows_of(512, {"hopper": 2.0, "hopper_cluster": 1.0, "fa4": 2.0}, dim=256)
+    rows += rows_of(1024, {"hopper": 1.0, "hopper_cluster": None, "fa4": 2.0}, dim=256)
+    ours = script.ours_of(rows)
+    assert [(cell[1], cell[3], name) for cell, name in sorted(ours.items())] == [
+        (128, 512, "hopper"),
+        (256, 512, "hopper_cluster"),
+        (256, 1024, "hopper"),
+    ]
+    text = script.table(rows, ours)
+    assert text.startswith("hopper and hopper_cluster over the best peer")
+    cells = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in text.splitlines() if line.startswith("| D")}
+    assert [(of[0].split()[-1], of[2]) for of in cells.values()] == [("hopper", "2.000"), ("hopper_cluster", "2.000"), ("hopper", "2.000")]
+    assert "D256 S1024: hopper_cluster FAIL, hopper_cluster is wrong" in text and "mma_qreg_async" not in text
+    pair = rows_of(512, {"hopper": 1.0, "hopper+hopper_cluster": 2.0, "hopper deterministic": 3.0, "hopper+mine": 4.0})
+    assert list(script.ours_of(pair).values()) == ["hopper+hopper_cluster"]
 
 
 def test_the_command_writes_what_it_prints(script: ModuleType, tmp_path: Path) -> None:
@@ -84,6 +106,8 @@ def test_the_command_writes_what_it_prints(script: ModuleType, tmp_path: Path) -
         append_row(tmp_path / "results.csv", each)
     done = CliRunner().invoke(script.main, [str(tmp_path / "results.csv")])
     assert done.exit_code == 0 and (tmp_path / "table.md").read_text() == done.output
+    named = CliRunner().invoke(script.main, [str(tmp_path / "results.csv"), "--ours", "hopper"])
+    assert named.exit_code == 0 and named.output == done.output
     other = tmp_path / "other"
     append_row(other / "results.csv", rows_of(512, {"fa3": 1.0})[0])
     assert CliRunner().invoke(script.main, [str(other / "results.csv")]).exit_code == 2

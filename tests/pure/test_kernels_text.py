@@ -18,7 +18,7 @@ each_kernel = pytest.mark.parametrize("kernel", TREE, ids=lambda kernel: kernel.
 #: The least shared memory a block can have on the architectures we compile for (sm_75), and the most (sm_90).
 SMALL, LARGE = Device("cuda", "small", "sm_75", 40, 4 << 20, 65536), Device("cuda", "large", "sm_90")
 
-_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)')
+_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)')
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b(.*)$", re.M)
 
 

@@ -37,7 +37,7 @@ def cases(chosen: Kernel) -> list[verify.Case]:
     }
     found = []
     for number, row in enumerate(covering(factors, chosen.head_dims)):
-        runtime = len(chosen.head_dims) == 1  # a single wide width is that of a kernel whose head dim is a run-time value
+        runtime = len(chosen.head_dims) == 1 and not chosen.tensor_cores  # a single wide width is then that of a run-time value
         dim = (min(row["dim"], 128) if runtime else row["dim"]) - row["tail"]
         rows = length(chosen, dim, row["dtype"])
         more = unseen(chosen, dim, row["dtype"]) if row["causal"] else 0

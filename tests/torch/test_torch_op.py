@@ -15,7 +15,7 @@ import pytest
 
 from harness.check.oracle import Oracle
 from harness.dataset.storage import STORAGE
-from harness.kernel import catalogue
+from harness.kernel import Device, catalogue
 from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
@@ -87,6 +87,18 @@ def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> No
     inputs = made(device, problem)
     arithmetic = "p16" if kernel in ("auto", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
+
+
+def test_a_pair_of_steps_in_the_fast_form(device: Any) -> None:
+    """The forward pass of step 16 with the backward pass of step 18, which has no deterministic form and no forward pass."""
+    problem = Problem.of(1, 2, 70, 256, dtype="bfloat16", causal=True)
+    inputs = made(device, problem)
+    judge(problem, inputs, both("hopper+hopper_cluster", problem, inputs, deterministic=False), "p16")
+    with pytest.raises(ValueError, match="hopper_cluster_backward has no deterministic form"):
+        both("hopper+hopper_cluster", problem, inputs)
+    q = inputs[0]
+    with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, which have both passes"):
+        attention(q, q, q, kernel="mma_swizzle", deterministic=False)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 4, 8)])
@@ -246,9 +258,12 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
     q = torch.randn(1, 1, 4, 160, device=device)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
         attention(q.clone().requires_grad_(), q, q)
+    wide = Problem.of(1, 1, 64, 256, dtype="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
+        used = call._kernel("auto", "backward", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)
+        assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
         for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 15 and 17, by their headers
             attention(*torch.randn(3, batch, 1, length, dim, device=device))

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Hopper: step 16's backward pass in clusters of two blocks that share Q and dO and add dQ once for both, at head dim 256"
+// title = "Hopper at head dim 256: clusters of two blocks that share Q and dO, and add dQ once for both"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [256]
 // arch = "sm_90a"
@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = false
+// auto = "head_dim > 128"  # below, step 16 is faster
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers; none in a consumer's loop
 // [tile]
@@ -74,12 +75,20 @@
 // maps = []
 // ///
 //
-// Step 16's backward pass in clusters of two blocks, at head dim 256. Both blocks stream the same queries: each loads half of Q and dO of a
-// tile for both by TMA multicast, and one of them, in turn, makes and adds dQ of the tile for the keys of both; the other sends it its dS^T.
-// (Head dims 64 and 128: cluster_backward.cu of commit 522fb18.) dK and dV of 64 keys are all registers of two consumers here. As in step 16
-// they share the 64 keys of their block: each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and dQ. So P^T and dS^T go
-// through shared memory in any case, and dS^T, 8 KB, goes on from there to the other block of the cluster (a bulk copy). dQ of a tile is
-// added once for the 128 keys of both: half of step 16's reductions, without which it is half as fast again.
+// Step 18, backward: step 16's backward pass at head dim 256, in clusters of two blocks.
+//
+// What limits step 16 there: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
+// tile of queries is added in global memory once for every 64 keys. That is twice as many reductions a FLOP as at head dim 128, and without
+// any the kernel is half as fast again.
+//
+// What changes: two blocks of neighbouring keys form a cluster and stream the same tiles of queries. Each loads half of Q and dO of a tile
+// for both (TMA multicast): L2 is read half as often. dQ of a tile is made by one of the two, in turn, over the keys of both, and added
+// once: half of the reductions. For that the other sends it its dS^T, 8 KB, through distributed shared memory (a bulk copy), and both keep
+// K of all 128 keys.
+//
+// What stays: the two consumers of a block share its 64 keys. Each makes the scores of half of the queries of a tile, and half of the columns
+// of dV, dK and dQ. So P^T and dS^T go through shared memory in any case. A block's own tile is one whose dQ it makes, a sent tile one
+// whose dS^T it sends away:
 //
 //     own tile n                                        sent tile n + 1
 //     S, dP                                             S, dP
@@ -90,6 +99,15 @@
 // Shared memory holds K of 128 keys, 64 KB, V 32, Q of two tiles 64, dO of one 32, dS^T of an own tile 16 and of a sent one 8, P^T 8. dO of
 // the next tile arrives while dK, dQ and the next S run; a tile's dV comes first for that. That dO is there says also that both consumers
 // have read P^T of the tile before.
+//
+// A stage of Q or dO is filled by both blocks, so it is empty when the consumers of both have released it: each warp arrives at its own
+// block's barrier and at the other's. Both walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros and releases
+// the stage (skip_tile). A cluster barrier stands at the beginning: no copy or arrival finds a barrier of the other block that is not
+// initialised. One stands at the end: no block ends while the other may reach it.
+//
+// The two blocks wait for each other at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 16 has 128
+// keys in a block, such a kernel is slower than step 16 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255 columns run
+// here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 16.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/gradient.cuh>
