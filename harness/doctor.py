@@ -22,7 +22,7 @@ from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
 from .fault import Fault, install_extra
 from .files import exposed
-from .ring import probe
+from .ring import peer, probe
 from .ring.start import on_ranks
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
@@ -97,6 +97,9 @@ def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -
         checks.append(
             Check("peer access", OK if all(found.peers) else WARN, "between " + ("all" if all(found.peers) else "not all") + " GPUs")
         )
+    if found.copies is not None:
+        hint = "rings use NCCL; nvidia-smi topo -m shows the links" if found.copies else ""
+        checks.append(Check("peer copies", WARN if found.copies else OK, found.copies or f"work too: {peer.CHOICE}=peer", hint))
     return checks + [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in found.bandwidth]
 
 

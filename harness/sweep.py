@@ -17,8 +17,8 @@ A sweep of trainings has no shapes, but a model: [training] with the keys of TRA
 (experiments/training/sweep.toml).
 
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
-`peers` of a shape are for that shape in place of the sweep's. `cold`, `burst` and `energy` are true, false, or patterns of the tests
-that they are for, as --only has them.
+`peers` of a shape are for that shape in place of the sweep's, and for a shape of [cpu] with its name that has none. `cold`, `burst` and
+`energy` are true, false, or patterns of the tests that they are for, as --only has them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _parse(path: Path, data: Table) -> Sweep:
             raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
     mode = data.get("mode", "forward")
 
-    own: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    own: dict[str, dict[str, tuple[str, ...]]] = {}
 
     def names(where: Table, key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
@@ -197,7 +197,9 @@ def _parse(path: Path, data: Table) -> Sweep:
         found = []
         for item in items:
             some = _expand({key: value for key, value in item.items() if key not in OWN}, wrong)
-            own.update((test, {key: names(item, key) for key in OWN if key in item}) for test, _ in some)
+            for test, key in ((test, key) for test, _ in some for key in OWN if key in item):
+                if own.setdefault(test, {}).setdefault(key, names(item, key)) != names(item, key):  # one may be of [cpu]
+                    raise wrong(f"two shapes are named {test!r:.60} and have other {key}")
             found += some
         return tuple(found)
 

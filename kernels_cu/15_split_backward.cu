@@ -8,6 +8,7 @@
 // cross = true
 // logits = "any"
 // deterministic = "optional"
+// float16_products = 3
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
 // BLOCK_Q = "64 if HEAD_DIM == 64 and seq_q > 32 else 32"

@@ -8,6 +8,8 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// float16_products = 3
+// auto = "not (HEAD_DIM == 64 and seq_kv <= 128 and batch * heads_q * ceil_div(seq_q, 32) <= sms)"  # else step 07: one launch, no split
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or seq_q <= 64 else 32"  # queries of a warp
 // WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"

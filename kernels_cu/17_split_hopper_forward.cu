@@ -8,7 +8,8 @@
 // cross = true
 // logits = "any"
 // deterministic = true
-// auto = "seq_q > 64"  # below, step 15 is faster
+// float16_products = 3
+// auto = "seq_q > 64 and not (HEAD_DIM == 64 and seq_kv <= 128 and batch * heads_q * ceil_div(seq_q, 32) <= sms)"  # else 15, or 07
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
 // BLOCK_K = "32 if HEAD_DIM == 256 else 96"

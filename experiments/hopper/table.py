@@ -4,7 +4,8 @@ Without a file it reads results.csv beside this one; those of hopper_backward an
 table and writes it as table.md beside the rows. Settled speeds are those of the turns (warm), bursts those after a rest. The best peer of
 a cell is the fastest one, in the energy columns the one that takes the least. Ours is in each cell the highest step that has a time there,
 which is the one that auto takes; where it is not the same in all cells, the first column of numbers names it. Means are geometric, over the
-cells of one dtype in which ours and a peer have a time; what has none is named below the table.
+cells of one dtype in which ours and a peer have a time; what has none is named below the table. So are rows during whose energy the device
+was idle: energy over power is how long a run took meanwhile, and what the device takes at rest for the difference is in their pJ/FLOP.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from harness.files import write_files
 from harness.kernel.kernel import catalogue
 from harness.report.summary import markdown_table
 from harness.report.views import geometric_mean, picojoules
-from harness.row import Row, read_rows
+from harness.row import CEILING, Row, read_rows
 
 COLUMNS = (
     "cell",
@@ -36,6 +37,8 @@ COLUMNS = (
     "least peer",
     "ours / peer",
 )
+#: The part of the time that a device may be idle while energy is counted, before the row is named.
+IDLE = 0.1
 #: A cell: dtype, head dim, mask, length.
 Cell = tuple[str, int, bool, int]
 #: Ours, the best peer's and its name; None where one of them is missing.
@@ -113,6 +116,17 @@ def means(found: dict[Cell, tuple[Pair, Pair, Pair]], which: int) -> list[str]:
     return lines
 
 
+def idle(rows: Sequence[Row]) -> list[str]:
+    """The rows, in words, whose energy was counted while the device was idle for more than IDLE of the time, and for how much of it."""
+    found = []
+    for row in rows:
+        if row.timing == "warm" and row.KernelTime_ms and row.energy_mj and row.power_w:
+            part = 1 - row.KernelTime_ms * row.power_w / row.energy_mj
+            if part > IDLE and not row.Kernel.startswith(CEILING):
+                found.append(f"{row.Kernel} at {name_of(cell_of(row))} {part:.0%}")
+    return found
+
+
 def table(rows: Sequence[Row], ours: Mapping[Cell, str]) -> str:
     """The table in Markdown, with its means below."""
     found = pairs(rows, ours)
@@ -128,6 +142,8 @@ def table(rows: Sequence[Row], ours: Mapping[Cell, str]) -> str:
     parts = [f"{' and '.join(names)} over the best peer of the same run:", markdown_table(COLUMNS, lines)]
     for which, what in enumerate(("Settled", "Burst", "Energy a FLOP (less is better)")):
         parts += [f"{what}, geometric mean of ours over the best peer's. {line}" for line in means(found, which)]
+    if waited := idle(rows):
+        parts.append(f"Idle for more than {IDLE:.0%} of the time while energy was counted: {', '.join(waited)}.")
     failed = {(cell_of(row), row.Kernel): row for row in rows if row.Status != "PASS" and cell_of(row) in ours}
     for (cell, name), row in failed.items():
         if name == ours[cell] or steps_of(name) > steps_of(ours[cell]):  # or auto would take another than the table shows

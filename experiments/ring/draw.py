@@ -8,6 +8,7 @@ or clear or round (other), in which no stream does anything (idle), and what the
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def rates(lines: list[dict[str, Any]], seq: int, causal: bool, mode: str) -> dic
     found: dict[str, dict[int, float]] = {name: {} for name in LOOKS}
     for overlap, name in ((True, "ring"), (False, "ring, no overlap")):
         passes = {line["pass"]: line for line in here if line["what"] == "ring" and line["overlap"] is overlap}
+        if not passes:  # a long shape
+            continue
         for count, several in ((1, alone), (len(passes["forward"]["digests"]), passes)):
             wanted = [several["forward"]] if mode == "forward" else list(several.values())
             work = sum(line["ms"] * line["tflops_gpu"] for line in wanted)  # FLOPs of a GPU
@@ -53,7 +56,9 @@ def table(lines: list[dict[str, Any]], seq: int, causal: bool) -> str:
     alone = {line["pass"]: line["efficiency"] for line in here if line["what"] == "one GPU"}
     both = next(line for line in here if line["what"] == "both")
     theirs = {line["pass"]: line["tflops_gpu"] for line in here if line["what"] == "context_parallel"}
-    with_, without = ([f"{ring[pass_, overlap]:.0f}" for pass_ in ("forward", "backward")] for overlap in (True, False))
+    with_, without = (
+        [f"{ring[name, overlap]:.0f}" if (name, overlap) in ring else "-" for name in ("forward", "backward")] for overlap in (True, False)
+    )
     cells = [f"{seq // 1024}k", "causal" if causal else "full", f"{with_[0]} ({alone['forward']:.0%})"]
     cells += [f"{both['tflops_gpu']:.0f} ({both['efficiency']:.0%})", f"{' / '.join(without)} (with: {' / '.join(with_)})"]
     return " | ".join(["", *cells, " / ".join(f"{theirs[name]:.0f}" for name in ("forward", "both") if name in theirs), ""]).strip()
@@ -64,16 +69,18 @@ def price(lines: list[dict[str, Any]], seq: int, causal: bool, pass_: str) -> st
     here = [line for line in lines if line.get("seq") == seq and line.get("causal") is causal and line.get("pass") == pass_]
     ring = {line["overlap"]: line for line in here if line["what"] == "ring"}
     alone = next(line for line in here if line["what"] == "one GPU")
-    more = sum(step[0] for step in ring[False]["steps"]) / (alone["ms"] / len(ring[True]["digests"])) - 1
     parts = [f"{name[:-3]} {ring[True][name]:.2f} ms" for name in ("other_ms", "idle_ms", "host_ms") if name in ring[True]]
     hidden = f"{ring[True]['hidden']:.0%} hidden"
-    return f"{seq} {'causal' if causal else 'full'} {pass_}: {ring[True]['ms']:.2f} ms, {hidden}, compute {more:+.1%}, {', '.join(parts)}"
+    if False in ring:
+        more = sum(step[0] for step in ring[False]["steps"]) / (alone["ms"] / len(ring[True]["digests"])) - 1
+        parts.insert(0, f"compute {more:+.1%}")
+    return f"{seq} {'causal' if causal else 'full'} {pass_}: {ring[True]['ms']:.2f} ms, {hidden}, {', '.join(parts)}"
 
 
 def main() -> None:
     """The figure of what was recorded, and its numbers."""
     lines = [json.loads(text) for text in (HERE / "ring.jsonl").read_text(encoding="utf-8").splitlines()]
-    shapes = list(dict.fromkeys((line["seq"], line["causal"]) for line in lines if line["what"] == "ring"))
+    shapes = list(dict.fromkeys((line["seq"], line["causal"]) for line in lines if line["what"] == "both"))  # one that was cut off has none
     rows = [table(lines, *shape) for shape in shapes]
     rows += [price(lines, *shape, pass_) for shape in shapes for pass_ in ("forward", "backward")]
     sys.stdout.write("\n".join(rows) + "\n")
@@ -92,10 +99,12 @@ def main() -> None:
             axis.grid(color="0.92")
             if row == 0:
                 axis.set_title(f"S {seq // 1024}k, {'causal' if causal else 'not causal'}", fontsize=9)
-    axes[0][0].set_ylim(0, 640)
+    axes[0][0].set_ylim(bottom=0)
     for row, text in enumerate(("forward", "forward + backward")):
         axes[row][0].set_ylabel(f"TFLOP/s a GPU, {text}", fontsize=8)
-    figure.suptitle("Ring attention, B1 H16 D128 bfloat16, step 14 of the ladder", fontsize=10)
+    with (HERE / "ring.csv").open(encoding="utf-8", newline="") as file:
+        kernels = dict.fromkeys(row["compute"] for row in csv.DictReader(file) if row["dim"] == "128" and row["dtype"] == "bfloat16")
+    figure.suptitle(f"Ring attention, B1 H16 D128 bfloat16, {', '.join(kernels)}", fontsize=10)
     for axis in axes[1]:
         axis.set_xlabel("GPUs (percent: of one GPU)", fontsize=8)
     axes[0][0].legend(loc="lower left", frameon=False, fontsize=7)

@@ -4,9 +4,14 @@ The shapes of sweep.toml beside this file, forward and backward: the ring with a
 torch's context_parallel with cuDNN. A line of JSON for each on stdout of the first rank, and in ring.jsonl of the folder --output. N is the
 launcher's. A line has the transport that moved the messages; `bandwidth` has a line for peer copies and one for NCCL, the rings run with
 --transport. The forward pass below LONG keys and, up to --judge-backward keys, the backward pass are judged against float64 on the whole
-problem, longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it (harness/ring/record.py). `other_ms` is the part of a pass that is not
-attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first rank does anything, `host_ms` what enqueuing
-a pass takes: of the last run, where host_ms is below ms, Python costs no time.
+problem; longer ones are compared with one GPU only; what was judged is also a row of ring.csv, with its steps and time line beside it
+(harness/ring/record.py). Exit code 1 where a verdict is wrong.
+
+What is compared comes first: shapes below LONG, ring and one GPU, then context_parallel, then the shapes of LONG keys in the same order,
+of which none begins after --last-start. These run with overlap only; two runs of a pass count, and one of one GPU.
+
+`other_ms` is the part of a pass that is no attention (merging, clearing, rounding), `idle_ms` the part in which neither stream of the first
+rank does anything, `host_ms` what enqueuing a pass takes: of the last run, where host_ms is below ms, Python costs no time.
 """
 
 from __future__ import annotations
@@ -55,9 +60,11 @@ class Log:
 
     def __init__(self, rank: int, ranks: int, path: Path) -> None:
         self.rank, self.ranks, self.path, self.began, self.transport = rank, ranks, path, time.monotonic(), ""
+        self.passed = True  # every verdict
 
     def __call__(self, **line: Any) -> None:
-        """Print a line, and keep it."""
+        """Print a line, and keep it. Where none comes for long, every rank says where it stands."""
+        faulthandler.dump_traceback_later(TIMEOUT)
         if self.rank == 0:
             text = json.dumps({**line, "ranks": self.ranks, "transport": self.transport, "at_s": round(time.monotonic() - self.began, 1)})
             sys.stdout.write(text + "\n")
@@ -81,7 +88,7 @@ def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str,
         if problem.seq_kv < LONG:
             found[pass_] = sampling.measure({"": bound}, backend, "warm", sampling.POLICY[backend.name])[""].median_ms * 1e-3
         else:
-            found[pass_] = min(backend.enqueue(bound.loaded, bound.steps)() for _ in range(2))
+            found[pass_] = backend.enqueue(bound.loaded, bound.steps)()
     return found, given
 
 
@@ -96,7 +103,7 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
     inputs = generate.inputs(problem, 42, generate.INPUTS)
     talk.gather(None, 5)
     mode = "both" if problem.seq_kv <= given.judge_backward else "forward"
-    overlaps = (True,) if given.brief else (False, True)
+    overlaps = (True,) if given.brief or problem.seq_kv >= LONG else (False, True)
     spec = job.Spec(given.compute, mode, problem, device=given.device)
     with transport.scope():
         rank = Rank(backend, partition, contender, inputs, transport)
@@ -137,6 +144,7 @@ def judged(log: Log, problem: Problem, oracle: Oracle, contender: Any, outputs: 
     outputs = {name: outputs[name] for name in outputs if "dO" in oracle.inputs or name in ("O", "logsumexp")}
     verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
     words = {v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()}
+    log.passed = log.passed and all(v.passed for v in verdicts.values())
     log(what="verdict", seq=problem.seq_q, causal=problem.causal, share=oracle.reference.share, **words)
     return verdicts
 
@@ -155,10 +163,12 @@ def replayed(log: Log, talk: Control, rank: Rank, pass_: str) -> None:
 
 
 def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tuple[timing.PassTime, bool]:
-    """A pass of all ranks, and whether its last run had the bits of the first. Every rank's digest of its outputs is in the line."""
-    rank.overlap, problem = overlap, rank.problem
-    timing.run_pass([rank], pass_, 2, TIMEOUT)
-    first = job._digest(rank.outputs(pass_))
+    """A pass of all ranks, and whether its last run had the bits of the first, which from LONG keys on nobody looks at: gigabytes.
+    Every rank's digest of its outputs is in the line."""
+    rank.overlap, problem, first = overlap, rank.problem, ""
+    if problem.seq_kv < LONG:
+        timing.run_pass([rank], pass_, 2, TIMEOUT)
+        first = job._digest(rank.outputs(pass_))
     talk.gather(None)
     began = time.perf_counter()
     run_together([getattr(rank, pass_)])
@@ -166,7 +176,7 @@ def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tup
     rank.spans.clear()
     samples = timing.run_pass([rank], pass_, runs(problem), TIMEOUT)[0][1:]
     digest = job._digest(rank.outputs(pass_))
-    about = talk.gather((samples, digest[:12], digest == first, host))
+    about = talk.gather((samples, digest[:12], first in ("", digest), host))
     found = timing.together(pass_, [each[0] for each in about])
     line = found.lines[0]
     log(
@@ -253,6 +263,7 @@ def torch_ring(log: Log, problem: Problem) -> None:
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal).backward(d_out)
 
         whole = timed(both)
+    torch.cuda.empty_cache()  # rings come after
     for pass_, seconds in (("forward", forward), ("both", whole)):
         words = {"what": "context_parallel", "seq": problem.seq_q, "causal": problem.causal, "pass": pass_}
         log(**words, **rate(problem, pass_, seconds, ranks))
@@ -284,20 +295,60 @@ def bandwidth(log: Log, talk: Control, backend: Backend, transport: Transport | 
         log(what="bandwidth", gbps={f"{size >> 10} KiB": round(min(r) / 1e9, 2) for size, *r in zip(sizes, *rates, strict=True)})
 
 
-def main() -> None:
-    """Every length, ours first; torch afterwards, so that two communicators are never in flight together."""
+def begins(log: Log, talk: Control, problem: Problem, given: argparse.Namespace) -> bool:
+    """Whether there is time for a shape, by the clock of the first rank; a line where there is none."""
+    late = problem.seq_kv >= LONG and talk.gather(time.monotonic() - log.began)[0] > given.last_start
+    if late:
+        log(what="left out", seq=problem.seq_q, causal=problem.causal, why=f"more than {given.last_start:g} s were over")
+    return not late
+
+
+def rings(log: Log, talk: Control, backend: Backend, problems: list[Problem], given: argparse.Namespace) -> None:
+    """Some shapes, on each transport."""
+    for name in given.transport if backend.name == "cuda" else ("auto",):
+        with used(log, talk, backend, name) as transport:
+            if backend.name == "cpu":
+                bandwidth(log, talk, backend, transport)
+            for problem in problems if transport else ():
+                if begins(log, talk, problem, given):
+                    ring(log, talk, transport, backend, problem, given)
+
+
+def torch_rings(log: Log, talk: Control, local: int, problems: list[Problem], given: argparse.Namespace) -> None:
+    """context_parallel on some shapes. Its process group stays: a second one would find the first one's keys in the launcher's store."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    for problem in problems:
+        if begins(log, talk, problem, given):
+            torch_ring(log, problem)
+
+
+def options() -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="+", metavar="TEST", help="some of the sweep's shapes")
+    parser.add_argument("--only", nargs="+", metavar="TEST", help="some of the sweep's shapes: 32k-causal 32k 128k-causal 128k ...")
     parser.add_argument("--compute", default=choose.AUTO)
     parser.add_argument("--judge-backward", type=int, default=32768, metavar="KEYS")
     parser.add_argument("--device", default="cuda", help="cpu, under mpiexec, shows that this file works")
     parser.add_argument("--brief", action="store_true", help="the ring with overlap and context_parallel only; below LONG O is judged")
     parser.add_argument("--graph", action="store_true", help="each pass also as a CUDA graph")
     parser.add_argument("--transport", nargs="+", choices=("auto", "peer", "nccl"), default=["auto"], help="the rings with each of them")
-    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--no-torch", action="store_true", help="without context_parallel")
+    parser.add_argument("--no-ring", action="store_true", help="context_parallel only; lines are added to ring.jsonl")
+    parser.add_argument("--last-start", type=float, default=float("inf"), metavar="SECONDS", help="no shape of LONG keys begins later")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
-    given = parser.parse_args()
-    faulthandler.dump_traceback_later(TIMEOUT, repeat=True)  # says in the log where a run of minutes stands
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Shapes below LONG first. Two communicators are never in flight together: the ring's is closed before torch's computes, and torch's
+    is made after the first rings and is idle while others run."""
+    given = options()
+    faulthandler.dump_traceback_later(TIMEOUT)
     where = place.found()
     assert where, "start it with torch.distributed.run or mpiexec"
     talk = place.control(where, TIMEOUT)
@@ -306,25 +357,19 @@ def main() -> None:
     asked = sweep.load("ring")
     shapes = asked.shapes if backend.name == "cuda" else asked.cpu_shapes
     problems = [problem for test, problem in shapes if test in (given.only or [test])]
-    for name in ("peer", "nccl") if backend.name == "cuda" and talk.size > 1 else ():
+    for name in ("peer", "nccl") if backend.name == "cuda" and talk.size > 1 and not given.no_ring else ():
         with used(log, talk, backend, name) as transport:
             bandwidth(log, talk, backend, transport)
-    for name in given.transport if backend.name == "cuda" else ("auto",):
-        with used(log, talk, backend, name) as transport:
-            if backend.name == "cpu":
-                bandwidth(log, talk, backend, transport)
-            for problem in problems if transport else ():
-                ring(log, talk, transport, backend, problem, given)
-    if given.no_torch:
-        return
-    import torch
-    import torch.distributed as dist
+    for some in ([each for each in problems if (each.seq_kv >= LONG) is long] for long in (False, True)):
+        if some and not given.no_ring:
+            rings(log, talk, backend, some, given)
+        if some and not given.no_torch:
+            torch_rings(log, talk, where.local, some, given)
+    if not given.no_torch:
+        import torch.distributed as dist
 
-    torch.cuda.set_device(where.local)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", where.local))
-    for problem in problems:
-        torch_ring(log, problem)
-    dist.destroy_process_group()
+        dist.destroy_process_group()
+    sys.exit(0 if log.passed else 1)
 
 
 if __name__ == "__main__":

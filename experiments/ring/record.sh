@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The ring on the N GPUs of this machine, in about six minutes, at most nine: bash experiments/ring/record.sh [FOLDER] [N] (default: this
-# folder, 2). PYTHON names the Python. The most important first: the sweep beside torch's context_parallel (measure.py), a killed and a stopped
-# rank, where a message's time goes (messages.py), doctor --ring, rings of other types and options, errors against ranks (errors.py).
+# The ring on the N GPUs of this machine, in about seven minutes, at most nine: bash experiments/ring/record.sh [FOLDER] [N] (default: this
+# folder, 2). PYTHON names the Python. The most important first: doctor --ring, the sweep beside torch's context_parallel (measure.py), rings
+# by peer copies, errors against ranks (errors.py), a killed and a stopped rank, where a message's time goes (messages.py), rings of other
+# types and options.
 # A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log, each command with its exit code;
 # eight files in FOLDER. DEVICE=cpu runs all but messages.py and context_parallel on processes and small shapes, to show that this file works.
 set -uo pipefail
@@ -13,6 +14,7 @@ device=${DEVICE:-cuda}
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 facts=$(mktemp)
+trap '[ -s "$facts" ] && cp "$facts" "$out/env.json"' EXIT # of the sweep, also where this is cut off: the other parts write their own
 rm -f "$out"/ring.jsonl "$out"/ring.csv "$out"/ring_steps.csv "$out"/ring_timeline.csv
 
 part() { # exit code and words to expect, seconds it may take, and a command
@@ -42,41 +44,45 @@ interrupted() { # a signal for rank 1 and the words to expect: the run must end 
             sleep 0.1
             if pid=$(cat "$folder"/fa_cli_ring_*/pid.1 2>/dev/null); then break; fi
         done
-        sleep "$delay" # inputs made, the kernel compiled: the runs last some 25 seconds (on the CPU more)
+        sleep "$delay" # inputs made, the kernel compiled: the runs last some 12 seconds (on the CPU more)
         kill "-$1" "$pid"
     ) &
-    TMPDIR=$folder part 4 "$2" 90 $python cli.py ring "${long[@]}" --timeout 10 -q
+    TMPDIR=$folder part 4 "$2" 90 $python cli.py ring "${long[@]}" -q
     wait
     rm -rf "$folder"
 }
+peer=(env FA_CLI_RING_TRANSPORT=peer $python cli.py)
 if [ "$device" = cpu ]; then
     start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
     started=(--gpus "$ranks" --device cpu) delay=2 dead="rank 1 died"
-    long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both)
+    long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both --timeout 10)
     tensor=(--compute auto --heads 2 --dim 64) large=(--compute auto --heads 2 --seq 320 --dim 64) S=512
-    silent="did not answer" errors="1 2"
+    silent="did not answer" errors="1 2" copies="once round" compared='"what": "verdict"'
 else
     start=("$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/measure.py)
-    started=(--gpus "$ranks") delay=20 dead="rank 1 died: SIGKILL"
-    long=("${started[@]}" --compute fa2 --heads $((16 * ranks)) --seq 131072 --dim 128)
+    started=(--gpus "$ranks") delay=12 dead="rank 1 died: SIGKILL"
+    long=("${started[@]}" --compute fa2 --heads $((8 * ranks)) --seq 131072 --dim 128 --timeout 6)
     tensor=(--compute auto --heads 8 --dim 128) large=(--compute auto --heads 16 --seq 32768 --dim 128) S=4096
-    silent="rank 1 did not answer" errors="1 $ranks"
+    silent="rank 1 did not answer" errors="1 $ranks" copies="OK +peer copies" compared='"what": "context_parallel"'
 fi
 
 {
     [ "$device" = cpu ] || nvidia-smi topo -m
-    part 0 '"what": "verdict"' 270 "${start[@]}" --output "$out"
-    cp "$out/env.json" "$facts" # of the sweep: the parts below write their own
+    part 0 "$copies" 60 $python cli.py doctor --ring --gpus "$ranks" --device "$device"
+    part 0 "$compared" 270 "${start[@]}" --output "$out" --last-start 185
+    cp "$out/env.json" "$facts"
+    if [ "$device" != cpu ]; then
+        part 0 "by peer copies" 60 "${peer[@]}" doctor --ring --gpus "$ranks"
+        part 0 "^PASS" 60 "${peer[@]}" ring "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal
+    fi
+    part 0 bfloat16 120 $python experiments/ring/errors.py --device "$device" --ranks $errors --output "$out/errors.csv"
     interrupted KILL "$dead"
     interrupted STOP "$silent"
-    [ "$device" = cpu ] || part 0 'peer copy, ordered' 120 $python experiments/ring/messages.py --gpus "$ranks" --output "$out/messages.jsonl"
-    part 0 . 60 $python cli.py doctor --ring --gpus "$ranks" --device "$device"
+    [ "$device" = cpu ] || part 0 '^peer exchange +[0-9]' 120 $python experiments/ring/messages.py --gpus "$ranks" --output "$out/messages.jsonl"
     ring "^PASS" "${started[@]}" --mode both --compute fa2 --heads 4 --kv-heads 2 --seq 1003 --causal --output-dir "$out"
     ring "^PASS" "${started[@]}" --mode both "${tensor[@]}" --seq $((S - 95)) --dtype float16 --no-overlap --output-dir "$out"
     ring '"repeated": true' "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal --deterministic --json
     ring "simulated" --simulate "$ranks" --device "$device" --mode both "${large[@]}" --dtype bfloat16 --causal --output-dir "$out"
-    part 0 bfloat16 120 $python experiments/ring/errors.py --device "$device" --ranks $errors --output "$out/errors.csv"
 } 2>&1 | tee "$out/checks.log"
-[ -s "$facts" ] && cp "$facts" "$out/env.json"
 echo "$SECONDS s"
 ! grep "NOT AS EXPECTED" "$out/checks.log"

@@ -82,6 +82,7 @@ OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
+    "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),

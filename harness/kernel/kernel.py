@@ -53,6 +53,7 @@ class Kernel:
     deterministic: bool  # whether this form of the kernel is
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
+    float16_products: int | None = None  # of tensor cores, in place of each float32 product
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Kernel:
             deterministic=head["deterministic"] is True,
             arithmetic=head.get("arithmetic", "f32"),
             aliases=tuple(head.get("aliases", ())),
+            float16_products=head.get("float16_products"),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),

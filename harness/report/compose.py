@@ -70,7 +70,8 @@ def draw(
         rows = list(source)
     rows, title = [_drawable(row) for row in rows], plain(title)
     made: list[Path] = []
-    several, tables = views(rows), ladders(rows)
+    every, tables = views(rows), ladders(rows)
+    several = [view for view in every if _compares(view, every)]
     total = len(several) + len(tables)
     for number, view in enumerate(several):
         pass_ = PASS_WORDS[view.type]
@@ -93,7 +94,10 @@ def draw(
             for kind, function in OVER_S.items():
                 add(kind, part, function)
             apart = apart.only((*apart.rows, *part.rows))
-        add("energy", view.only(row for row in view.rows if row.energy_mj), figures.energy)
+        some = view.only(row for row in view.rows if row.energy_mj)
+        over = families(some)
+        for part in over if over and sum(len(part.rows) for part in over) == len(some.rows) else (some,):
+            add("energy", part, figures.energy)
         rates = len(view.shapes) <= FEW and add("roofline", view, figures.roofline)
         rest = view.only(row for row in view.rows if shape_of(row) not in apart.shapes)
         for part in by_head_dim(rest) if rest.rows and not rates else ():
@@ -104,6 +108,14 @@ def draw(
         figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
         made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
     return made
+
+
+def _compares(view: View, others: Sequence[View]) -> bool:
+    """Whether a view is worth figures beside the others of its run: not with one kernel where another has several, nor with one shape
+    where the other mask has several. The summary has its numbers."""
+    kernels = len(view.timed) > 1 or all(len(other.timed) < 2 for other in others)
+    masks = [other for other in others if (other.device, other.type, other.dtype) == (view.device, view.type, view.dtype)]
+    return kernels and (len(view.shapes) > 1 or all(len(other.shapes) < 2 for other in masks))
 
 
 #: The figures of a family over S.

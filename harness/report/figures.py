@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from ..problem import DTYPE_BYTES
 from ..row import CEILING
 from . import style
 from .style import BARS, COLUMN, GREY, HOLLOW, MARK, NOTE, RED, ceiling
-from .views import View, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs
+from .views import View, families, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
     """TFLOP/s of each kernel over the shapes by name, as bars side by side in the order of the legend."""
     if not view.timed:
         return None
-    figure, axes = style.sheet(view, title, "", footer, (COLUMN, 2.9))
+    figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 2.9))
     _bars(axes[0], view, lambda row: row.TFLOPS and row.TFLOPS * _unit(view)[1], -1)
     _rates(axes[0], view)
     style.legend(figure, view, bars=True)
@@ -43,18 +44,25 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
 
 
 def energy(view: View, title: str, footer: str) -> Figure | None:
-    """pJ/FLOP of each kernel by shape, settled and alone on the GPU, beside the matrix product's."""
+    """pJ/FLOP of each kernel, settled and alone on the GPU, beside the matrix product's: lines over S for a family, else bars by shape."""
     view = view.only(row for row in view.rows if row.energy_mj and row.timing == view.timing)
     if not view.timed:
         return None
-    figure, axes = style.sheet(view, title, _common(view), footer, (COLUMN, 2.7))
-    _bars(axes[0], view, picojoules, 0)
-    axes[0].set_ylabel("pJ/FLOP")
+    over = [len(family.rows) for family in families(view)] == [len(view.rows)]
+    figure, axes = style.sheet(view, title, style.family_words(view) if over else _common(view), footer, (COLUMN, 2.7))
+    axis = axes[0]
+    if over:
+        style.series(axis, view, picojoules, 0, lambda row: float(row.SeqLen))
+        style.lengths(axis, view)
+        axis.set_ylim(0, axis.get_ylim()[1])
+    else:
+        _bars(axis, view, picojoules, 0)
+    axis.set_ylabel("pJ/FLOP")
     extra = []
     if (product := gemm(view)) and (least := picojoules(product)):
-        words = f"GEMM {product.Kernel.rpartition('-')[2]} {least:.3g} pJ/FLOP"  # in the legend, for bars stand where the line is
-        extra.append(axes[0].axhline(least, color="0.2", linestyle="--", linewidth=0.8, zorder=2.5, label=words))
-    style.legend(figure, view, extra, bars=True)
+        words = f"GEMM {product.Kernel.rpartition('-')[2]} {least:.3g} pJ/FLOP"  # in the legend: bars or lines stand where the line is
+        extra.append(axis.axhline(least, color="0.2", linestyle="--", linewidth=0.8, zorder=1.5 if over else 2.5, label=words))
+    style.legend(figure, view, extra, bars=not over, order=picojoules if over else None)
     return figure
 
 
@@ -69,7 +77,9 @@ def _bars(axis: Axes, view: View, value: Callable[[Row], float | None], power: i
         axis.bar(xs, ys, width=width, label=kernel, zorder=2, **style.block(view, kernel))
         if power and rows:
             axis.errorbar(xs, ys, yerr=style.spread([row for _, row in rows], ys, power), **{**BARS, "capsize": 1.1, "elinewidth": 0.5})
-    few, labels = len(shapes) <= 4, [view.label(shape).replace("_causal", "") for shape in shapes]
+    few, labels = len(shapes) <= 4, [re.sub("-?_causal|-$|-(?= [(])", "", view.label(shape)) for shape in shapes]
+    if len(shapes) == 1:  # the title has it
+        labels = [""]
     axis.set_xticks(range(len(shapes)), [label.replace(" (", "\n(") if few else label for label in labels])
     if not few:
         plt.setp(axis.get_xticklabels(), fontsize=5, rotation=35, ha="right", rotation_mode="anchor", va="center")
@@ -129,8 +139,11 @@ def _unit(view: View) -> tuple[str, float]:
 def _rates(axis: Axes, view: View) -> None:
     """An axis of rates: linear from 0, under the measured ceiling."""
     axis.set_ylabel(f"{_unit(view)[0]} (p20 to p80)")
+    axis.set_ylim(bottom=0)
     if (product := gemm(view)) and product.TFLOPS:
-        ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s")
+        axis.set_ylim(top=max(axis.get_ylim()[1], 1.06 * product.TFLOPS))
+        words = f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s"
+        ceiling(axis, product.TFLOPS, words, right=style.crossed(axis, product.TFLOPS))
     axis.set_ylim(0, axis.get_ylim()[1] * 1.02)
 
 
@@ -225,7 +238,8 @@ def roofline(view: View, title: str, footer: str) -> Figure | None:
     if copy and copy.Bandwidth_GBps:
         slope = copy.Bandwidth_GBps / 1e3
         axis.plot(xs[xs <= ridge], xs[xs <= ridge] * slope, color="0.2", linestyle="--", linewidth=0.8, label=f"{CEILING}copy", zorder=1.5)
-        axis.annotate(f"copy {copy.Bandwidth_GBps:,.0f} GB/s", (xs[0], xs[0] * slope), **NOTE, va="top", color="0.2")
+        middle = math.sqrt(xs[0] * ridge)  # to the right of the line, where the axes end nowhere near
+        axis.annotate(f"copy {copy.Bandwidth_GBps:,.0f} GB/s", (middle, middle * slope), **NOTE, va="top", color="0.2")
     if product and product.TFLOPS:
         ceiling(axis, product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s")
     if exp and exp.TFLOPS:

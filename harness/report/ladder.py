@@ -31,7 +31,9 @@ def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
     """A panel for each view (of one shape, as views.ladders gives them), its bars in ladder order with their values."""
     counts = [len(steps(panel)) for panel in panels]
     size = (max(style.COLUMN, 0.36 * sum(counts) + 0.7), 2.9)
-    figure, axes = style.sheet(replace(panels[0], dtype=""), title, "", footer, size, 1, len(panels), width_ratios=counts)
+    alone = len(panels) == 1  # its problem is in the figure's title
+    head, what = (panels[0], _sizes(panels[0])) if alone else (replace(panels[0], dtype=""), "")
+    figure, axes = style.sheet(head, title, what, footer, size, 1, len(panels), width_ratios=counts)
     units: dict[str, Patch] = {}
     beside: dict[str, list[str]] = {}  # a peer's rate in each panel
     for axis, panel in zip(axes, panels, strict=True):
@@ -41,12 +43,17 @@ def draw(panels: Sequence[View], title: str, footer: str) -> Figure:
         if (product := gemm(panel)) and product.TFLOPS:
             ceiling(axis, product.TFLOPS, f"GEMM {product.TFLOPS:,.4g}")
             axis.set_ylim(0, max(axis.get_ylim()[1], 1.08 * product.TFLOPS))
-        problem = problem_of(panel.rows[0])
-        axis.set_title(f"{panel.dtype}, B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}")
+        axis.set_title("" if alone else f"{panel.dtype}, {_sizes(panel)}")
     axes[0].set_ylabel(f"{_rate(panels[0])[0]} (p20 to p80)")
     lines = [Line2D([], [], **_line(name), label=f"{name} {' and '.join(rates)}") for name, rates in beside.items()]
     style.keys(figure, [*units.values(), Line2D([], [], linestyle="", label="×: times as fast as the bar before"), *lines])
     return figure
+
+
+def _sizes(view: View) -> str:
+    """The problem of a view of one shape."""
+    problem = problem_of(view.rows[0])
+    return f"B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}"
 
 
 def _rate(view: View) -> tuple[str, float]:
@@ -100,7 +107,7 @@ def _lines(axis: Axes, view: View) -> dict[str, float]:
             *((row.TFLOPS or 0) * one * (row.KernelTime_ms or 1) / (row.p20_ms or row.KernelTime_ms or 1) for _, row in steps(view)),
         ]
     )
-    axis.set_ylim(0, top * 1.14)
+    axis.set_ylim(0, top * 1.18)
     for name, rate in rates.items():
         axis.axhline(rate, **_line(name), zorder=1.5)
     return dict(sorted(rates.items(), key=lambda item: -item[1]))

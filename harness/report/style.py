@@ -83,13 +83,14 @@ def sheet(
 
 
 def series(axis: Axes, view: View, value: Callable[[Row], float | None], power: int, place: Callable[[Row], float]) -> None:
-    """A line of a value for each kernel. power is that of time in the value: it turns p20 and p80 into bars of the value."""
+    """A line of a value for each kernel. power is that of time in the value: it turns p20 and p80 into bars of the value; 0: none."""
     for kernel, look in view.looks.items():
         rows = sorted((row for row in view.cells(kernel).values() if row.KernelTime_ms and value(row)), key=place)
         if not rows:
             continue
         xs, ys = [place(row) for row in rows], [float(value(row) or 0) for row in rows]
-        axis.errorbar(xs, ys, yerr=spread(rows, ys, power), **BARS)
+        if power:
+            axis.errorbar(xs, ys, yerr=spread(rows, ys, power), **BARS)
         axis.plot(xs, ys, **look, **MARK, label=kernel)
 
 
@@ -127,6 +128,21 @@ def ceiling(axis: Axes, value: float, text: str, right: bool = False) -> None:
     white = {"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     at, side = (0.99, "right") if right else (0.01, "left")
     axis.annotate(text, (at, value), **place, ha=side, fontsize=5.5, color="0.2", bbox=white, zorder=3)
+
+
+def crossed(axis: Axes, value: float) -> bool:
+    """Whether lines pass through the place of a ceiling's text at the left end, and through less of that at the right end."""
+
+    def hits(low: float, high: float) -> int:
+        found, into = 0, axis.transData + axis.transAxes.inverted()
+        for line in axis.lines:
+            xs, ys = into.transform(line.get_xydata()).T
+            at = np.linspace(low, high, 30)
+            above = np.interp(at, xs, ys, left=-1, right=-1) - into.transform((axis.get_xlim()[0], value))[1]
+            found += int(((above > -0.01) & (above < 0.07)).sum())
+        return found
+
+    return hits(0, 0.4) > hits(0.6, 1)
 
 
 def legend(

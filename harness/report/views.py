@@ -297,10 +297,14 @@ def roofs(view: View, row: Row) -> list[Roof]:
     """The measured ceilings over a row's problem, the lowest first."""
     found = []
     copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
+    parts = next((k.float16_products for k in catalogue() if (k.name, k.pass_) == (row.Kernel, view.mode)), None)
+    half = view.ceilings.get("gemm-float16") if parts else None
     if copy and copy.Bandwidth_GBps:
         measured = f"copy {copy.Bandwidth_GBps:,.0f} GB/s"
         found.append(Roof("memory bandwidth", copy.Bandwidth_GBps * intensity(row) / 1e3, measured))
-    if product and product.TFLOPS:
+    if half and half.TFLOPS and parts:
+        found.append(Roof("arithmetic", half.TFLOPS / parts, f"GEMM float16 {half.TFLOPS:,.4g} TFLOP/s, {parts} products for one"))
+    elif product and product.TFLOPS:
         found.append(Roof("arithmetic", product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s"))
     if exp and exp.TFLOPS:
         found.append(Roof("exponentials", exp.TFLOPS * flops_an_exp(row), f"exp {exp.TFLOPS:,.3g} T/s"))

@@ -10,7 +10,8 @@ done with the buffer. `arrived` is in the receiver's memory: the sender sets it 
 Each rank says what is free before it waits, so no order of the ranks can deadlock. `free` is cleared before `arrived` is set, since the
 next rank may say `free` again from then on; `arrived` is cleared before the buffer is said to be free again. So no flag is set twice, and
 all are clear between exchanges: a CUDA graph replays them. Counters would be fixed in the graph, and a replay's waits would not wait.
-A write by a stream has a fence before it, so what it tells of is visible first; a clear needs none.
+A write by a stream has a fence before it, so what it tells of is visible first. A clear needs none, but has one too: the driver's calls
+of version 2 refuse CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER, and those of version 1 are off unless the driver was loaded with them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from .transport import Control, Streams, Transport
 CHOICE = "FA_CLI_RING_TRANSPORT"
 #: A flag that is set: memset can write it too. Flags are so many bytes apart, in memory of a whole page, which nothing else shares.
 _SET, _APART, _PAGE = 0x01010101, 64, 2 << 20
-#: An operation of a stream on 32 bits: kind, address, value, flags (cuda.h). A write has a fence before it, where it says nothing else.
+#: An operation of a stream on 32 bits: kind, address, value, flags (cuda.h). A write takes no flag.
 Operation = tuple[int, int, int, int]
 _WAIT, _WRITE = 1, 2
-_EQUAL, _FLUSH, _FENCE, _NO_FENCE = 1, 1 << 30, 0, 1
+_EQUAL, _FLUSH, _NO_FLAG = 1, 1 << 30, 0
+#: Two flags of no buffer, behind the mark: set by the rank before and by the next one, when they meet.
+_FROM_BEFORE, _FROM_NEXT = 64, 32
 _MARK = 16  # bytes of every buffer that show a neighbour that it has mapped the right memory: a Block has as many
 _PATIENCE = 5  # in timeouts, for ranks that still load kernels
 _LET_GO_SECONDS = 2.0
@@ -133,13 +136,13 @@ class Peer(Streams):
             self._runtime.deviceSynchronize()
             can = self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanFlushRemoteWrites, self._runtime.getDevice())
             self._flush = _FLUSH if can else 0
-            tried = [(_WRITE, self._page + _APART, _SET, _FENCE), *self._awaited(_APART)]  # a flag of no buffer
-            self._driver.prepared(tried)(self.stream.ptr)  # what the driver refuses, it refuses here
-            self.stream.synchronize()
+            for operation in ((_WRITE, self._page + _FROM_BEFORE, _SET, _NO_FLAG), *self._awaited(_FROM_BEFORE)):
+                self._try(operation, self.rank)
         except (OSError, AttributeError, RuntimeError) as error:  # no library, an old one, no memory
             why = why or str(error)
         (self._next_page,), (self._before_page,) = self._share([(self._page, _PAGE)], (self._next, self._before), why)
         self._pages = set(self._opened)
+        self._greet()
 
     def register(self, buffers: Sequence[Any]) -> None:
         """Map the next rank's buffers. Raises NoPeers. The host waits for the device, and for all ranks."""
@@ -166,14 +169,14 @@ class Peer(Streams):
     def _operations(self, index: int, sends: bool, receives: bool) -> tuple[Callable[[int], None], Callable[[int], None]]:
         """What is enqueued before and after the copy into a buffer."""
         free, arrived = ((2 * index + i) * _APART for i in (2, 3))  # behind the mark
-        before = [(_WRITE, self._before_page + free, _SET, _FENCE)] if receives else []
+        before = [(_WRITE, self._before_page + free, _SET, _NO_FLAG)] if receives else []
         before += self._awaited(free) if sends else []
-        after = [(_WRITE, self._next_page + arrived, _SET, _FENCE)] if sends else []
+        after = [(_WRITE, self._next_page + arrived, _SET, _NO_FLAG)] if sends else []
         after += self._awaited(arrived) if receives else []
         return self._driver.prepared(before), self._driver.prepared(after)
 
     def _awaited(self, flag: int) -> list[Operation]:
-        return [(_WAIT, self._page + flag, _SET, _EQUAL | self._flush), (_WRITE, self._page + flag, 0, _NO_FENCE)]
+        return [(_WAIT, self._page + flag, _SET, _EQUAL | self._flush), (_WRITE, self._page + flag, 0, _NO_FLAG)]
 
     def close(self, failed: bool = False) -> None:
         """Unmap the neighbours' memory. Where the rank failed, end the waits of its streams: freeing memory would wait for them."""
@@ -188,6 +191,37 @@ class Peer(Streams):
             self._runtime.ipcCloseMemHandle(self._opened.pop(handle))
         self._talk.gather(None)  # nobody has it mapped any more
         self._runtime.free(page)
+
+    # -- what the driver takes ----------------------------------------------------------------------------------------
+
+    def _try(self, operation: Operation, where: int) -> None:
+        """Have the stream do one operation alone. Raises RuntimeError, which names it and whose memory it is on, where it is refused."""
+        try:
+            self._driver.prepared([operation])(self.stream.ptr)
+        except RuntimeError as error:
+            whose = "its own memory" if where == self.rank else f"the memory of rank {where}"
+            what = f"a {'wait for a value in' if operation[0] == _WAIT else 'write to'} {whose}, flags {operation[3]:#x}"
+            raise RuntimeError(f"rank {self.rank}: {what}: {error}") from None
+        with deadline(self.rank, self._timeout):
+            self.stream.synchronize()
+
+    def _greet(self) -> None:
+        """Set a flag in both neighbours' memory, and look for theirs in the own. Raises NoPeers on all ranks, where one does not arrive."""
+        why = ""
+        try:
+            for rank, flag in ((self._next, self._next_page + _FROM_BEFORE), (self._before, self._before_page + _FROM_NEXT)):
+                self._try((_WRITE, flag, _SET, _NO_FLAG), rank)
+        except RuntimeError as error:
+            why = str(error)
+        refused = self._talk.gather(why)
+        if not any(refused):
+            for rank, flag in ((self._before, _FROM_BEFORE), (self._next, _FROM_NEXT)):
+                if self._look(self._page + flag)[:4] != _SET.to_bytes(4, "little"):
+                    why = f"a write by rank {rank} did not reach the memory of rank {self.rank}"
+                for clear in self._awaited(flag)[1:]:
+                    self._try(clear, self.rank)
+        for each in filter(None, (*refused, *self._talk.gather(why))):
+            raise NoPeers(each)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

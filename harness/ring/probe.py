@@ -10,8 +10,9 @@ import numpy as np
 
 from ..backends import Backend
 from .job import open_backend, transport_of
+from .peer import NoPeers, Peer
 from .place import Place, control
-from .transport import Control, Transport, wait_for
+from .transport import Control, Stuck, Transport, wait_for
 
 SIZES = tuple(1 << shift for shift in range(16, 29, 2))
 #: Exchanges of a size, one behind the other; on a CPU fewer, since its messages are copies by the processor.
@@ -28,6 +29,7 @@ class Probe:
     round: bool
     peers: tuple[bool, ...]  # whether each rank's GPU reaches all others of its machine
     bandwidth: tuple[tuple[int, float], ...]
+    copies: str | None  # why there are no peer copies between GPUs, "" where there are; None where it was not tried beside `engine`
 
 
 def probe(device: str, timeout: float, place: Place) -> Probe | None:
@@ -42,12 +44,13 @@ def probe(device: str, timeout: float, place: Place) -> Probe | None:
         rates = bandwidth(backend, transport, sizes, timeout) if talk.size > 1 else []
     about = talk.gather(((platform.node(), backend.device().name), arrived, rates, _peers(backend)))
     transport.close()
+    copies = _copies(backend, talk, timeout) if backend.name == "cuda" and talk.size > 1 and transport.engine != Peer.engine else None
     talk.close()
     if talk.rank:
         return None
     slowest = tuple((size, min(rates)) for size, rates in zip(sizes, zip(*(each[2] for each in about), strict=True), strict=False))
     reached = tuple(found for *_, found in about if found is not None)
-    return Probe(tuple(each[0] for each in about), transport.engine, vector, all(each[1] for each in about), reached, slowest)
+    return Probe(tuple(each[0] for each in about), transport.engine, vector, all(each[1] for each in about), reached, slowest, copies)
 
 
 def bandwidth(backend: Backend, transport: Transport, sizes: Sequence[int], timeout: float) -> list[float]:
@@ -90,6 +93,22 @@ def _once_round(backend: Backend, transport: Transport, timeout: float, size: in
         wait_for(transport, transport.clock.mark(), timeout)
         right = right and bool((backend.get(buffers[step % 2]) == (transport.rank - step) % transport.size).all())
     return right
+
+
+def _copies(backend: Backend, talk: Control, timeout: float) -> str:
+    """Why peer copies, which are not the default, do not work between the ranks; "" where the bytes of each come to all others by them."""
+    try:
+        transport = Peer(talk, timeout)
+    except NoPeers as fault:
+        return fault.why
+    try:
+        with transport.scope():
+            right = _once_round(backend, transport, timeout)
+    except Stuck as fault:
+        transport.close(failed=True)
+        return fault.what
+    transport.close()
+    return "" if all(talk.gather(right)) else "bytes were changed"
 
 
 def _peers(backend: Backend) -> bool | None:

@@ -148,7 +148,8 @@ def predicted(samples: Sequence[Sequence[Sample]], overlap: bool, bandwidth: flo
         total += max(compute, message) if overlap else compute + message
     steps = tuple(replace(each, communication_ms=each.bytes / bandwidth * 1e3) for each in together("", samples).steps)
     communication = sum(step.communication_ms for step in steps) * 1e-3
-    hidden = (sum(step.compute_ms for step in steps) * 1e-3 + communication - total) / communication if communication else None
+    saved = sum(step.compute_ms for step in steps) * 1e-3 + communication - total  # steps and their parts have medians of their own
+    hidden = max(0.0, min(saved, communication)) / communication if communication else None
     return PassTime((total,) * len(samples[0]), steps, hidden)
 
 

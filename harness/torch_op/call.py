@@ -52,9 +52,10 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)[pass_]
     found = _auto(passes, problem, device, deterministic)
-    usual = _auto(passes, Problem.of(1, 1, problem.seq_q, 64, dtype=problem.dtype), device, deterministic)
-    if any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in found.kernels.items()):
-        say_once(f"auto takes {found.name}: {_refusal(usual, problem, device)}")
+    usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
+    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in found.kernels.items())
+    if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
+        say_once(f"auto takes {found.name}: {why}")
     return found.kernels[pass_]
 
 
@@ -86,7 +87,7 @@ def _auto(passes: tuple[str, ...], problem: Problem, device: Device, determinist
 
 
 def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
-    """Why a contender does not take a problem."""
+    """Why a contender does not take a problem; empty where it does."""
     try:
         for kernel in contender.kernels.values():
             kernel.plan(problem, device)

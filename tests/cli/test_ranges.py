@@ -98,7 +98,7 @@ def test_a_range_without_a_kernel_is_refused() -> None:
 def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[str], arch: str, name: str) -> None:
     """By dtype, head dim, passes and architecture; it is said once, whatever the number of problems."""
     device = Device("cuda", "a GPU", arch)
-    problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (96, 128)]
+    problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (160, 192)]
     found, notes = choose([AUTO], passes, problems, device)
     assert [one.name for one in found] == [name] and len(notes) == 1 and len(found[0].kernels) == len(passes)
     assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
@@ -120,16 +120,35 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expression of the problem, as `auto = "seq_q > 64"` of step 17; another value moves the border."""
+    """An expression of the problem, as step 17's, which begins at 65 queries; another value moves the border."""
     passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
 
     def names() -> list[list[str]]:
-        return [[one.name for one in choose([AUTO], passes, [Problem.of(1, 2, seq, 64)], device)[0]] for seq in (64, 65)]
+        return [[one.name for one in choose([AUTO], passes, [Problem.of(2, 64, seq, 64)], device)[0]] for seq in (64, 65)]
 
     assert names() == [["split"], ["split_hopper+split"]]
     moved = tuple(replace(k, auto="seq_q > 63") if k.name == "split_hopper" else k for k in catalogue())
     monkeypatch.setattr("harness.choose.catalogue", lambda: moved)
     assert names() == [["split_hopper+split"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "arch", "name"),
+    [
+        ((1, 1, 128, 64), "sm_90", "fa2"),  # the shapes on which experiments/fp32 has step 07 ahead of 15 and 17
+        ((8, 16, 32, 64), "sm_90", "fa2"),
+        ((8, 16, 32, 64), "sm_80", "fa2"),
+        ((8, 16, 100, 64), "sm_90", "split_hopper"),  # four blocks a multiprocessor
+        ((8, 16, 33, 64), "sm_90", "split"),
+        ((1, 1, 129, 64), "sm_90", "split_hopper"),  # more keys
+        ((1, 1, 129, 64), "sm_80", "split"),
+        ((1, 1, 128, 65), "sm_90", "split_hopper"),  # not measured at other head dims
+    ],
+)
+def test_auto_takes_fa2_where_float32_is_too_small_for_a_split(shape: tuple[int, int, int, int], arch: str, name: str) -> None:
+    """A few keys and at most a block of 32 queries on each multiprocessor: one launch of step 07 is over before operands are split."""
+    ((found,), _) = choose([AUTO], ["forward"], [Problem.of(*shape)], Device("cuda", "a GPU", arch))
+    assert found.name == name
 
 
 def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,5 +257,6 @@ def test_the_ladder_sweep() -> None:
     """The CUDA-core steps at float32, the others in bfloat16 on the two shapes, and the GPU's own rates in the same run."""
     found = sweep.load("ladder")
     assert found.ceilings and found.names("kernels", "float32") == ("00-07",)
+    assert found.names("peers", "float32") == ("torch-math", "torch-efficient"), "also where a shape of [cpu] has that name and no peers"
     assert [p.seq_q for test, p in found.shapes if test.startswith("seed001")] == [512, 1024, 2048, 4096, 8192, 16384]
     assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn"}

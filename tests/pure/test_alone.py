@@ -120,6 +120,24 @@ def test_energy_is_that_of_a_run(monkeypatch: pytest.MonkeyPatch, seconds: float
     assert alone.SETTLE + alone.ENERGY <= gpu.now <= alone.SETTLE + alone.ENERGY + 0.3, "what a sweep's time is estimated from"
 
 
+def test_a_host_that_is_slower_than_a_batch_gets_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the counter that takes 18 ms leaves the device idle for a third of the time behind batches of 12 ms: not what is told."""
+    gpu = Gpu(monkeypatch)
+    look = gpu.meter
+
+    def slow() -> tuple[int, int] | None:
+        gpu.now += 0.018
+        return look()
+
+    monkeypatch.setattr(gpu, "meter", slow)
+    found = alone.energy({"a": Kernel(gpu, 2e-4, 700)}, gpu, POLICY)["a"].energy
+    assert found and gpu.idle > 0.1, "the first try was idle"
+    assert found.power_w == pytest.approx(700, rel=0.09) and found.energy_mj == pytest.approx(140, rel=0.09)
+    monkeypatch.setattr(alone, "TRIES", 1)
+    once = alone.energy({"a": Kernel(gpu, 2e-4, 700)}, gpu, POLICY)["a"].energy
+    assert once and once.power_w < 600
+
+
 def test_energy_of_contenders_does_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """One runs after the other has ended; each gets its own power, and the clock that was read while it ran."""
     gpu = Gpu(monkeypatch)

@@ -250,3 +250,19 @@ def test_it_is_quick_and_imports_neither_torch_nor_pandas() -> None:
     assert done.returncode == 0, done.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10, "processor time: machines that run tests are busy"
+
+
+@pytest.mark.parametrize(
+    ("copies", "said"),
+    [
+        ("", Check("peer copies", "OK", "work too: FA_CLI_RING_TRANSPORT=peer")),
+        ("a wait is refused", Check("peer copies", "WARN", "a wait is refused", "rings use NCCL; nvidia-smi topo -m shows the links")),
+        (None, None),
+    ],
+)
+def test_a_ring_says_whether_peer_copies_work(monkeypatch: pytest.MonkeyPatch, copies: str | None, said: Check | None) -> None:
+    """Beside NCCL, which is the default; why not, where they do not. A CPU has none."""
+    found = doctor.probe.Probe((("a", "H200"), ("a", "H200")), "NCCL", True, True, (True, True), ((1 << 20, 1e9),), copies)
+    monkeypatch.setattr(doctor, "on_ranks", lambda *_: found)
+    checks = doctor.ring()
+    assert checks and [each for each in checks if each.name == "peer copies"] == [said] * (said is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
-from PIL import Image
 from rows import CPU, RUN, ceilings, lengths, row
 
-from harness import peers
-from harness.kernel import catalogue
 from harness.problem import Problem
 from harness.report import compose as report
-from harness.report import figures, palette
+from harness.report import figures
 from harness.report.summary import summary
 from harness.report.views import views
 from harness.row import TYPES
@@ -98,7 +93,10 @@ def test_headdim_analysis(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
 
 
 def test_energy(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
-    """pJ/FLOP as bars by shape, the matrix product's as a line; nothing of what has no energy; the summary's table has power and clock."""
+    """pJ/FLOP as bars by shape, the matrix product's as a line; nothing of what has no energy; the summary's table has power and clock.
+
+    One shape is in the title alone.
+    """
     rows = lengths("fa2", "torch-flash")
     flops = 4 * 4 * 8 * 64 * 1024**2
     rows[6] = replace(rows[6], energy_mj=2.0 * flops / 1e9, power_w=690.4, sm_clock_mhz=1665.0)
@@ -111,14 +109,45 @@ def test_energy(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
         ("fa2", [pytest.approx(2.0)]),
         ("torch-flash", [pytest.approx(3.0)]),
     ]
-    assert axis.get_ylabel() == "pJ/FLOP" and axis.get_ylim()[0] == 0 and [t.get_text() for t in axis.get_xticklabels()] == ["S1024"]
-    assert "GEMM float32 1.5 pJ/FLOP" in texts(drawn["energy.png"])
+    assert axis.get_ylabel() == "pJ/FLOP" and axis.get_ylim()[0] == 0 and [t.get_text() for t in axis.get_xticklabels()] == [""]
+    words = texts(drawn["energy.png"])
+    assert "GEMM float32 1.5 pJ/FLOP" in words and words.count("S1024") == 1
     text = summary(rows, {})
     assert "| shape | fa2 | torch-flash |\n|---|---:|---:|\n| S1024 | **2** (690 W, 1665 MHz) | 3 (500 W, 1980 MHz) |" in text
     assert "gemm-float32 1.5 pJ/FLOP" in text and "energy.png" not in text
     drawn.clear()
     report.draw(lengths("fa2"), tmp_path)
     assert "energy.png" not in drawn and "pJ/FLOP" not in summary(lengths("fa2"), {})
+
+
+def test_energy_over_lengths(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """A line a kernel over S from 0, without bars, a figure a head dim; bars by shape where some shapes are of no family."""
+    flops = 4 * 4 * 8 * 64
+    rows = [
+        replace(r, energy_mj=flops * r.SeqLen**2 / 1e9 * (2 + i % 2), causal=False) for i, r in enumerate(lengths("fa2", "torch-flash"))
+    ]
+    report.draw(rows, tmp_path)
+    (axis,) = drawn["energy.png"].axes
+    assert curves(axis)["fa2"] == [(s, pytest.approx(2.0)) for s in (128, 256, 512, 1024)] and axis.get_ylim()[0] == 0
+    assert axis.get_xlabel() == "sequence length S" and not axis.containers and not axis.collections
+    drawn.clear()
+    wide = [replace(r, HeadDim=128) for r in rows]
+    report.draw([*rows, *wide], tmp_path)
+    assert {"energy_D64.png", "energy_D128.png"} <= set(drawn) and "energy.png" not in drawn
+    drawn.clear()
+    report.draw([*rows, replace(rows[0], Test="other-", Batch=7)], tmp_path)
+    (axis,) = drawn["energy.png"].axes
+    assert [len(list(bars)) for bars in axis.containers] == [5, 4]
+    assert [t.get_text() for t in axis.get_xticklabels()][-1] == "other (B7 S128)"
+
+
+def test_a_ceilings_text_stands_where_no_line_does(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """At the left end, or where lines cross it there at the right end."""
+    for most, side in ((1.0, "left"), (100.0, "right")):  # TFLOP/s below the ceiling, and through it at the second length
+        rows = [replace(r, TFLOPS=most * (i + 0.2) ** 2) for i, r in enumerate(lengths("fa2"))]
+        report.draw([*rows, *ceilings(gemm_float32=60.0)], tmp_path)
+        (note,) = (text for text in drawn["seqlen_analysis.png"].findobj(plt.Annotation) if text.get_text().startswith("GEMM"))
+        assert note.get_horizontalalignment() == side
 
 
 def test_bars_are_p20_to_p80(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
@@ -204,6 +233,19 @@ def test_passes_dtypes_and_masks_have_files_of_their_own(drawn: dict[str, plt.Fi
     assert set(drawn) == {f"kernel_comparison_{d}_{c}.png" for d in ("float16", "float32") for c in ("causal", "full")}
 
 
+def test_what_compares_nothing_beside_what_does_has_no_figure(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
+    """One kernel where another dtype has two, one shape where the other mask has two; alone they are drawn."""
+    causal, half = (Problem.of(1, 1, 512, 64, dtype=d, causal=c) for d, c in (("float32", True), ("bfloat16", False)))
+    one = [row(kernel, "causal", 1.0, causal) for kernel in ("fa2", "naive")]
+    rows = [row(k, f"B{b} H{h}", 1.0, Problem.of(b, h, 512, 64)) for k in ("fa2", "naive") for b, h in ((1, 2), (2, 1))]
+    report.draw([*rows, *one, *(row("fa2", name, 1.0, half) for name in ("x", "y"))], tmp_path)
+    assert list(drawn) == ["kernel_comparison_float32_full.png"]
+    for some, name in ((one, "kernel_comparison.png"), ([*rows[:2], row("fa2", "x", 1.0, half)], "kernel_comparison_bfloat16.png")):
+        drawn.clear()
+        report.draw(some, tmp_path)
+        assert name in drawn
+
+
 def test_latency_scaling(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:
     """Warm as lines, cold as hollow marks, and how the work grows: four times for each doubling of S."""
     rows = lengths("fa2")
@@ -287,48 +329,6 @@ def test_a_kernel_looks_the_same_in_every_figure(drawn: dict[str, plt.Figure], t
             if line.get_label() in looks:
                 looks[line.get_label()].add((line.get_color(), line.get_marker()))
     assert all(len(found) == 1 for found in looks.values())
-
-
-def lab(colour: str, sight: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
-    """CIELAB of a colour in hex digits, seen as a matrix in linear RGB says."""
-    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-    linear = linear if sight is None else np.clip(sight @ linear, 0, 1)
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear / (0.9505, 1, 1.089)
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-#: Machado, Oliveira, Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency (2009), severity 1.
-SIGHTS = {
-    "normal": None,
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-}
-
-
-@pytest.mark.parametrize("sight", SIGHTS)
-def test_no_two_kernels_have_one_colour(sight: str) -> None:
-    """Of all there are, and of a user's own in one figure; told apart by those who see red or green less too."""
-    own = tuple(f"mine{i}" for i in range(len(palette.OTHERS)))
-    names = (*dict.fromkeys(k.name for k in catalogue()), *peers.names(), *own)
-    colours = {name: lab(look["color"], SIGHTS[sight]) for name, look in palette.looks(names).items()}
-    near = {(a, b): float(np.linalg.norm(colours[a] - colours[b])) for a, b in itertools.combinations(names, 2)}
-    assert min(near.values()) > (15 if sight == "normal" else 12), min(near, key=lambda pair: near[pair])
-    assert {palette.look_of(name)["linestyle"] == "-" for name in peers.names()} == {False}
-
-
-def test_colours_survive_the_file(tmp_path: Path) -> None:
-    """Each kernel's own, to the bit, also that of a line which lies under others."""
-    kernels = ("fa2", "naive", "torch-cpu", "numpy", "mine")
-    errors = {f"MaxError_{tensor}": 1e-6 * 2**i for i, tensor in enumerate(figures.TENSORS)}
-    rows = [replace(r, Type="BOT", **errors) for r in lengths(*kernels)]
-    (path,) = (path for path in report.draw(rows, tmp_path) if path.name == "BOTH_error_vs_S.png")
-    with Image.open(path) as image:
-        found = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}  # type: ignore[union-attr]
-        assert image.mode == "P" and image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
-    for kernel, look in palette.looks(kernels).items():
-        assert tuple(int(look["color"][i : i + 2], 16) for i in (1, 3, 5)) in found, kernel
 
 
 def test_letters_can_be_read_in_a_column(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:

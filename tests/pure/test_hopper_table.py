@@ -69,6 +69,16 @@ def test_means_and_the_worst_cell(script: ModuleType) -> None:
     assert "Worst: D128 S1024 causal, 1.000" in worst, "the cell where ours takes the most"
 
 
+def test_rows_with_an_idle_device_are_named(script: ModuleType) -> None:
+    """A run that took longer while energy was counted than settled: 1.5 ms at 500 W for a settled millisecond; a tenth is let be."""
+    rows = [replace(row, energy_mj=750.0, power_w=500.0) for row in rows_of(512, {"hopper": 1.0})]
+    rows += [replace(row, energy_mj=700.0, power_w=650.0) for row in rows_of(1024, {"hopper": 1.0, "fa3": 1.0})]
+    assert script.idle(rows) == ["hopper at D128 S512 33%"]
+    text = script.table(rows, script.ours_of(rows))
+    assert "Idle for more than 10% of the time while energy was counted: hopper at D128 S512 33%." in text
+    assert "Idle" not in script.table(rows_of(512, {"hopper": 1.0}), script.ours_of(rows_of(512, {"hopper": 1.0})))
+
+
 def test_ours_is_the_highest_step_of_each_cell(script: ModuleType) -> None:
     """Where it has a time, else the next; the table names it, and the step that has none. Of pairs the later pass decides, and a name that
     is not the ladder's is none."""

@@ -100,6 +100,9 @@ def test_what_limits_a_kernel() -> None:
     assert "86% of the lowest ceiling, arithmetic (10 TFLOP/s by GEMM float32 10 TFLOP/s" in str(limiter(view, "fa2"))
     assert str(limiter(view, "fa2")).endswith("arithmetic limits it.")
     assert limiter(views(rows)[0], "fa2") is None
+    (view,) = views([row("split", "S1024", 1.0), *rows, *ceilings(gemm_float32=5.0, gemm_float16=30.0, copy=1e6, exp=100.0)])
+    assert "86% of the lowest ceiling, arithmetic (10 TFLOP/s by GEMM float16 30 TFLOP/s, 3 products for one" in str(limiter(view, "split"))
+    assert "faster units" in str(limiter(view, "fa2")), "no split"
 
 
 def test_summary() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,5 @@ def test_a_prediction_hides_messages_behind_the_steps_beside_them() -> None:
     assert timing.predicted(samples, True, 100.0).median == 4.0 + 5.0 + 8.0
     assert timing.predicted(samples, False, 100.0).median == 9.0 + 4.0 + 8.0
     assert timing.predicted(samples, True, 1e9).median == pytest.approx(9.0) and not timing.predicted(samples, True, 1e9).lines
+    longer = replace(samples[0][0], compute=(4.1, 5.0))  # a median of a whole step is not the sum of its parts
+    assert timing.predicted([[longer]], True, 1e9).hidden == 1.0

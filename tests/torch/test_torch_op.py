@@ -265,8 +265,8 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
         used = call._kernel("auto", "backward", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)
         assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
-        for length in (64, 65):  # step 17 is for more than 64 queries: both are usual
-            attention(*torch.randn(3, 1, 1, length, 64, device=device))
+        for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 15 and 17, by their headers
+            attention(*torch.randn(3, batch, 1, length, dim, device=device))
         attention(*(q.float()[..., :64],) * 3)
 
 

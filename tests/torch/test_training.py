@@ -87,7 +87,11 @@ def test_what_a_training_has_not_is_refused(fa_cli: Run, arguments: tuple[str, .
 def test_the_plan_names_the_model_and_the_attentions(fa_cli: Run, tmp_path: Path) -> None:
     """--dry-run runs and writes nothing."""
     done = fa_cli("experiment", "training", "--device", "cpu", "--dry-run")
-    assert done.exit_code == 0 and "2 layers, 2 heads of 32" in done.output and "by split, split deterministic, torch-math" in done.output
+    assert (
+        done.exit_code == 0
+        and "2 layers, 2 heads of 32" in done.output
+        and "by fa2+split, fa2+split deterministic, torch-math" in done.output
+    )
     assert not (tmp_path / "experiment_results").exists()
 
 
