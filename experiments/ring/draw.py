@@ -99,7 +99,7 @@ def main() -> None:
             axis.grid(color="0.92")
             if row == 0:
                 axis.set_title(f"S {seq // 1024}k, {'causal' if causal else 'not causal'}", fontsize=9)
-    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].set_ylim(0, 1.05 * axes[0][0].get_ylim()[1])
     for row, text in enumerate(("forward", "forward + backward")):
         axes[row][0].set_ylabel(f"TFLOP/s a GPU, {text}", fontsize=8)
     with (HERE / "ring.csv").open(encoding="utf-8", newline="") as file:
