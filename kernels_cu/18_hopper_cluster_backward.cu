@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Hopper at head dim 256: clusters of two blocks that share Q and dO, and add dQ once for both"
+// title = "Hopper at head dim 256: clusters of two blocks that add dQ once for both"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [256]
 // arch = "sm_90a"
@@ -10,11 +10,10 @@
 // deterministic = false
 // auto = "head_dim > 128"  # below, step 16 is faster
 // arithmetic = "p16"
-// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers; none in a consumer's loop
+// spill_bytes_allowed = 8  # of the producer and the storers, which have 24 registers, by CUDA 12's compiler; none by CUDA 13's
 // [tile]
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
-// MULTICAST = 1  # each block loads half of Q and dO for both; 0: all of them for itself
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -81,14 +80,13 @@
 // tile of queries is added in global memory once for every 64 keys. That is twice as many reductions a FLOP as at head dim 128, and without
 // any the kernel is half as fast again.
 //
-// What changes: two blocks of neighbouring keys form a cluster and stream the same tiles of queries. Each loads half of Q and dO of a tile
-// for both (TMA multicast): L2 is read half as often. dQ of a tile is made by one of the two, in turn, over the keys of both, and added
-// once: half of the reductions. For that the other sends it its dS^T, 8 KB, through distributed shared memory (a bulk copy), and both keep
-// K of all 128 keys.
+// What changes: two blocks of neighbouring keys form a cluster and stream the same tiles of queries. dQ of a tile is made by one of the
+// two, in turn, over the keys of both, and added once: half of the reductions. For that the other sends it its dS^T, 8 KB, through
+// distributed shared memory (a bulk copy), and both keep K of all 128 keys: each block loads its 64 for both (TMA multicast).
 //
-// What stays: the two consumers of a block share its 64 keys. Each makes the scores of half of the queries of a tile, and half of the columns
-// of dV, dK and dQ. So P^T and dS^T go through shared memory in any case. A block's own tile is one whose dQ it makes, a sent tile one
-// whose dS^T it sends away:
+// What stays: the two consumers of a block share its 64 keys. Each makes the scores of half of the queries of a tile, and half of the
+// columns of dV, dK and dQ. So P^T and dS^T go through shared memory in any case. A block's own tile is one whose dQ it makes, a sent tile
+// one whose dS^T it sends away:
 //
 //     own tile n                                        sent tile n + 1
 //     S, dP                                             S, dP
@@ -100,14 +98,17 @@
 // the next tile arrives while dK, dQ and the next S run; a tile's dV comes first for that. That dO is there says also that both consumers
 // have read P^T of the tile before.
 //
-// A stage of Q or dO is filled by both blocks, so it is empty when the consumers of both have released it: each warp arrives at its own
-// block's barrier and at the other's. Both walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros and releases
-// the stage (skip_tile). A cluster barrier stands at the beginning: no copy or arrival finds a barrier of the other block that is not
-// initialised. One stands at the end: no block ends while the other may reach it.
+// Each block loads all of Q and dO for itself, as step 16 does, so a stage is released within the block. With multicast a block would load
+// half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
+// is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
-// The two blocks wait for each other at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 16 has 128
-// keys in a block, such a kernel is slower than step 16 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255 columns run
-// here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 16.
+// Both blocks walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros (skip_tile). A cluster barrier stands at
+// the beginning: no copy or arrival finds a barrier of the other block that is not initialised. One stands at the end: no block ends while
+// the other may reach it.
+//
+// The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 16
+// has 128 keys in a block, such a kernel is slower than step 16 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
+// columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 16.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/gradient.cuh>
@@ -228,11 +229,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
         fa::mbarrier_init(kv_empty, 4);  // two storers of each block
         fa::mbarrier_init(ds_full, 8);
-        // Each warp arrives, and with MULTICAST each of the other block.
-        fa::mbarrier_init(do_full, 1), fa::mbarrier_init(do_empty, MULTICAST ? 16 : 8);
+        fa::mbarrier_init(do_full, 1), fa::mbarrier_init(do_empty, 8);  // each warp arrives
         for (int i = 0; i < 2; ++i) {
             fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1);
-            fa::mbarrier_init(q_empty + i, MULTICAST ? 16 : 8);
+            fa::mbarrier_init(q_empty + i, 8);
             fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
         }
         fa::mbarrier_init_fence();
@@ -257,14 +257,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
                                         fa::map_shared(number_full + kv.position % 2, i));
             };
-            // A tile of Q or dO. Half of its slabs go from this block to both.
+            // A tile of Q or dO.
             auto load = [&](unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
-                for (int i = 0; i < (MULTICAST ? SLABS / 2 : SLABS); ++i) {
-                    const int slab = MULTICAST ? rank * (SLABS / 2) + i : i;
-                    if (MULTICAST)
-                        fa::tma_load_4d_multicast(tile_smem + slab * Q_SLAB, &map, full, 3, 64 * slab, tile * BLOCK_Q, head, batch);
-                    else fa::tma_load_4d(tile_smem + slab * Q_SLAB, &map, full, 64 * slab, tile * BLOCK_Q, head, batch);
-                }
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d(tile_smem + slab * Q_SLAB, &map, full, 64 * slab, tile * BLOCK_Q, head, batch);
             };
             send_number();
             while (true) {
@@ -338,12 +334,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     auto release = [&](uint64_t* barrier) {
         if (lane == 0) fa::mbarrier_arrive(barrier);
-    };
-    auto release_stage = [&](uint64_t* empty) {
-        if (lane == 0) {
-            fa::mbarrier_arrive(empty);
-            if (MULTICAST) fa::mbarrier_arrive_remote(other(empty));
-        }
     };
     // Behind it what both consumers have shared is there.
     auto wait_for_consumer = [&]() {
@@ -430,7 +420,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (auto& four : operand)
             for (auto& two : four) two = 0;
         share_ds();
-        release_stage(q_empty + q.stage()), release_stage(do_empty);
+        release(q_empty + q.stage()), release(do_empty);
         if (late) make_dq(late);
         q.next();
     };
@@ -456,7 +446,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             wait_for_ds();
             issue_dq();
             fa::wgmma_wait<1>(dv_reg);
-            release_stage(do_empty);
+            release(do_empty);
             issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
             fa::wgmma_wait<1>(dq_reg);
             add_dq(late);
@@ -465,10 +455,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         } else {
             issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
             fa::wgmma_wait<1>(dv_reg);
-            release_stage(do_empty);
+            release(do_empty);
             fa::wgmma_wait<0>(dk_reg);
         }
-        release_stage(q_empty + q.stage());
+        release(q_empty + q.stage());
         q.next();
     };
 

@@ -64,11 +64,9 @@ def draw(
     masks never share an axis. Raises DiskFault.
     """
     if isinstance(source, Path):
-        rows, found = read(source)
+        source, found = read(source)
         env = found if env is None else env
-    else:
-        rows = list(source)
-    rows, title = [_drawable(row) for row in rows], plain(title)
+    rows, title = [_drawable(row) for row in source], plain(title)
     made: list[Path] = []
     every, tables = views(rows), ladders(rows)
     several = [view for view in every if _compares(view, every)]

@@ -27,7 +27,8 @@ STEPS = {f"step{number}": number for number in range(12)}
 def steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ladder of twelve steps, the last four of them on tensor cores."""
     kernels = [
-        SimpleNamespace(name=name, number=n, pass_="forward", aliases=(), arithmetic="f32", tensor_cores=n > 7) for name, n in STEPS.items()
+        SimpleNamespace(name=name, number=n, pass_="forward", aliases=(), arithmetic="f32", tensor_cores=n > 7, float16_products=1)
+        for name, n in STEPS.items()
     ]
     for module in (views, ladder):
         monkeypatch.setattr(module, "catalogue", lambda: kernels)
