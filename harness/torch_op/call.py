@@ -66,7 +66,8 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
     except NoSuchPass as fault:
         backward = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
         able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
-        pair = f", or {spec}+{able[-1]}" if able and not is_path(spec) else ""
+        whole = f"{able[-1]}+{spec}" if "forward" in fault.what else f"{spec}+{able[-1]}"
+        pair = f", or {whole}" if able and not is_path(spec) and "+" not in spec else ""
         hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
     if found.peer:

@@ -117,6 +117,9 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     assert [one.name for one in choose([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
     assert [one.name for one in choose([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
     assert choose(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 16
+    with pytest.raises(UsageFault) as refused:
+        choose(["18"], passes, [problem], device)
+    assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
