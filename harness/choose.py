@@ -130,9 +130,9 @@ def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | N
             raise UsageFault(f"no kernel of the ladder takes this on {device.name}", why, "fa-cli list shows what each takes")
         of = {kernel.name: f"{kernel.number:02} {kernel.name}" for kernel in steps}
         if len(of) > 1:
-            what = " and ".join(f"{of[kernel.name]} {kernel.pass_}" for kernel in steps) + ", the highest steps that take"
+            what = " and ".join(f"{of[kernel.name]} {kernel.pass_}" for kernel in steps) + ", the highest steps it may take for"
         else:
-            what = f"{of[steps[0].name]}, the highest step that takes"
+            what = f"{of[steps[0].name]}, the highest step it may take for"
         found.setdefault("+".join(of), f"auto is {what} {problem.describe()} on {device.name}")
     return list(found), list(found.values())
 

@@ -181,9 +181,7 @@ def _parse(path: Path, data: Table) -> Sweep:
             raise wrong(f"unknown key {key!r:.60}; known: {', '.join(KEYS)}")
         if key in _KINDS and not _KINDS[key][0](value):
             raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
-    mode = data.get("mode", "forward")
-
-    own: dict[str, dict[str, tuple[str, ...]]] = {}
+    own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
     def names(where: Table, key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
@@ -197,9 +195,11 @@ def _parse(path: Path, data: Table) -> Sweep:
         found = []
         for item in items:
             some = _expand({key: value for key, value in item.items() if key not in OWN}, wrong)
-            for test, key in ((test, key) for test, _ in some for key in OWN if key in item):
-                if own.setdefault(test, {}).setdefault(key, names(item, key)) != names(item, key):  # one may be of [cpu]
-                    raise wrong(f"two shapes are named {test!r:.60} and have other {key}")
+            mine = {key: names(item, key) for key in OWN if key in item}
+            for test, _ in some:  # of one name may be a stated shape and one of [cpu], or the first may have none
+                first = own.setdefault(test, mine)
+                if any(first.get(key) != value for key, value in mine.items()):
+                    raise wrong(f"two shapes are named {test!r:.60} and have other {' or '.join(mine)}")
             found += some
         return tuple(found)
 
@@ -212,7 +212,7 @@ def _parse(path: Path, data: Table) -> Sweep:
     return Sweep(
         name,
         data.get("title", name),
-        mode,
+        data.get("mode", "forward"),
         kernels,
         peers,
         bool(data.get("ceilings")),

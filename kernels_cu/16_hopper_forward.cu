@@ -77,7 +77,7 @@
 // the first tile's row maximum is the reference of the whole row, and no later tile computes one: a maximum a score, two shuffles a
 // row, a multiplication of all of O, and the wait of the first exponential for the last score are gone. The row sum, which is needed
 // anyway, tells when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and
-// K, still in shared memory), takes their maximum as its new reference and rescales. That is exact for every input and rare in those of
+// K, still in shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of
 // a model. The row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of
 // exponent, so there the maximum stays, taken lazily as in step 14.
 //

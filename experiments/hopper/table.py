@@ -157,7 +157,10 @@ def table(rows: Sequence[Row], ours: Mapping[Cell, str]) -> str:
 def main(path: Path, ours: str | None) -> None:
     """Print the table of a results.csv and write it as table.md beside it."""
     rows = read_rows(path)
-    text = table(rows, {cell_of(row): ours for row in rows if row.Kernel == ours} if ours else ours_of(rows))
+    cells = {cell_of(row): ours for row in rows if row.Kernel == ours} if ours else ours_of(rows)
+    if not cells:
+        raise click.UsageError(f"{ours} is not among the rows; there are {', '.join(dict.fromkeys(row.Kernel for row in rows))}")
+    text = table(rows, cells)
     write_files(path.parent, {"table.md": text.encode()})
     click.echo(text, nl=False)
 

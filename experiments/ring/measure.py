@@ -357,6 +357,7 @@ def main() -> None:
     asked = sweep.load("ring")
     shapes = asked.shapes if backend.name == "cuda" else asked.cpu_shapes
     problems = [problem for test, problem in shapes if test in (given.only or [test])]
+    assert problems, f"--only names none of {', '.join(test for test, _ in shapes)}"
     for name in ("peer", "nccl") if backend.name == "cuda" and talk.size > 1 and not given.no_ring else ():
         with used(log, talk, backend, name) as transport:
             bandwidth(log, talk, backend, transport)

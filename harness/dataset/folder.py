@@ -303,7 +303,7 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
     Raises DataFault where they are missing, not listed in outputs.json, of another hash, or of other inputs, causal, causal_shift, scale
     or dtype. A record without causal_shift, from an earlier version, has the default.
     """
-    hint, folder = "run both passes: --mode both", dataset.folder
+    hint, folder = "run both passes: --mode both, or before it the forward pass of any kernel: --mode forward", dataset.folder
     record = read_json(folder / OUTPUTS, hint, _OUTPUTS)
     inputs, listed = record["inputs"], record["outputs"]
     record = {"causal_shift": problem.default_shift} | record

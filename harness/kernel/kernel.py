@@ -358,7 +358,8 @@ def _find(spec: str, pass_: str) -> Kernel:
         if kernel.pass_ == pass_:
             return kernel
     passes = ", ".join(k.pass_ for k in same)
-    hint = f"use --mode {same[0].pass_}, or a kernel with both passes: fa-cli list"
+    other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
+    hint = f"use --mode {same[0].pass_}, or {other}: fa-cli list"
     raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
 
 

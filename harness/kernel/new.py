@@ -85,7 +85,8 @@ def _rename(text: str, kernel: Kernel, name: str, path: Path) -> str:
 def _opening(kernel: Kernel, name: str, path: Path) -> str:
     """What to change first, and the two commands that tell whether it was for the better."""
     where = str(path) if path.is_absolute() else f"./{path}"
-    mode = " --mode both" if kernel.pass_ == "backward" else ""
+    both = any(each.name == kernel.name and each.pass_ != kernel.pass_ for each in catalogue())
+    mode = (" --mode both" if both else " --mode backward") if kernel.pass_ == "backward" else ""
     work = f"the work itself: {', '.join(kernel.entries)} below."
     lines = [f"{name}: {kernel.label} as it stands, yours to change."]
     if kernel.tile:
@@ -96,8 +97,12 @@ def _opening(kernel: Kernel, name: str, path: Path) -> str:
         ]
     else:
         lines += [f"Change {work}"]
-    if mode:
+    first = f"run --compute {where}{mode}"
+    if mode and both:
         lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --from {kernel.name} writes."]
-    lines += ["", f"    fa-cli run --compute {where}{mode}", f"    fa-cli run --compute {kernel.name},{where}{mode}", ""]
+    elif mode:
+        first = f"verify {where}{mode}"
+        lines += ["The second command reads what a forward pass has left of the same problem: run one before, of another kernel."]
+    lines += ["", f"    fa-cli {first}", f"    fa-cli run --compute {kernel.name},{where}{mode}", ""]
     lines += ["The first command says whether it is right, the second whether it is faster than what it came from."]
     return "".join(f"// {line}".rstrip() + "\n" for line in ["", *lines])

@@ -28,7 +28,7 @@ SETTLE, ENERGY, LIMIT = 0.2, 0.7, 3.0
 #: milliseconds: with batches of 5 ms and 30 ms ahead the device of some rows was idle for a third of the time, at 510 W of 690.
 BATCH, AHEAD = 0.012, 0.15
 #: The share of the time that the device must have worked. Where it has not, the host was slower than a batch: the next try has four times
-#: as many launches in one, TRIES at most. The last one counts.
+#: as many launches in one, TRIES at most. The last one that found an energy counts.
 BUSY, TRIES = 0.95, 2
 
 
@@ -111,10 +111,11 @@ def _judged(contender: Timed, policy: Policy, timing: str, one: Callable[[Ready]
 
 def _metered(run: Ready, stage: Metered) -> Energy | None:
     """Energy a run, power and clock while the device has nothing else to do. None where the counter stands still."""
-    batch, found, busy = max(1, min(200, round(BATCH / run.device))), None, 0.0
+    batch, found = max(1, min(200, round(BATCH / run.device))), None
     for number in range(TRIES):
-        found, busy = _window(run, stage, batch << 2 * number)
-        if found is None or busy >= BUSY:
+        last, busy = _window(run, stage, batch << 2 * number)
+        found = last or found  # a longer batch of long runs may end after LIMIT
+        if last is None or busy >= BUSY:
             break
     return found
 

@@ -110,10 +110,11 @@ def draw(
 
 def _compares(view: View, others: Sequence[View]) -> bool:
     """Whether a view is worth figures beside the others of its run: not with one kernel where another has several, nor with one shape
-    where the other mask has several. The summary has its numbers."""
-    kernels = len(view.timed) > 1 or all(len(other.timed) < 2 for other in others)
-    masks = [other for other in others if (other.device, other.type, other.dtype) == (view.device, view.type, view.dtype)]
-    return kernels and (len(view.shapes) > 1 or all(len(other.shapes) < 2 for other in masks))
+    where the other mask has several and is drawn. The summary has its numbers."""
+    beside = [other for other in others if (other.device, other.type) == (view.device, view.type)]
+    several = [other for other in beside if len(other.timed) > 1] or beside
+    masks = [other for other in several if other.dtype == view.dtype]
+    return any(other is view for other in several) and (len(view.shapes) > 1 or all(len(other.shapes) < 2 for other in masks))
 
 
 #: The figures of a family over S.

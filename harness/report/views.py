@@ -297,7 +297,7 @@ def roofs(view: View, row: Row) -> list[Roof]:
     """The measured ceilings over a row's problem, the lowest first."""
     found = []
     copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
-    parts = next((k.float16_products for k in catalogue() if (k.name, k.pass_) == (row.Kernel, view.mode)), None)
+    parts = _float16_products(row)
     half = view.ceilings.get("gemm-float16") if parts else None
     if copy and copy.Bandwidth_GBps:
         measured = f"copy {copy.Bandwidth_GBps:,.0f} GB/s"
@@ -309,6 +309,14 @@ def roofs(view: View, row: Row) -> list[Roof]:
     if exp and exp.TFLOPS:
         found.append(Roof("exponentials", exp.TFLOPS * flops_an_exp(row), f"exp {exp.TFLOPS:,.3g} T/s"))
     return sorted(found, key=lambda roof: roof.tflops)
+
+
+def _float16_products(row: Row) -> int | None:
+    """How many products of float16 stand for one in every pass of a row; None where no header says so, or where they differ."""
+    names, mode = row.Kernel.split("+"), MODES[row.Type]
+    of = {"forward": names[0], "backward": names[-1]}
+    found = {k.float16_products for k in catalogue() if k.name == of[k.pass_] and mode in (k.pass_, "both")}
+    return found.pop() if len(found) == 1 else None
 
 
 def flops_an_exp(row: Row) -> float:

@@ -55,9 +55,9 @@ class NoPeers(EnvironmentFault):
 
 
 def between_gpus(talk: Control, timeout: float, notes: list[str]) -> Transport:
-    """NCCL, until peer copies have run on a GPU. The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto: peer copies where all
-    ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises UsageFault for another word, NoPeers,
-    and as Nccl does."""
+    """NCCL, as long as nobody has timed a ring by peer copies. The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto: peer
+    copies where all ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises UsageFault for another
+    word, NoPeers, and as Nccl does."""
     asked = talk.gather(os.environ.get(CHOICE, ""))[0]
     if asked not in ("", "nccl", "peer", "auto"):
         raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")

@@ -17,7 +17,7 @@ from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
 from ..kernel.expression import round_up
-from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, is_path
+from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, find, is_path
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
@@ -66,7 +66,11 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
     except NoSuchPass as fault:
         backward = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
         able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
-        pair = f", or {spec}+{able[-1]}" if able and not is_path(spec) else ""
+        lone = able and not is_path(spec) and "+" not in spec
+        if lone and "forward" in fault.what:
+            pair = f", or {able[-1]}+{spec}" if problem.dtype in find(spec, "backward").dtypes else ""
+        else:
+            pair = f", or {spec}+{able[-1]}" if lone else ""
         hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
     if found.peer:

@@ -251,6 +251,7 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
         ("energy = 1\nshapes = [{ seq = 1 }]", 3, "energy is 1; it is true, false, or patterns of tests"),
         ("burst = [1]\nshapes = [{ seq = 1 }]", 3, "burst"),
         ('shapes = [{ seq = 1, test = "a", peers = [] }]\ncpu.shapes = [{ seq = 1, test = "a", peers = "numpy" }]', 3, "other peers"),
+        ('shapes = [{ seq = 1, test = "a" }]\ncpu.shapes = [{ seq = 1, test = "a", kernels = "naive" }]', 3, "other kernels"),
         ('kernels = ["nosuch"]\nshapes = [{ seq = 1 }]', 2, "nosuch"),
         ('mode = "backward"\nkernels = ["fa1"]\nshapes = [{ seq = 1 }]', 2, "backward"),
     ],

@@ -113,10 +113,13 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 96, 256, dtype="float16"), Device("cuda", "a GPU", "sm_90")
     found, notes = choose([AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+hopper_cluster"]
-    assert "auto is 16 hopper forward and 18 hopper_cluster backward, the highest steps that take" in notes[0]
+    assert "auto is 16 hopper forward and 18 hopper_cluster backward, the highest steps it may take for" in notes[0]
     assert [one.name for one in choose([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
     assert [one.name for one in choose([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
     assert choose(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 16
+    with pytest.raises(UsageFault) as refused:
+        choose(["18"], passes, [problem], device)
+    assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +164,7 @@ def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
     found, notes = choose(["hopper+14", AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+mma_qreg_async"]
-    assert "auto is 16 hopper forward and 14 mma_qreg_async backward, the highest steps that take" in notes[0]
+    assert "auto is 16 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
     assert [one.name for one in choose(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
 
 
@@ -199,7 +202,7 @@ def test_auto_and_two_kernels(fa_cli: Run) -> None:
     words = ("--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
     result = fa_cli("run", "auto", *words, "--causal")
     assert result.exit_code == 0 and "PASS hopper both" in result.stdout
-    assert "note: auto is 16 hopper, the highest step that takes" in result.stderr
+    assert "note: auto is 16 hopper, the highest step it may take for" in result.stderr
     two = fa_cli("run", "hopper+14", *words, "--json")
     assert two.exit_code == 0 and json.loads(two.stdout)["compute"] == "hopper+mma_qreg_async"
     ring = fa_cli("ring", "--simulate", 2, "--compute", "hopper+14", *words)

@@ -138,6 +138,26 @@ def test_a_host_that_is_slower_than_a_batch_gets_longer_ones(monkeypatch: pytest
     assert once and once.power_w < 600
 
 
+def test_an_energy_is_kept_where_longer_batches_end_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 0.7 s with pauses between their kernels: four in a batch are over too late for two steps of the counter."""
+    gpu = Gpu(monkeypatch)
+    kernel = Kernel(gpu, 0.7, 700)
+    window, found = alone._window, list[Energy | None]()
+
+    def paused() -> Callable[[], float]:
+        finish = kernel.enqueue()
+        return lambda: 0.9 * finish()
+
+    def watched(run: sampling.Ready, stage: alone.Metered, batch: int) -> tuple[Energy | None, float]:
+        kept, busy = window(run, stage, batch)
+        found.append(kept)
+        return kept, busy
+
+    monkeypatch.setattr(alone, "_window", watched)
+    last = alone._metered(sampling.Ready(paused, "direct", (), 0.7), gpu)
+    assert last is found[0] is not None and found[1:] == [None]
+
+
 def test_energy_of_contenders_does_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """One runs after the other has ended; each gets its own power, and the clock that was read while it ran."""
     gpu = Gpu(monkeypatch)

@@ -244,6 +244,13 @@ def test_what_compares_nothing_beside_what_does_has_no_figure(drawn: dict[str, p
         drawn.clear()
         report.draw(some, tmp_path)
         assert name in drawn
+    for some, name in (
+        ([*one, *(each for each in rows if each.Kernel == "fa2")], "kernel_comparison_causal.png"),  # the other mask has one kernel
+        ([*(replace(each, **CPU) for each in rows), rows[0]], "kernel_comparison.png"),  # the other device has two
+    ):
+        drawn.clear()
+        report.draw(some, tmp_path)
+        assert name in drawn, sorted(drawn)
 
 
 def test_latency_scaling(drawn: dict[str, plt.Figure], tmp_path: Path) -> None:

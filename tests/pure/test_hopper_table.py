@@ -111,6 +111,8 @@ def test_the_command_writes_what_it_prints(script: ModuleType, tmp_path: Path) -
     other = tmp_path / "other"
     append_row(other / "results.csv", rows_of(512, {"fa3": 1.0})[0])
     assert CliRunner().invoke(script.main, [str(other / "results.csv")]).exit_code == 2
+    absent = CliRunner().invoke(script.main, [str(tmp_path / "results.csv"), "--ours", "nosuch"])
+    assert absent.exit_code == 2 and "nosuch is not among the rows; there are" in absent.output
 
 
 def test_runs_of_a_sweep_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

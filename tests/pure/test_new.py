@@ -54,6 +54,14 @@ def test_the_opening_says_what_to_change_and_which_commands_to_try(tmp_path: Pat
     assert "row_delta, p_and_ds, dk_and_dv, dq below" in backward
 
 
+def test_a_kernel_without_a_forward_pass_is_tried_backward(tmp_path: Path) -> None:
+    """Of step 18 there is no forward pass to write beside the copy, and none to time it with."""
+    text = new("mine", "18", "backward", tmp_path).read_text()
+    assert f"//     fa-cli verify {tmp_path}/mine_backward.cu --mode backward\n" in text and "run one before" in text
+    assert f"//     fa-cli run --compute hopper_cluster,{tmp_path}/mine_backward.cu --mode backward\n" in text
+    assert "Mode both" not in text and "--mode both" not in text.split("// ///\n")[1]
+
+
 def test_a_source_by_number_alias_or_path(tmp_path: Path) -> None:
     """--from takes what --compute takes."""
     assert Kernel.read(new("by_number", "0", folder=tmp_path)).title == "my kernel, from naive"

@@ -103,6 +103,13 @@ def test_what_limits_a_kernel() -> None:
     (view,) = views([row("split", "S1024", 1.0), *rows, *ceilings(gemm_float32=5.0, gemm_float16=30.0, copy=1e6, exp=100.0)])
     assert "86% of the lowest ceiling, arithmetic (10 TFLOP/s by GEMM float16 30 TFLOP/s, 3 products for one" in str(limiter(view, "split"))
     assert "faster units" in str(limiter(view, "fa2")), "no split"
+    pair = replace(row("split_hopper+split", "S1024", 1.0), Type="BOT")
+    half = replace(pair, Kernel="fa2+split")
+    (view,) = views([replace(row("split", "S1024", 1.0), Type="BOT"), pair, half, *ceilings(gemm_float32=5.0, gemm_float16=30.0)])
+    assert all("10 TFLOP/s by GEMM float16 30 TFLOP/s" in str(limiter(view, kernel)) for kernel in ("split", pair.Kernel))
+    assert "GEMM float32" in str(limiter(view, half.Kernel)), "only one of its passes is split"
+    (view,) = views([replace(pair, Type="FOR"), *ceilings(gemm_float32=5.0, gemm_float16=30.0)])
+    assert "GEMM float16" in str(limiter(view, pair.Kernel))
 
 
 def test_summary() -> None:

@@ -99,6 +99,10 @@ def test_a_pair_of_steps_in_the_fast_form(device: Any) -> None:
     q = inputs[0]
     with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, which have both passes"):
         attention(q, q, q, kernel="mma_swizzle", deterministic=False)
+    with pytest.raises(ValueError, match=r"or hopper\+hopper_cluster;"):
+        attention(q, q, q, kernel="hopper_cluster", deterministic=False)
+    with pytest.raises(ValueError, match="naive, fa2, split, which have both passes; without"):  # it takes no float32
+        attention(q.float(), q.float(), q.float(), kernel="18", deterministic=False)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 4, 8)])

@@ -269,7 +269,10 @@ def new_kernel(path: Path) -> int:
     print(f"written  {path}")
     pass_ = "backward" if path.stem.endswith("_backward") else "forward"
     spec = path if path.is_absolute() else f"./{path}"
-    print(f"hint: fa-cli run --compute {spec} --mode {'both' if pass_ == 'backward' else pass_}", file=sys.stderr)
+    if pass_ == "forward" or path.with_name(f"{path.stem.removesuffix(pass_)}forward.cu").exists():
+        print(f"hint: fa-cli run --compute {spec} --mode {'both' if pass_ == 'backward' else pass_}", file=sys.stderr)
+    else:  # run needs a forward pass
+        print(f"hint: fa-cli verify {spec} --mode {pass_}", file=sys.stderr)
     return 0
 
 
