@@ -43,7 +43,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K + 64 * CONSUMERS) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
+// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
 // ///
 //
 // A variant of step 16 (kernels_cu/16_hopper_forward.cu), whose text says what is the same.
@@ -124,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][64][64]; O in the end
     unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][BLOCK_K][64]
     unsigned char* v_smem = k_smem + STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_K][64]
-    unsigned char* spare_smem = v_smem + STAGES * K_TILE;  // [CONSUMERS][SLABS][64][64]
-    uint64_t* q_full = reinterpret_cast<uint64_t*>(spare_smem + CONSUMERS * Q_PIECE);
+    uint64_t* q_full = reinterpret_cast<uint64_t*>(v_smem + STAGES * K_TILE);
     uint64_t* q_empty = q_full + PIECES;
     uint64_t* o_full = q_empty + PIECES;
     uint64_t* k_full = o_full + PIECES;
@@ -212,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in Q.
     const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
-    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2] = {};
-    uint32_t p_reg[BLOCK_K / 16][4];
+    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
+    uint32_t p_reg[BLOCK_K / 16][4], o_reg[HEAD_DIM / 16][4];  // o_reg: O of the tile of queries before
     float reference[2], row_sum[2];  // of this thread's two rows: P = 2^(scale_log2e S - reference)
     Work work;
     int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
@@ -281,18 +280,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             row_sum[half] *= factor[half];
         }
     };
-    float inverse[2] = {0, 0};  // of the row sums
-    int done = -1;  // the piece of the tile of queries before; its O is in out_reg
-    unsigned char* out_smem = spare_smem + consumer * Q_PIECE;  // where it goes to; first to where nobody reads
+    int done = -1;  // the piece of the tile of queries before; -1: none
+    auto store_before = [&]() {
+        if (done < 0) return;
+        fa::store_operand(q_smem + done * Q_PIECE + warp * 16 * 128, Q_SLAB, o_reg);
+        fa::fence_proxy_async_shared();
+    };
+    auto release_before = [&]() {
+        if (done < 0) return;
+        __syncwarp();
+        release(o_full + done);
+    };
     auto first_tile = [&]() {
         begin_turn();
         issue_scores();
         end_turn();
-        fa::store_rows<scalar>(out_smem + warp * 16 * 128, Q_SLAB, out_reg, inverse);  // of the tile of queries before
-        fa::fence_proxy_async_shared();
+        fa::schedule_fence();
+        store_before();
+        fa::schedule_fence();
         fa::wgmma_wait<0>(score_reg);
-        __syncwarp();
-        if (done >= 0) release(o_full + done);
+        release_before();
         mask(0);
         float maximum[2];
         fa::local_row_max(maximum, score_reg);
@@ -368,6 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
         // Epilogue: the logsumexp; O / row sum goes to the shared memory of Q under the next tile's first product
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
+        float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = fa::group_sum<4>(row_sum[half]);
@@ -375,14 +383,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (lane % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
         }
+        fa::scale_rows(out_reg, inverse);
+        fa::pack_operand<scalar>(o_reg, out_reg);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 4; ++i)
+            if (inverse[i % 2] == 0) o_reg[i / 4][i % 4] = 0;  // whatever it holds
         done = piece();
-        out_smem = own_q();
         q.next();
     }
-    if (done >= 0) {
-        fa::store_rows<scalar>(out_smem + warp * 16 * 128, Q_SLAB, out_reg, inverse);
-        fa::fence_proxy_async_shared();
-        __syncwarp();
-        release(o_full + done);
-    }
+    store_before(), release_before();
 }
