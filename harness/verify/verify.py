@@ -42,8 +42,8 @@ def verify(
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
     two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
     launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
-    what is being done. note is told what a range, or with deterministic the tree, leaves out, and what the
-    device has no room for. Raises UsageFault for unknown kernels and cases.
+    what is being done. note is told what a range, or with deterministic the tree, leaves out, and what the device has no room for. Raises
+    UsageFault for unknown kernels and cases.
     """
     backends = Backends(device, check, schedule_seed)
     tree = [each for each in kernel.catalogue() if each.pass_ in MODES[mode]]
