@@ -24,6 +24,8 @@ from .problem import PASSES, Problem
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
 #: Queries and keys a head. Tile values may depend on them, so `--all` compiles each form that one of these lengths has.
 LENGTHS = (1024, 32, 128, 4096, 16384)
+#: Heads: fewer tiles than a GPU has multiprocessors, and many times more.
+HEADS = (1, 1024)
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ class _Case:
     causal: bool
     arch: str
     seq: int
+    heads: int
     order: bool
 
     @property
     def problem(self) -> Problem:
         """A problem that has this form; tf32 is float32 files."""
         dtype = "float32" if self.dtype == "tf32" else self.dtype
-        return Problem.of(1, 1, self.seq, self.width, dtype=dtype, causal=self.causal)
+        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal)
 
     @property
     def device(self) -> Device:
@@ -117,7 +120,7 @@ def compile_kernels(
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
     Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths, both masks and the
-    tiles of other LENGTHS. order: read the main loop's order, which compiles again what is in the cache. Rows are in the order of the
+    tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in the order of the
     kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no NVRTC, or for order no
     nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
@@ -147,7 +150,8 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
     found = []
     for form, dtype, width, causal, arch in itertools.product(forms, kernel.dtypes, widths, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
-            some = [_Case(form, dtype, width, causal, arch, seq, order) for seq in (LENGTHS if everything else LENGTHS[:1])]
+            sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
+            some = [_Case(form, dtype, width, causal, arch, seq, heads, order) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 

@@ -10,14 +10,14 @@
 // deterministic = true
 // arithmetic = "p16"
 // [tile]
-// CONSUMERS = "3 if HEAD_DIM == 64 and not (causal and seq_q <= 1024) else 2"  # warpgroups of 64 queries
+// CONSUMERS = "3 if HEAD_DIM == 64 and (seq_q > 1024 if causal else not ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms) == ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms) <= 2) else 2"  # warpgroups of 64 queries; few tiles: no fewer rounds of 128 than of 192
 // BLOCK_K = "128 if HEAD_DIM <= 128 else 80 if seq_kv > 1024 else 64"
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
-// SECTION = "(16 if seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "(16 if not causal or seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [workspace.counters]
 // dtype = "float32"  # two integers

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import sample
 
 from harness import verify
 from harness.kernel import Device
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel.kernel import Kernel, catalogue, find
 from harness.problem import DTYPE_BYTES
 
 #: Work of a piece, by `work`, or one case that has more: some seconds on one core.
@@ -82,6 +82,12 @@ def drawn(chosen: Kernel) -> list[Piece]:
     return sample.sample(chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST)
 
 
+#: Step 16 at head dim 64 without a mask takes three consumers only for more tiles of queries than a problem of this matrix has.
+HOPPER = find("hopper", "forward")
+MANY = [p for p in pieces(replace(HOPPER, tile={**HOPPER.tile, "CONSUMERS": 3})) if p.width == 64 and not p.causal]
+MANY_DRAWN = sample.sample("three consumers", MANY, lambda piece: {piece.dtype}, lambda piece: 1, 1)
+
+
 @pytest.mark.parametrize("piece", [p for k in catalogue() for p in sample.parameters(PIECES[k.label], drawn(k), lambda piece: piece.label)])
 def test_the_matrix(piece: Piece) -> None:
     """No case fails, in the default and in a seeded schedule."""
@@ -93,6 +99,12 @@ def test_the_matrix(piece: Piece) -> None:
     results = [verify.run_case(backends[case.schedule], piece.kernel, case, "full", repeat=n) for case, n in paired]
     failed = [f"{r.case.describe()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("piece", sample.parameters(MANY, MANY_DRAWN, lambda piece: piece.label))
+def test_three_consumers_without_a_mask(piece: Piece) -> None:
+    """The same cases in the form for many tiles."""
+    test_the_matrix(piece)
 
 
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
