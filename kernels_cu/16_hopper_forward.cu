@@ -84,8 +84,8 @@
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
-// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, NOTES.md what was expected; at D64 each head's last tile has 64
-// queries there, and three consumers still computed it):
+// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, NOTES.md what was expected; each head's last tile has
+// 64 queries at D64, and all three consumers still computed it):
 //
 //                                                D64             D128            D256
 //     as it is: TFLOP/s, pJ/FLOP                 538, 1.298      689, 1.011      700, 1.007
