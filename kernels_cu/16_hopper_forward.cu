@@ -58,6 +58,7 @@
 // and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that
 // K and V stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet.
 // Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
+// Where a head's last tile has too few queries, a consumer that has none of them computes nothing, and the others have the tensor cores.
 //
 // At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The
 // next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
@@ -83,7 +84,8 @@
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
-// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, NOTES.md what was expected):
+// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, NOTES.md what was expected; each head's last tile has
+// 64 queries at D64, and all three consumers still computed it):
 //
 //                                                D64             D128            D256
 //     as it is: TFLOP/s, pJ/FLOP                 538, 1.298      689, 1.011      700, 1.007
@@ -260,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // of this thread's two rows: P = 2^(scale_log2e S - reference)
     Work work;
-    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
+    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys its warpgroup needs, 0 to work.tiles
 
     auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
     auto own_q = [&]() { return q_smem + piece() * Q_PIECE; };
@@ -273,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (work.tiles == 0) return false;
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
         tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
+        if (work.q_first + 64 * consumer >= args.seq_q) tiles = 0;  // it has no queries
         if (args.scale <= 0) {
             for (int slab = 0; slab < SLABS; ++slab)
                 for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
@@ -382,41 +385,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::pack_operand<scalar>(p_reg, score_reg);
     };
 
-    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
-    while (take_work()) {
+    auto all_tiles = [&]() {
         first_tile();
         for (int n = 1; n < tiles; ++n) next_tile(n);
         issue_output(tiles > 1);
         fa::wgmma_wait<0>(out_reg, p_reg);
         release(v_empty + v.stage);
         v.next();
-        for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need
-            begin_turn();
-            end_turn();
-            fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
-            __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-            release(k_empty + k.stage);
-            k.next();
-            fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
-            __syncwarp();
-            release(v_empty + v.stage);
-            v.next();
-        }
-
-        // Epilogue: O / row sum to the shared memory of Q, and the logsumexp
-        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
-        float inverse[2];
+    };
+    auto skip_tile = [&]() {  // that only other consumers need
+        begin_turn();
+        end_turn();
+        fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
+        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+        release(k_empty + k.stage);
+        k.next();
+        fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
+        __syncwarp();
+        release(v_empty + v.stage);
+        v.next();
+    };
+    // O / row sum goes to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
+    auto epilogue = [&]() {
+        float sum[2], inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = fa::group_sum<4>(row_sum[half]);
-            inverse[half] = sum == 0 ? 0.0f : 1.0f / sum;
-            if (lane % 4 == 0 && row + 8 * half < args.seq_q)
-                logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
+            sum[half] = fa::group_sum<4>(row_sum[half]);
+            inverse[half] = sum[half] == 0 ? 0.0f : 1.0f / sum[half];
         }
         fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(o_full + piece());
+        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (lane % 4 == 0 && row + 8 * half < args.seq_q)
+                logsumexp[row + 8 * half] = sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum[half]);
+    };
+
+    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
+    while (take_work()) {
+        if (tiles > 0) all_tiles();
+        for (int n = tiles; n < work.tiles; ++n) skip_tile();
+        if (tiles > 0) epilogue();
+        else release(o_full + piece());  // the storer still gives Q's stage back
         q.next();
     }
 }

@@ -1,0 +1,375 @@
+// /// kernel
+// title = "Hopper, before idle consumers"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128, 256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// [tile]
+// CONSUMERS = "3 if HEAD_DIM == 64 and (seq_q > 1024 if causal else not ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms) == ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms) <= 2) else 2"  # warpgroups of 64 queries; few tiles: no fewer rounds of 128 than of 192
+// BLOCK_K = "128 if HEAD_DIM <= 128 else 80 if seq_kv > 1024 else 64"
+// STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
+// Q_STAGES = "1 if HEAD_DIM == 256 else 2"
+// K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
+// PINGPONG = 1  # the products of the consumers take turns
+// PIN = 1       # the exponentials stay before the wait for O
+// SECTION = "(16 if not causal or seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
+// MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.o]
+// tensor = "O"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "forward"
+// grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
+// block = "128 * (CONSUMERS + 1)"
+// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
+// ///
+//
+// Step 16 (kernels_cu/16_hopper_forward.cu) before consumers without queries computed nothing and the logsumexp's stores came behind O.
+#include <fa/accumulator.cuh>
+#include <fa/schedule.cuh>
+#include <fa/tma.cuh>
+
+using scalar = fa::DTYPE;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
+constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
+constexpr uint32_t Q_PIECE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
+
+template <class T> constexpr bool wide_exponent = false;
+template <> constexpr bool wide_exponent<fa::bfloat16> = true;
+constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
+constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
+constexpr float SLACK = 8;  // of the lazy maximum: P is at most 2^8
+
+// A tile of queries of one head. The producer leaves it in shared memory: its divisions are done once.
+struct Work {
+    int q_first, head, batch, tiles;  // tiles of keys, at least one; 0: there is no more work
+};
+
+// Tiles of keys that the queries before q_end see; one where they see none, so that every work has the same course.
+__device__ __forceinline__ int key_tiles(const fa::Args& args, int q_end) {
+    const int keys = fa::visible_keys(args, min(q_end, args.seq_q) - 1);
+    return max(1, (keys + BLOCK_K - 1) / BLOCK_K);
+}
+
+// The work of a number. Neighbouring numbers run at the same time, so they share K and V in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
+    Work work;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
+    const int kv_heads = max(1, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv)));
+    const int heads = kv_heads * (args.heads_q / args.heads_kv);
+    const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
+    const int q_tile = q_tiles - 1 - place.tile, row = place.head;
+#else
+    const int row = number / q_tiles, q_tile = number - row * q_tiles;
+#endif
+    work.q_first = q_tile * BLOCK_Q;
+    work.batch = row / args.heads_q;
+    work.head = row - work.batch * args.heads_q;
+    work.tiles = key_tiles(args, work.q_first + BLOCK_Q);
+    return work;
+}
+
+// A position in a ring of N stages, and the parity of its round.
+template <int N> struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == N) stage = 0, parity ^= 1;
+    }
+};
+
+// Loads a tile of Rows rows, slab by slab.
+template <uint32_t Slab>
+__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head,
+                                          int batch) {
+    fa::mbarrier_arrive_expect_tx(full, SLABS * Slab);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
+    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][64][64]; O in the end
+    unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][BLOCK_K][64]
+    unsigned char* v_smem = k_smem + STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_K][64]
+    uint64_t* q_full = reinterpret_cast<uint64_t*>(v_smem + STAGES * K_TILE);
+    uint64_t* q_empty = q_full + PIECES;
+    uint64_t* o_full = q_empty + PIECES;
+    uint64_t* k_full = o_full + PIECES;
+    uint64_t* k_empty = k_full + STAGES;
+    uint64_t* v_full = k_empty + STAGES;
+    uint64_t* v_empty = v_full + STAGES;
+    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [PIECES]: whose Q is there
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PIECES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
+            fa::mbarrier_init(q_empty + i, 1);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
+            fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(v_empty + i, 4 * CONSUMERS);
+        }
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    Ring<Q_STAGES> q;
+    Ring<STAGES> k, v;
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
+            auto hand_over = [&](const Work& work) {
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    const int piece = q.stage * CONSUMERS + consumer, row = work.q_first + 64 * consumer;
+                    fa::mbarrier_wait_parity(q_empty + piece, q.parity ^ 1);
+                    works_smem[piece] = work;
+                    if (work.tiles) load_tile<Q_SLAB>(q_smem + piece * Q_PIECE, q_map, q_full + piece, row, work.head, work.batch);
+                    else fa::mbarrier_arrive(q_full + piece);
+                }
+                q.next();
+            };
+            int number = blockIdx.x;
+            while (number < works) {
+                const Work work = work_of(args, number);
+                const int kv_head = fa::kv_head_of(args, work.head);
+                if (!K_FIRST) hand_over(work);
+                number = gridDim.x + atomicAdd(counters, 1);
+                for (int n = 0; n < work.tiles; ++n) {
+                    fa::mbarrier_wait_parity(k_empty + k.stage, k.parity ^ 1);
+                    load_tile<K_SLAB>(k_smem + k.stage * K_TILE, k_map, k_full + k.stage, n * BLOCK_K, kv_head, work.batch);
+                    k.next();
+                    if (K_FIRST && n == 0) hand_over(work);
+                    fa::mbarrier_wait_parity(v_empty + v.stage, v.parity ^ 1);
+                    load_tile<K_SLAB>(v_smem + v.stage * K_TILE, v_map, v_full + v.stage, n * BLOCK_K, kv_head, work.batch);
+                    v.next();
+                }
+            }
+            hand_over(Work{});
+            // The last block to finish leaves the counters as it found them, for the next launch.
+            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
+            // A storer. Q's stage, which holds O by then, is empty when the store has read it.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                const int piece = q.stage * CONSUMERS + consumer;
+                fa::mbarrier_wait_parity(q_full + piece, q.parity);
+                const Work work = works_smem[piece];
+                if (work.tiles == 0) break;
+                fa::mbarrier_wait_parity(o_full + piece, q.parity);
+                const unsigned char* out_smem = q_smem + piece * Q_PIECE;
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_store_4d(&o_map, out_smem + slab * Q_SLAB, 64 * slab, work.q_first + 64 * consumer, work.head, work.batch);
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(q_empty + piece);
+                q.next();
+            }
+        }
+        return;
+    }
+
+    // A consumer
+    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in Q.
+    const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
+    uint32_t p_reg[BLOCK_K / 16][4];
+    float reference[2], row_sum[2];  // of this thread's two rows: P = 2^(scale_log2e S - reference)
+    Work work;
+    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
+
+    auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
+    auto own_q = [&]() { return q_smem + piece() * Q_PIECE; };
+    auto release = [&](uint64_t* empty) {
+        if (lane == 0) fa::mbarrier_arrive(empty);
+    };
+    auto take_work = [&]() {
+        fa::mbarrier_wait_parity(q_full + piece(), q.parity);
+        work = works_smem[piece()];
+        if (work.tiles == 0) return false;
+        row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
+        tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
+        if (args.scale <= 0) {
+            for (int slab = 0; slab < SLABS; ++slab)
+                for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
+                    uint32_t& two = reinterpret_cast<uint32_t*>(own_q() + slab * Q_SLAB)[i];
+                    two = args.scale < 0 ? two ^ 0x80008000u : 0u;
+                }
+            fa::fence_proxy_async_shared();
+            fa::bar_sync(1 + consumer, 128);
+        }
+        return true;
+    };
+    auto begin_turn = [&]() {
+        if (PINGPONG) fa::bar_sync(4 + consumer, 256);
+    };
+    auto end_turn = [&]() {
+        if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
+    };
+    auto issue_scores = [&]() {
+        const uint64_t q_operand = fa::smem_descriptor_k_major(own_q());
+        const uint64_t k_operand = fa::smem_descriptor_k_major(k_smem + k.stage * K_TILE);
+        fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    auto issue_output = [&](bool accumulate) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(v_smem + v.stage * K_TILE, K_SLAB);
+        fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), accumulate || step > 0);
+        fa::wgmma_commit();
+    };
+    auto mask = [&](int n) {
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, work.q_first + 64 * consumer)) return;
+        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+        fa::mask_columns(score_reg, visible);
+    };
+    // Raises the references to the row maxima of the tile, where those are larger.
+    auto raise = [&](float (&factor)[2], const float (&maximum)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
+            factor[half] = fa::exp2_approx(reference[half] - larger);
+            reference[half] = larger;
+            row_sum[half] *= factor[half];
+        }
+    };
+    auto first_tile = [&]() {
+        begin_turn();
+        issue_scores();
+        end_turn();
+        fa::wgmma_wait<0>(score_reg);
+        mask(0);
+        float maximum[2];
+        fa::local_row_max(maximum, score_reg);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float largest = fa::group_max<4>(maximum[half]) * scale_log2e;
+            reference[half] = largest == -fa::infinity() ? 0.0f : largest;  // a row that sees no key
+        }
+        fa::exponentiate(score_reg, row_sum, scale_log2e, reference);
+        release(k_empty + k.stage);
+        k.next();
+        fa::pack_operand<scalar>(p_reg, score_reg);
+    };
+    auto next_tile = [&](int n) {
+        begin_turn();
+        issue_scores();
+        issue_output(n > 1);
+        end_turn();
+        fa::wgmma_wait<1>(score_reg);
+        mask(n);
+        float sum[2], maximum[2], factor[2];
+        bool grows = false;
+        if constexpr (!NO_MAXIMUM) {
+            fa::local_row_max(maximum, score_reg);
+            grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
+            grows = __any_sync(fa::full_warp, grows);
+            if (grows) raise(factor, maximum);
+        }
+        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+        if (PIN) fa::schedule_fence();
+        fa::wgmma_wait<0>(out_reg, p_reg);
+        release(v_empty + v.stage);
+        v.next();
+        if constexpr (NO_MAXIMUM) {
+            grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
+            if (grows) {
+                fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(own_q()) + warp * 16 * 128, Q_SLAB,
+                                                      fa::smem_u32(k_smem + k.stage * K_TILE), K_SLAB);
+                __syncwarp();  // all lanes have read K when the first one releases it
+                mask(n);
+                fa::local_row_max(maximum, score_reg);
+                raise(factor, maximum);
+                fa::exponentiate(score_reg, sum, scale_log2e, reference);
+            }
+        }
+        if (grows) fa::scale_rows(out_reg, factor);
+        release(k_empty + k.stage);
+        k.next();
+        row_sum[0] += sum[0], row_sum[1] += sum[1];
+        fa::pack_operand<scalar>(p_reg, score_reg);
+    };
+
+    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
+    while (take_work()) {
+        first_tile();
+        for (int n = 1; n < tiles; ++n) next_tile(n);
+        issue_output(tiles > 1);
+        fa::wgmma_wait<0>(out_reg, p_reg);
+        release(v_empty + v.stage);
+        v.next();
+        for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need
+            begin_turn();
+            end_turn();
+            fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
+            __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+            release(k_empty + k.stage);
+            k.next();
+            fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
+            __syncwarp();
+            release(v_empty + v.stage);
+            v.next();
+        }
+
+        // Epilogue: O / row sum to the shared memory of Q, and the logsumexp
+        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = fa::group_sum<4>(row_sum[half]);
+            inverse[half] = sum == 0 ? 0.0f : 1.0f / sum;
+            if (lane % 4 == 0 && row + 8 * half < args.seq_q)
+                logsumexp[row + 8 * half] = sum == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum);
+        }
+        fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(o_full + piece());
+        q.next();
+    }
+}
