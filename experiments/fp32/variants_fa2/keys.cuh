@@ -1,10 +1,12 @@
 // Step 07 at head dim 128 with 8 x 8 scores, cp.async, padded rows and interleaved lanes: the kernel of the variants keys_*.
 //
-// A 16-byte load delivers 128 bytes a cycle: four cycles, whatever the lanes share, unless lanes n and n ^ 1 have the same address
-// for every n, or n and n ^ 2: then two. Interleaved, the lanes of the two row groups of a warp have the same K, V in pairs n, n ^ 1 and
-// the same Q, P in pairs n, n ^ 2. S takes 32 cycles of shared memory for 256 FFMA of a warp, P V 8 for 64: half of what they may take.
-// Q [column][query] has plain rows: only two addresses a load. K [key][column] and P [key][query] have rows of 132: 8 keys in 8 quads.
-// Shared memory holds Q, K, V of 128 keys and P of 64: 227 KB, all there is. So P goes through it in two halves.
+// Shared memory returns 128 bytes a cycle, so a 16-byte load of a warp takes four cycles even where lanes share an address. It takes two
+// if lanes n and n ^ 1 have the same address for every n, or lanes n and n ^ 2 (NVIDIA's forum, topic 77228, for sm_70; the counters of
+// step 07 on sm_90 fit). A warp has two row groups of 16 lanes. Interleaved, K and V are the same in lanes n and n ^ 1, Q and P in lanes n
+// and n ^ 2: every load takes two cycles. S then takes 32 cycles for 256 FFMA of a warp, P V 8 for 64, half of the cycles of the FFMA.
+// Q [column][query] needs no padding, since a load has two addresses. Rows of K [key][column] and P [key][query] are 132 floats long, so 8
+// keys lie in 8 different quads of banks. All addresses of the products are a register and a constant: no swizzle.
+// Q, K and V of 128 keys and P of 64 keys fill the 227 KB of shared memory of sm_90. P goes through it in two halves.
 #pragma once
 
 #include <fa/async.cuh>
@@ -51,43 +53,11 @@ __device__ __forceinline__ void copy_tile(float* tile_smem /* [BLOCK_K][Pitch] *
     fa::cp_async_commit_group();
 }
 
-// score_reg[j][i] = Q of query i * K of key 16 j; q_from [column][BLOCK_Q], k_from [key][K_PITCH] at the thread's first query and key.
-__device__ __forceinline__ void multiply_q_k(float (&score_reg)[KEYS][ROWS], const float* q_from, const float* k_from) {
-#pragma unroll 1
-    for (int round = 0; round < HEAD_DIM / (4 * S_STEPS); ++round, q_from += 4 * S_STEPS * BLOCK_Q, k_from += 4 * S_STEPS) {
-#pragma unroll
-        for (int s = 0; s < 4 * S_STEPS; s += 4) {
-            fa::Vec<float, 4> k[KEYS];
-#pragma unroll
-            for (int j = 0; j < KEYS; ++j) k[j] = fa::load_vec<4>(k_from + s + j * LANES * K_PITCH);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float* from = q_from + (s + e) * BLOCK_Q;
-                fa::Vec<float, 4> q[2] = {fa::load_vec<4>(from), fa::load_vec<4>(from + 4)};
-#pragma unroll
-                for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) score_reg[j][i] += q[i / 4][i % 4] * k[j][e];
-            }
-        }
-    }
-}
-
-// tile_reg[i][c] += P of query i * V of column 4 lane + 64 (c / 4) + c % 4, over P_KEYS keys.
-__device__ __forceinline__ void multiply_p_v(float (&tile_reg)[ROWS][COLUMNS], const float* p_from, const float* v_from) {
-#pragma unroll 1
-    for (int round = 0; round < P_KEYS / P_STEPS; ++round, p_from += P_STEPS * P_PITCH, v_from += P_STEPS * HEAD_DIM) {
-#pragma unroll
-        for (int s = 0; s < P_STEPS; ++s) {
-            fa::Vec<float, 4> p[2] = {fa::load_vec<4>(p_from + s * P_PITCH), fa::load_vec<4>(p_from + s * P_PITCH + 4)};
-            fa::Vec<float, 4> v[2] = {fa::load_vec<4>(v_from + s * HEAD_DIM), fa::load_vec<4>(v_from + s * HEAD_DIM + 64)};
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) tile_reg[i][c] += p[i / 4][i % 4] * v[c / 4][c % 4];
-        }
-    }
-}
+#if AHEAD
+#include "products_ahead.cuh"
+#else
+#include "products.cuh"
+#endif
 
 // The online softmax of a tile: P in place of S, the row sums of this lane's keys, and what O so far is worth.
 template <bool Masked>

@@ -15,6 +15,7 @@
 // INTERLEAVED = 0  # 1: lane 2 n + g of a warp is lane n of row group g; 0: lane 16 g + n
 // S_STEPS = 4  # steps of four columns of S in the loop's body
 // P_STEPS = 8  # keys of P V in the loop's body
+// AHEAD = 0  # 1: the first operands of a step are loaded in the step before
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
