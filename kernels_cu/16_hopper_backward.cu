@@ -17,7 +17,8 @@
 // DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
 // KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
-// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// BACKWARDS = "1 if deterministic or causal and HEAD_DIM == 128 and DQ_STAGED else 0"  # from the last tile of queries to the first
+// SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -136,8 +137,10 @@
 // keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
 // come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
 //
-// Under the causal mask blocks take the longest tiles of keys first, begin at the diagonal and mask only there. Where the second consumer's
-// keys are behind all queries of the first tile, it leaves out all but its half of dQ.
+// Under the causal mask blocks take the longest tiles of keys first, and mask only at the diagonal. Where the second consumer's keys are
+// behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the diagonal are at different queries all the
+// time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal: those that begin together meet at the same
+// tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096 queries on, at 64 it is slower (NOTES.md).
 //
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
@@ -235,10 +238,10 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     return work;
 }
 
-// A walk over the tiles of queries of a work, head after head. Blocks that take turns walk from the end to the first.
+// A walk over the tiles of queries of a work, head after head; with BACKWARDS from the end of each to the first, as blocks that take turns must.
 struct Walk {
     int head, tile;
-    __device__ __forceinline__ int queries(const Work& work) const { return DETERMINISTIC ? work.end - 1 - tile + work.first : tile; }
+    __device__ __forceinline__ int queries(const Work& work) const { return BACKWARDS ? work.end - 1 - tile + work.first : tile; }
     static __device__ __forceinline__ Walk begin(const fa::Args& args, const Work& work) {
         return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
     }
@@ -342,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
                 for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * OWN_PARTS * PART,
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
                                      dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
@@ -479,19 +482,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         q.next();
     };
-    // On the diagonal of the causal mask the second 64 keys may be seen by no query of the first tile: then only the other's dS counts.
+    // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     auto sees_nothing = [&]() {
-        return CAUSAL && !SHARED_KEYS && !DETERMINISTIC &&
+        return CAUSAL && !SHARED_KEYS && !(BACKWARDS && !STAGED) &&
                fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
-    };
-    auto skip_tile = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
-        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
-        const uint32_t zeros[QUERIES / 16][4] = {};
-        share(ds_smem, zeros);
-        wait_for_other();
-        issue_dq();
-        q.next();
     };
     // dQ of a tile is complete, and goes to the storer.
     auto stage_dq = [&]() {
@@ -524,24 +518,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
     };
 
+    auto skip_tile = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        const uint32_t zeros[QUERIES / 16][4] = {};
+        share(ds_smem, zeros);
+        wait_for_other();
+        issue_dq();
+        q.next();
+        fa::wgmma_wait<0>(dq_reg);
+        if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
+        else add(begin_sum(), 0, GROUPS, dq_reg);
+    };
+
     while (true) {
         fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
         const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
         at = Walk::begin(args, work);
-        int n = work.count > 0 && sees_nothing();
-        if (n > 0) {
-            skip_tile();
-            fa::wgmma_wait<0>(dq_reg);
-            if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
-            else add(begin_sum(), 0, GROUPS, dq_reg);
-        }
-        const bool seen = n < work.count;
+        const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
+        int n = BACKWARDS ? 0 : unseen;
+        if (n > 0) skip_tile();
+        const bool seen = n < end;
         if (seen) {
             if constexpr (STAGED) {
                 fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-                for (bool accumulate = false; n < work.count; ++n, accumulate = true) {
+                for (bool accumulate = false; n < end; ++n, accumulate = true) {
                     issue_scores();
                     issue_dp();
                     issue_tile(accumulate);
@@ -556,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 issue_dp();
                 for (bool accumulate = false;; accumulate = true) {
                     issue_tile(accumulate);
-                    if (++n == work.count) break;
+                    if (++n == end) break;
                     issue_scores();
                     if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
                     else fa::wgmma_wait<1>(dq_reg, ds16_reg);
@@ -572,6 +575,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 add(begin_sum(), 0, GROUPS, dq_reg);
             }
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+        if (end < work.count) skip_tile();
         pass_turn();
         last_number = -1;
 

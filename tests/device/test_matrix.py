@@ -82,10 +82,18 @@ def drawn(chosen: Kernel) -> list[Piece]:
     return sample.sample(chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST)
 
 
-#: Step 16 at head dim 64 without a mask takes three consumers only for more tiles of queries than a problem of this matrix has.
-HOPPER = find("hopper", "forward")
-MANY = [p for p in pieces(replace(HOPPER, tile={**HOPPER.tile, "CONSUMERS": 3})) if p.width == 64 and not p.causal]
-MANY_DRAWN = sample.sample("three consumers", MANY, lambda piece: {piece.dtype}, lambda piece: 1, 1)
+def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
+    """Step 16 in a form that it takes only for longer problems, or more heads, than those of this matrix."""
+    hopper = find("hopper", pass_)
+    found = pieces(replace(hopper, tile={**hopper.tile, **tiles}))
+    return [p for p in found if p.width == width and p.causal is causal and not p.deterministic]
+
+
+LARGE = {
+    "three consumers": of_tiles("forward", 64, False, CONSUMERS=3),
+    "staged, from the last query": of_tiles("backward", 128, True, DQ_STAGED=1),
+}
+LARGE_DRAWN = {name: sample.sample(name, found, lambda piece: {piece.dtype}, lambda piece: 1, 1) for name, found in LARGE.items()}
 
 
 @pytest.mark.parametrize("piece", [p for k in catalogue() for p in sample.parameters(PIECES[k.label], drawn(k), lambda piece: piece.label)])
@@ -101,9 +109,9 @@ def test_the_matrix(piece: Piece) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("piece", sample.parameters(MANY, MANY_DRAWN, lambda piece: piece.label))
-def test_three_consumers_without_a_mask(piece: Piece) -> None:
-    """The same cases in the form for many tiles."""
+@pytest.mark.parametrize("piece", [p for n in LARGE for p in sample.parameters(LARGE[n], LARGE_DRAWN[n], lambda piece: piece.label)])
+def test_the_forms_of_large_problems(piece: Piece) -> None:
+    """The same cases."""
     test_the_matrix(piece)
 
 
