@@ -34,6 +34,10 @@
 // dtype = "float32"  # integers: of each warp's part of a tile of dQ
 // size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
 // init = "none"
+// [workspace.arrivals]
+// dtype = "float32"  # integers: of each converter's part of a tile of dQ
+// size = "2 * batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
+// init = "none"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, "BLOCK_Q", 1, 1]
@@ -72,17 +76,12 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
-// [[launch]]
-// entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
-// block = 256
-// maps = []
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 304"
 // ///
 //
 // Step 16, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
-// multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
-// streams Q and dO:
+// multiply, storers send dK and dV away, converters round dQ, persistent blocks take tiles of keys from a counter. A block keeps K and V of
+// its keys and streams Q and dO:
 //
 //     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q   dQ += dS K
@@ -122,7 +121,7 @@
 //
 // 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
-// higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
+// higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy.
 // Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
 // different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
 // all of them. A cluster of two blocks that add once would halve the bytes.
@@ -130,6 +129,14 @@
 // At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
 // scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
 // 2560 of products, and twice as many reductions: without them it is half as fast again.
+//
+// The accumulators of dQ become dQ in the same launch (fa/dq.cuh). How many tiles of keys add to a tile of queries is known: those that it
+// sees. Behind its last addition a block counts itself in global memory, and the block that completes the count scales, rounds and stores
+// the tile, which then lies in L2. A launch of its own would read all accumulators from memory: 15 % of the time at 512 queries under the
+// mask. That is done by warps of the producer's warpgroup that have nothing else to do, one for each consumer's half of dQ; with DQ_STAGED
+// storers have two of the three, and one converts both halves. An mbarrier tells a converter that the block's part of a tile is on its way,
+// or, with DQ_STAGED, that its copies are complete. Consumers and storers wait for no converter: it may be 8 tiles behind, and then the
+// producer waits.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
@@ -142,6 +149,7 @@
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
+#include <fa/dq.cuh>
 #include <fa/gradient.cuh>
 #include <fa/schedule.cuh>
 #include <fa/stage.cuh>
@@ -165,6 +173,10 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_
 // dQ goes through shared memory, and each tile is finished before the next one begins.
 constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
 
+// Of the producer's warpgroup, behind the producer's warp: a storer for each consumer and one converter, or a storer for both and a
+// converter for each consumer's half of a tile of dQ.
+constexpr int STORERS = STAGED ? 2 : 1, CONVERTERS = 3 - STORERS;
+
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
@@ -176,10 +188,6 @@ __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (
 __device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
     return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
 }
-// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
-__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
-}
 // For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
@@ -188,24 +196,14 @@ __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
 __device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
 }
+// For a tile of queries, how many blocks have added to what each of two converters converts.
+__device__ __forceinline__ int* arrivals_of(const fa::Args& args) { return static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]); }
 
-// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; dQ = 0, and the turns.
+// Launch 1, 16 queries a block: logsumexp and delta; dQ's accumulators, the turns and the arrivals = 0.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    const int number = tile_number(args, batch, head, query / BLOCK_Q);
-    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
-
+    auto* stats = static_cast<float*>(args.workspace[WORKSPACE_STATS]);
+    const int number = fa::prepare_queries<scalar, HEAD_DIM, BLOCK_Q, BLOCK_K>(args, stats, dq_of(args, 0), arrivals_of(args));
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
-
-    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
-    if (lane == 0) {
-        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
-        float* stats = stats_of(args, number) + query % BLOCK_Q;
-        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = delta;
-    }
 }
 
 // A tile of keys of one head, and the tiles of queries that see it.
@@ -280,11 +278,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
     uint64_t* do_full = q_empty + STAGES;
     uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
-    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+    const fa::SumQueue<CONVERTERS, STAGED ? 2 : 4> sums{dq_empty + 2};  // arrivals: of the storers, or of a consumer's warps
+    int* numbers = sums.end();  // [KV_STAGES]: the work whose K is there; -1: no more
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
-            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(kv_empty + i, 2);
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(kv_empty + i, STORERS);
             fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
         }
         for (int i = 0; i < STAGES; ++i) {
@@ -292,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
             fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
         }
+        sums.init();
         fa::mbarrier_init_fence();
     }
     __syncthreads();
@@ -301,6 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
@@ -319,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1  // the producer has few registers
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
                     const int tile = at.queries(work), q_first = tile * BLOCK_Q;
+                    sums.push(q.position, tile_number(args, work.batch, at.head, tile));
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                     load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
@@ -327,12 +329,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
             fa::mbarrier_arrive(k_full + kv.stage());
+            sums.close(q.position);
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
-            // stores have read it.
-            const int consumer = threadIdx.x / 32 - 1;
+        } else if (warp > STORERS) {
+            // A converter: a whole warp. What is added to a tile of dQ is counted, and the last block to add to it converts it.
+            sums.convert<scalar, HEAD_DIM, BLOCK_Q, BLOCK_K>(args, warp - STORERS - 1, arrivals_of(args), dq_of(args, 0));
+        } else if (threadIdx.x % 32 == 0) {
+            // A storer, of a consumer or of both. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when
+            // the stores have read it.
+            const int storer = warp - 1;
+            // dQ of the tile before is added, behind one group of this thread's copies. That a copy is complete is seen with a fence between
+            // its proxy and the generic one, and so by whoever is behind the arrival.
+            auto sum_before = [&]() {
+                fa::bulk_wait<1>();
+                fa::mbarrier_arrive(sums.full(0, q.position - 1));
+            };
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
@@ -341,23 +353,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1
                 for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * OWN_PARTS * PART,
-                                     dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::mbarrier_wait_parity(dq_full + storer, q.position % 2);
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + storer * OWN_PARTS * PART,
+                                     dq_smem + storer * OWN_PARTS * PART, OWN_PARTS * PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(dq_empty + consumer);
+                    fa::mbarrier_arrive(dq_empty + storer);
+                    if (n > 0) sum_before();
                 }
-                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
-                const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
-                const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
-                for (int slab = 0; slab < OWN_SLABS; ++slab) {
-                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+#pragma unroll 1
+                for (int consumer = storer; consumer < 2; consumer += STORERS) {
+                    fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
+                    const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
+                    const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
+                    for (int slab = 0; slab < OWN_SLABS; ++slab) {
+                        fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                        fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                    }
                 }
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
                 fa::mbarrier_arrive(kv_empty + kv.stage());
+                if (STAGED && work.count > 0) sum_before();
                 kv.next();
             }
         }
@@ -423,16 +440,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                              step > 0);
         fa::wgmma_commit();
     };
-    auto mask = [&]() {
-        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
-        if (key + 64 <= fa::visible_keys(args, q_first)) return;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
-        }
-        fa::clear_columns(p_reg, first);
-    };
     int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
     auto pass_turn = [&]() {
         if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turns_of(args, last_number) + 4 * consumer + warp, work.k_first / BLOCK_K + 1);
@@ -454,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
-        mask();
+        fa::clear_hidden_columns(p_reg, args, work.k_first + own_keys, at.queries(work) * BLOCK_Q + own_queries);
         fa::pack_operand<scalar>(p16_reg, p_reg);
         if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
         if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
@@ -523,6 +530,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int j = first; j < end; ++j)
             fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
     };
+    // All of them: this warp's part of dQ of the tile before q is on its way. The converter's fence waits for it.
+    auto end_sum = [&]() {
+        __syncwarp();
+        fa::mbarrier_arrive_if(sums.full(consumer, q.position - 1), lane == 0);
+    };
 
     while (true) {
         fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
@@ -535,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             skip_tile();
             fa::wgmma_wait<0>(dq_reg);
             if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
-            else add(begin_sum(), 0, GROUPS, dq_reg);
+            else add(begin_sum(), 0, GROUPS, dq_reg), end_sum();
         }
         const bool seen = n < work.count;
         if (seen) {
@@ -567,9 +579,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     issue_dp();
                     fa::schedule_fence();
                     add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
+                    end_sum();
                 }
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add(begin_sum(), 0, GROUPS, dq_reg);
+                end_sum();
             }
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         pass_turn();
@@ -586,13 +600,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         release(dkv_full + 2 * kv.stage() + consumer);
         kv.next();
     }
-}
-
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + row;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, query, part / ROW_PARTS * 8 + group, from, float(args.scale));
 }

@@ -18,4 +18,16 @@ __forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) {
     if (lane_id() == 0) fa_host_pass_turn(turn, next);
 }
 
+__forceinline__ bool arrives_last(int* arrivals, int expected, FA_HOST_HERE) {
+    int before = 0;
+    __syncwarp(full_warp, file, line);
+    if (lane_id() == 0) {
+        __threadfence();
+        before = atomicAdd(arrivals, 1);
+        __threadfence();
+    }
+    __syncwarp(full_warp, file, line);
+    return __shfl_sync(full_warp, before, 0, 32, file, line) == expected - 1;
+}
+
 }  // namespace fa

@@ -15,6 +15,9 @@ __forceinline__ void mbarrier_init_fence() { fa_host_mbarrier_init_fence(); }
 __forceinline__ void mbarrier_arrive(uint64_t* barrier_smem, FA_HOST_HERE) {
     fa_host_mbarrier_arrive(barrier_smem, 0, "mbarrier_arrive", file, line);
 }
+__forceinline__ void mbarrier_arrive_if(uint64_t* barrier_smem, bool arrives, FA_HOST_HERE) {
+    if (arrives) fa_host_mbarrier_arrive(barrier_smem, 0, "mbarrier_arrive_if", file, line);
+}
 __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_smem, uint32_t bytes, FA_HOST_HERE) {
     fa_host_mbarrier_arrive(barrier_smem, bytes, "mbarrier_arrive_expect_tx", file, line);
 }

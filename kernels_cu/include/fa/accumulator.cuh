@@ -132,6 +132,17 @@ template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], co
     }
 }
 
+// P^T = 0 where the query does not see the key: of 64 keys from `key` on and the queries from `query` on.
+template <int R> __device__ __forceinline__ void clear_hidden_columns(float (&x)[R], const Args& args, int key, int query) {
+    if (key + 64 <= visible_keys(args, query)) return;
+    int first[2];
+    for (int half = 0; half < 2; ++half) {
+        const int own = key + 16 * (warp_id() % 4) + lane_id() / 4 + 8 * half;
+        first[half] = own < args.seq_kv ? first_query(args, own) - query : 2 * R;
+    }
+    clear_columns(x, first);
+}
+
 // dP^T becomes dS^T = P^T (dP^T - delta of the column). delta_smem: [2 R].
 template <int R> __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem) {
 #pragma unroll

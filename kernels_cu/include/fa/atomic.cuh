@@ -44,4 +44,15 @@ __device__ __forceinline__ void pass_turn(int* turn, int next) {
     if (lane_id() == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
 
+// Counts one arrival of a warp, and says whether it is the last of `expected`: for a whole warp. Who arrives releases all that comes before
+// in this warp, and with it what other warps of the block had done when they arrived at a barrier that this warp has waited for. Who is the
+// last has acquired what all released: its loads find no older line in L1, as the acquire invalidates them.
+__device__ __forceinline__ bool arrives_last(int* arrivals, int expected) {
+    int before = 0;
+    __syncwarp();
+    if (lane_id() == 0) asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    __syncwarp();
+    return __shfl_sync(full_warp, before, 0) == expected - 1;
+}
+
 }  // namespace fa

@@ -21,6 +21,17 @@ __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbar
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_smem) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_u32(barrier_smem)) : "memory");
 }
+// Without a branch: one between an asynchronous product and its wait makes the compiler move descriptors out of uniform registers.
+__device__ __forceinline__ void mbarrier_arrive_if(uint64_t* barrier_smem, bool arrives) {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrives;\n"
+        "setp.ne.u32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(smem_u32(barrier_smem)),
+        "r"(uint32_t(arrives))
+        : "memory");
+}
 // Arrives and adds `bytes` to those that asynchronous copies still have to deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_smem, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_u32(barrier_smem)), "r"(bytes) : "memory");
