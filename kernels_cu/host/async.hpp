@@ -40,13 +40,14 @@ struct Copy {
     const char* file;
     int line, bytes;
     unsigned group;
-    bool complete;
+    bool complete;  // of a store: it has read shared memory
     int next;
     int thread, rank;  // of the block of the thread in its cluster, -1 without
     Box* box;  // kept with the record for its next use
 };
 
 struct Async {
+    static constexpr int most_unwritten = 32;  // stores of a thread that have read shared memory and not written global memory
     static constexpr int max_copies = 1 << 20;  // reserves address space; a page is allocated on first use
     struct Queue {
         int first, last;  // -1: none
@@ -149,6 +150,7 @@ struct Async {
             if (!copy[q.first].complete) check(w, copy[q.first]);
             pop_front(q);
         }
+        while (store[w.current].first >= 0 && copy[store[w.current].first].complete) write_first(store[w.current]);
         const int left = store[w.current].first;
         if (left >= 0) in_flight_at_end(w, "a thread ended with a TMA store in flight that it has not waited for", copy[left]);
         if (w.live > 1) return;
@@ -205,19 +207,26 @@ struct Async {
         complete_some(w);
     }
 
-    // bulk_wait and bulk_wait_read: the stores of all but the latest `but` groups have read shared memory, at the latest moment now.
-    void wait_for_stores(Worker& w, unsigned but) {
+    // bulk_wait_read: the stores of all but the latest `but` groups have read shared memory, at the latest moment now. They write global
+    // memory later: the image is kept until bulk_wait or the thread's end, but of the last few alone. With a seed some write now.
+    void wait_for_reads(Worker& w, unsigned but) {
         Queue& q = store[w.current];
-        while (q.first >= 0 && q.groups - copy[q.first].group > but) {
-            Copy& c = copy[q.first];
+        int unwritten = 0;
+        for (int i = q.first; i >= 0 && q.groups - copy[i].group > but; i = copy[i].next, ++unwritten) {
+            Copy& c = copy[i];
+            if (c.complete) continue;
             if (memcmp(c.to, c.box->image, c.box->bytes)) wrong(w, "shared memory was written while a TMA store from it was in flight", c);
             if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, own_clock(), by_async_proxy);
-            const float* values = reinterpret_cast<const float*>(c.box->image);
-            float* to = reinterpret_cast<float*>(c.box->map.base);
-            if (!c.box->adds) c.box->map.store(c.box->at, c.box->image);
-            for (unsigned i = 0; c.box->adds && i < c.box->bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
-            pop_front(q);
+            c.complete = true;
         }
+        const int kept = w.random ? int(next_random(w) % most_unwritten) : most_unwritten;
+        for (; unwritten > kept; --unwritten) write_first(q);
+    }
+
+    // bulk_wait: they have written it.
+    void wait_for_stores(Worker& w, unsigned but) {
+        Queue& q = store[w.current];
+        while (q.first >= 0 && q.groups - copy[q.first].group > but) write_first(q);
     }
 
     // The load in flight to an address, for reports; null where there is none.
@@ -281,6 +290,16 @@ struct Async {
         if (w.race) w.race->tma_arrived(c.to, box.bytes);
         b.pending -= box.bytes;
         complete_if_whole(w, box.mbarrier);
+    }
+
+    // The first store of a thread's queue writes global memory.
+    void write_first(Queue& q) {
+        const Box& box = *copy[q.first].box;
+        const float* values = reinterpret_cast<const float*>(box.image);
+        float* to = reinterpret_cast<float*>(box.map.base);
+        if (!box.adds) box.map.store(box.at, box.image);
+        for (unsigned i = 0; box.adds && i < box.bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
+        pop_front(q);
     }
 
     void pop_front(Queue& q) {

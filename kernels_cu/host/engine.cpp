@@ -498,7 +498,11 @@ void fa_host_bulk_add(float* to, const float* from, int count, const char* file,
 
 void fa_host_bulk_commit() { ++Async::of(*this_worker)->store[this_worker->current].groups; }
 
-void fa_host_bulk_wait(int but) { Async::of(*this_worker)->wait_for_stores(*this_worker, unsigned(but)); }
+void fa_host_bulk_wait(int but, bool read) {
+    Async* async = Async::of(*this_worker);
+    async->wait_for_reads(*this_worker, unsigned(but));
+    if (!read) async->wait_for_stores(*this_worker, unsigned(but));
+}
 
 // A thread arrives at a product; the last of its warpgroup issues it for all of them.
 Next fa_host_wgmma_arrive(const Product* mine, const char* word, const char* file, int line) {

@@ -107,7 +107,7 @@ void fa_host_tma_store(const void* map, const void* from, const int* at, int ran
 void fa_host_tma_prefetch(const void* map, const char* file, int line);
 void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
-void fa_host_bulk_wait(int but);
+void fa_host_bulk_wait(int but, bool read);
 
 // Clusters (cluster.hpp). Addresses are those of map_shared. In fa_host_tma_multicast `blocks` has a bit for each rank that is sent the box.
 void fa_host_cluster_arrive(const char* file, int line);
