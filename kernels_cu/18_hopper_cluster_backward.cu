@@ -10,7 +10,7 @@
 // deterministic = false
 // auto = "head_dim > 128"  # below, step 16 is faster
 // arithmetic = "p16"
-// spill_bytes_allowed = 8  # of the producer and the storers, which have 24 registers, by CUDA 12's compiler; none by CUDA 13's
+// spill_bytes_allowed = 8  # of the producer, the storer and the converters, which have 24 registers
 // [tile]
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
@@ -26,6 +26,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.arrivals]
+// dtype = "float32"  # integers: of each converter's part of a tile of dQ
+// size = "2 * batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -66,12 +70,7 @@
 // grid = "2 * min(sms // 2, ceil_div(seq_kv, 128) * heads_kv * batch)"
 // block = 384
 // cluster = 2
-// shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
-// [[launch]]
-// entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
-// block = 256
-// maps = []
+// shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 384"
 // ///
 //
 // Step 18, backward: step 16's backward pass at head dim 256, in clusters of two blocks.
@@ -106,11 +105,15 @@
 // the beginning: no copy or arrival finds a barrier of the other block that is not initialised. One stands at the end: no block ends while
 // the other may reach it.
 //
+// As in step 16 the accumulators of dQ become dQ in the same launch (fa/dq.cuh): who adds to a tile last converts it. A tile of queries is
+// added to once for each cluster that sees it, by the block whose own tile it is, so each block queues its own tiles alone.
+//
 // The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 16
 // has 128 keys in a block, such a kernel is slower than step 16 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
 // columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 16.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
+#include <fa/dq.cuh>
 #include <fa/gradient.cuh>
 #include <fa/schedule.cuh>
 #include <fa/stage.cuh>
@@ -143,30 +146,18 @@ __device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (
 __device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
     return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
 }
-// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
-__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
-}
 // For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
 __device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
 }
 
-// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; dQ = 0.
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    const int number = tile_number(args, batch, head, query / BLOCK_Q);
-    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+// For a tile of queries, how many clusters have added to what each of two converters converts.
+__device__ __forceinline__ int* arrivals_of(const fa::Args& args) { return static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]); }
 
-    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
-    if (lane == 0) {
-        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
-        float* stats = stats_of(args, number) + query % BLOCK_Q;
-        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = delta;
-    }
+// Launch 1, 16 queries a block: logsumexp and delta; dQ's accumulators and the arrivals = 0.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    auto* stats = static_cast<float*>(args.workspace[WORKSPACE_STATS]);
+    fa::prepare_queries<scalar, HEAD_DIM, BLOCK_Q, KEYS>(args, stats, dq_of(args, 0), arrivals_of(args));
 }
 
 // The 128 keys of a cluster, of one head, and the tiles of queries of each head that see them.
@@ -223,11 +214,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     uint64_t *q_full = dkv_full + 2, *q_empty = q_full + STAGES;  // of Q and the stats
     uint64_t *do_full = q_empty + STAGES, *do_empty = do_full + 1;
     uint64_t *ds_full = do_empty + 1, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
+    const fa::SumQueue<2, 4> sums{ds_empty + 2};  // of own tiles; arrivals: of a consumer's warps
 
     const int rank = blockIdx.x % 2;
     if (threadIdx.x == 0) {
         fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
-        fa::mbarrier_init(kv_empty, 4);  // two storers of each block
+        fa::mbarrier_init(kv_empty, 2);  // the storer of each block
         fa::mbarrier_init(ds_full, 8);
         fa::mbarrier_init(do_full, 1), fa::mbarrier_init(do_empty, 8);  // each warp arrives
         for (int i = 0; i < 2; ++i) {
@@ -235,6 +227,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             fa::mbarrier_init(q_empty + i, 8);
             fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
         }
+        sums.init();
         fa::mbarrier_init_fence();
     }
     fa::cluster_sync();
@@ -284,6 +277,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
 #pragma unroll 1
                     for (int tile = work.first; tile < work.end; ++tile, q.next()) {
+                        if (int(q.stage()) == rank) sums.push(q.position / 2, tile_number(args, work.batch, head, tile));
                         fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                         fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
                         load(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), tile, head, work.batch);
@@ -295,19 +289,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 send_number();
             }
             fa::mbarrier_arrive(k_full);
+            sums.close((q.position + 1 - rank) / 2);
             // The last cluster to finish leaves the counters as it found them, for the next launch.
             if (rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. K's place holds dK in the end, V's dV.
-            const int consumer = threadIdx.x / 32 - 1;
+        } else if (threadIdx.x >= 64) {
+            // A converter, a whole warp: of a consumer's half of the columns.
+            sums.convert<scalar, HEAD_DIM, BLOCK_Q, KEYS>(args, threadIdx.x / 32 - 2, arrivals_of(args), dq_of(args, 0));
+        } else if (threadIdx.x == 32) {
+            // The storer. K's place holds dK in the end, V's dV.
             while (true) {
                 fa::mbarrier_wait_parity(k_full, kv.parity());
                 const int number = *number_of_work();
                 if (number >= works_of(args)) break;
                 const Work work = work_of(args, number);
                 const int key = rank * BLOCK_K;
-                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
-                for (int slab = consumer * OWN_SLABS; slab < (consumer + 1) * OWN_SLABS; ++slab) {
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    if (slab % OWN_SLABS == 0) fa::mbarrier_wait_parity(dkv_full + slab / OWN_SLABS, kv.parity());
                     fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                     fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                 }
@@ -383,22 +380,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int j = 0; j < 8 * OWN_SLABS; ++j)
             fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+        __syncwarp();
+        fa::mbarrier_arrive_if(sums.full(consumer, (q.position - 1) / 2), lane == 0);
     };
     auto make_dq = [&](float* to) {
         wait_for_ds();
         issue_dq();
         fa::wgmma_wait<0>(dq_reg);
         add_dq(to);
-    };
-    auto mask = [&](int tile) {
-        const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
-        if (key + 64 <= fa::visible_keys(args, q_first)) return;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
-        }
-        fa::clear_columns(p_reg, first);
     };
     auto store = [&](unsigned char* tile_smem) { fa::store_operand(tile_smem + warp * 16 * 128, P_TILE, operand, own_queries); };
     // dS^T to shared memory, and for a sent tile from there to the other block.
@@ -433,7 +422,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         issue_transposed(ds_reg, v_smem, V_SLAB, do_smem);
         fa::wgmma_wait<1>(p_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
-        mask(tile);
+        fa::clear_hidden_columns(p_reg, args, work.k_first + own_keys, tile * BLOCK_Q + own_queries);
         fa::pack_operand<scalar>(operand, p_reg);
         store(p_smem);
         wait_for_consumer();
@@ -497,12 +486,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         kv.next();
     }
     fa::cluster_sync();
-}
-
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, tile * BLOCK_Q + warp * 16 + row, part * 8 + group, from, float(args.scale));
 }

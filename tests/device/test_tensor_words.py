@@ -26,7 +26,7 @@ def test_opaque_thread_id(backend: Backend, tmp_path: Path) -> None:
     body = """\
     for (int i = 0; i < 3; ++i) {
         __syncthreads();
-        out[96 * i + fa::opaque_thread_id()] = 1000 * i + fa::opaque_thread_id();
+        out[96 * i + fa::opaque_thread_id()] = fa::opaque(1000 * i) + fa::opaque_thread_id();
     }"""
     got = run(backend, tmp_path, body, block=96)
     assert got[:288].tolist() == [1000 * i + t for i in range(3) for t in range(96)]

@@ -10,6 +10,7 @@ constexpr uint32_t full_warp = 0xffffffffu;
 __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __forceinline__ int warp_id() { return threadIdx.x / 32; }
 __forceinline__ int opaque_thread_id() { return threadIdx.x; }
+__forceinline__ int opaque(int x) { return x; }
 
 template <class T = unsigned char> __forceinline__ T* dynamic_shared() { return reinterpret_cast<T*>(fa_host_self->dynamic_shared); }
 

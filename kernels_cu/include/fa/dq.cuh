@@ -119,12 +119,14 @@ template <int Converters, int Arrivals> struct SumQueue {
         for (uint32_t n = 0;; ++n) {
             const int number = pop(converter, n);
             if (number < 0) break;
-            const int tiles = (args.seq_q + BlockQ - 1) / BlockQ, row = number / tiles, tile = number - row * tiles;
-            if (!arrives_last(arrivals + 2 * number + converter, tiles_of_keys<BlockQ, BlockK>(args, tile))) continue;
+            const int tiles = (args.seq_q + BlockQ - 1) / BlockQ;
+            if (!arrives_last(arrivals + 2 * number + converter, tiles_of_keys<BlockQ, BlockK>(args, number % tiles))) continue;
 #pragma unroll 1
-            for (int part = converter * own; part < (converter + 1) * own; ++part)
+            for (int part = converter * own; part < (converter + 1) * own; ++part) {
+                const int again = opaque(number), row = again / tiles, tile = again - row * tiles;  // each time: registers are few
                 convert_dq<T>(args, row / args.heads_q, row % args.heads_q, tile * BlockQ + part % rows * 64, part / rows * 8,
                               dq + (int64_t(number) * parts + part) * 4096, float(args.scale));
+            }
         }
     }
 };

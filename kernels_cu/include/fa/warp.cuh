@@ -19,6 +19,12 @@ __device__ __forceinline__ int opaque_thread_id() {
     return thread;
 }
 
+// Likewise a number that the compiler takes for another one: what is computed from it is not computed before.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // The block's dynamic shared memory, 128-byte aligned; its size is the header's `shared`.
 template <class T = unsigned char> __device__ __forceinline__ T* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char fa_dynamic_shared[];
