@@ -141,7 +141,8 @@
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
 // keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
-// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
+// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting. The
+// block of the first keys stores where the others add, so no accumulators are cleared before.
 //
 // Under the causal mask blocks take the longest tiles of keys first, begin at the diagonal and mask only there. Where the second consumer's
 // keys are behind all queries of the first tile, it leaves out all but its half of dQ.
@@ -199,10 +200,11 @@ __device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
 // For a tile of queries, how many blocks have added to what each of two converters converts.
 __device__ __forceinline__ int* arrivals_of(const fa::Args& args) { return static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]); }
 
-// Launch 1, 16 queries a block: logsumexp and delta; dQ's accumulators, the turns and the arrivals = 0.
+// Launch 1, 16 queries a block: logsumexp and delta; the turns and the arrivals = 0, and without turns dQ's accumulators.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     auto* stats = static_cast<float*>(args.workspace[WORKSPACE_STATS]);
-    const int number = fa::prepare_queries<scalar, HEAD_DIM, BLOCK_Q, BLOCK_K>(args, stats, dq_of(args, 0), arrivals_of(args));
+    const int number =
+        fa::prepare_queries<scalar, HEAD_DIM, BLOCK_Q, BLOCK_K, !DETERMINISTIC>(args, stats, dq_of(args, 0), arrivals_of(args));
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
 }
 
@@ -524,11 +526,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         at.next(work);
         return dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
     };
-    // Adds some of its groups.
+    // Adds some of its groups. Who takes the first turn, with the first keys, stores them.
     auto add = [&](float* dq, int first, int end, auto& values) {
 #pragma unroll
         for (int j = first; j < end; ++j)
-            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+            if constexpr (DETERMINISTIC)
+                fa::store_or_add_v4_f32(work.k_first == 0, dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2],
+                                        values[4 * j + 3]);
+            else fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
     };
     // All of them: this warp's part of dQ of the tile before q is on its way. The converter's fence waits for it.
     auto end_sum = [&]() {

@@ -85,6 +85,18 @@ def test_prepare_queries(backend: Backend, tmp_path: Path) -> None:
         assert np.array_equal(written, (shift < 0) & ~beyond)
 
 
+def test_store_or_add(backend: Backend, tmp_path: Path) -> None:
+    """The first stores its four over whatever there was, the others add."""
+    body = """\
+    float* to = reinterpret_cast<float*>(out) + 4 * t;
+    if (t % 2) to[0] = to[1] = to[2] = to[3] = 0.5f;
+    fa::store_or_add_v4_f32(t % 2 == 0, to, t, 2.0f, -1.0f, 3.0f);
+    if (t % 3 == 0) fa::store_or_add_v4_f32(false, to, 1.0f, 1.0f, 1.0f, 1.0f);"""
+    t = np.arange(32)[:, None]
+    wanted = np.hstack([t, np.tile([2, -1, 3], (32, 1))]) + t % 2 * 0.5 + (t % 3 == 0)
+    assert np.array_equal(f32(run(backend, tmp_path, body, before=BEFORE), 32, 4), wanted)
+
+
 #: Blocks of a producer, a warp that adds and a converter: 20 tiles of 32 sums, all -1 at first, behind 20 counts. A sum goes to its place
 #: behind them when all blocks have added to it.
 SUMS = (

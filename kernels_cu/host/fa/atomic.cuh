@@ -12,6 +12,11 @@ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float
     atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
 }
 
+__forceinline__ void store_or_add_v4_f32(bool first, float* to /* [4] */, float a, float b, float c, float d, FA_HOST_HERE) {
+    if (first) to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+    else red_add_v4_f32(to, a, b, c, d, file, line);
+}
+
 __forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) { fa_host_wait_for_turn(turn, mine, file, line); }
 __forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) {
     __syncwarp(full_warp, file, line);

@@ -15,6 +15,24 @@ __device__ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, flo
 #endif
 }
 
+// The same, or, where `first`, a store of the four: without a branch, for products may be in flight.
+__device__ __forceinline__ void store_or_add_v4_f32(bool first, float* to /* [4] */, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred first;\n"
+        "setp.ne.u32 first, %5, 0;\n"
+        "@first st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
+        "@!first red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+        "}\n" ::"l"(to),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(uint32_t(first))
+        : "memory");
+#else
+    if (first) to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+    else red_add_v4_f32(to, a, b, c, d);
+#endif
+}
+
 // Waits until another block has passed the turn to `mine`, and sees what the warps before it have added. For a whole warp. Who comes before
 // must be running or done: a block that waits for one which has not begun may wait for ever. After seconds it traps.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {

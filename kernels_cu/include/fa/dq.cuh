@@ -26,14 +26,14 @@ template <class T> __device__ __forceinline__ void store_zero_row(const Args& ar
 //
 //     stats      [2][BlockQ]: log2(e) * logsumexp, with +inf where P must be 0: for a query beyond seq_q, or one that sees no key and has
 //                -inf; delta[query] = dO · O, each row split over 8 lanes
-//     dq         [Width * BlockQ] = 0; where no tile of keys adds to it, dQ itself
+//     dq         [Width * BlockQ] = 0, where Clear; where no tile of keys adds to it, dQ itself
 //     arrivals   [2] = 0, of each converter
-template <class T, int Width, int BlockQ, int BlockK>
+template <class T, int Width, int BlockQ, int BlockK, bool Clear = true>
 __device__ __forceinline__ int prepare_queries(const Args& args, float* stats, float* dq, int* arrivals) {
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     const int tiles = (args.seq_q + BlockQ - 1) / BlockQ, number = (batch * args.heads_q + head) * tiles + query / BlockQ;
     dq += int64_t(number) * (Width * BlockQ) + blockIdx.x * 16 % BlockQ * Width;
-    for (int i = 0; i < Width / 32; ++i) store_vec(dq + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+    for (int i = 0; Clear && i < Width / 32; ++i) store_vec(dq + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
     if (tiles_of_keys<BlockQ, BlockK>(args, query / BlockQ) == 0) store_zero_row<T>(args, batch, head, query, lane);
     if (blockIdx.x * 16 % BlockQ == 0 && threadIdx.x < 2) arrivals[2 * number + threadIdx.x] = 0;
 
