@@ -27,11 +27,11 @@ rm -rf "$folder"/taken.*
 # FlashAttention-4 and Triton compile for each head dim and mask: all of it at once, into their caches, not between the measurements.
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 ahead() { # a sweep
-    local mode=backward form=() dim peer mask
-    [ "$1" != hopper ] || mode=forward
+    local mode=backward form=() peers=fa4 dim peer mask
+    [ "$1" != hopper ] || mode=forward peers="fa4 triton"
     [ "$1" != hopper_deterministic ] || form=(--deterministic)
     for dim in 64 128 256; do
-        for peer in fa4 triton; do
+        for peer in $peers; do
             for mask in "" --causal; do
                 "$python" cli.py run $peer --mode $mode --batch 1 --heads 2 --seq 512 --dim $dim --dtype bfloat16 $mask "${form[@]}" \
                     --device cuda --output-dir "$(mktemp -d)" >/dev/null 2>&1 &
