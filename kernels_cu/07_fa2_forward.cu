@@ -33,7 +33,7 @@
 // Geometry, at head dim 64 on a GPU with much shared memory (others follow from [tile] above):
 //
 //     block    128 queries, 128 threads; K and V are streamed in tiles of 64 keys
-//     thread   8 queries, shared with 7 neighbouring lanes of its warp
+//     thread   8 queries, shared with 7 other lanes of its warp
 //     S        each lane has 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
 //     O        each lane has 8 of the 64 columns                              8 x 8 registers
 //
@@ -42,15 +42,24 @@
 // instructions. The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. Their
 // layouts are free of bank conflicts without padding: all tiles are swizzled by an XOR with a few bits of the row.
 //
+// Even so a 16-byte load of a warp takes four cycles, unless lanes n and n ^ 1, or n and n ^ 2, have the same address for every n:
+// then two. Lanes of one row group share Q and P, lanes of different row groups share K and V. So two row groups alternate: lanes
+// 2 n and 2 n + 1 are lane n of each. Their K and V are then the same in lanes n and n ^ 1, Q and P in n and n ^ 2.
+//
 // The main loop, one K/V tile, from the side of a thread:
 //   1. S: 8 x 8 sums. Meanwhile V is loaded from global memory into registers, a piece of 32 columns at a time, and stored to
 //      shared memory after the product that hides its load. A load takes some 600 cycles, a piece of S thousands.
 //   2. Online softmax. The row maximum is reduced over the 8 lanes (three shuffles). The row sum is not: each lane sums its own
 //      keys, and the epilogue reduces once. Masking is applied only in tiles that have masked keys.
 //   3. P goes through shared memory, since every lane needs the P of all keys for its columns. The lanes of a row are in one warp,
-//      so __syncwarp is enough: warps do not wait for each other here.
+//      so __syncwarp is enough: warps do not wait for each other here. Of 128 keys it goes in two parts, each followed by its 4.
 //   4. O = rescale * O + P V. Meanwhile the next K is loaded, as V was: its buffer is free since the end of 1.
 // Two __syncthreads a tile: V is complete (and K may be overwritten), K is complete (and V and P may be overwritten).
+//
+// Head dim 128: 16 lanes share a row, so 64 keys are 8 x 4 scores, and K is loaded for half as many products. Where a block may have
+// 224 KB, float32 takes 128 keys instead (ASYNC): 192 KB for Q, K and V, 32 for the P of 64 keys. S and O leave no registers for loads
+// in flight, and need none: cp.async (sm_80) copies to shared memory itself. It cannot widen, so 16-bit types stay with 64 keys. So
+// does a short sequence whose last tile of 128 would be half empty.
 //
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max
@@ -79,16 +88,17 @@ constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;  // of a lane:
 
 constexpr int STRIDE = LANES < 32 ? 2 : 1;  // from lane to lane of a row: two row groups of a warp alternate
 constexpr int PIECES = HEAD_DIM / PIECE, PARTS = BLOCK_K / P_KEYS;  // of K and V, by columns; of P, by keys
+constexpr int TURNS = PIECES / PARTS;  // pieces of the next K that are loaded during a part of P V
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1 && COLUMNS % 2 == 0);
-static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && PIECES % PARTS == 0);
+static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && TURNS * PARTS == PIECES);
 
 template <int N, int Columns> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
-// Columns of a tile of K or V on their way to shared memory. A product stands between start and finish and hides the latency.
+// Columns of a tile of K or V on their way to shared memory. A product stands between start and finish and hides the load.
 template <int Columns> struct Stream {
-    Staged<BLOCK_K, Columns> staged;  // no register is taken where it is not used
+    Staged<BLOCK_K, Columns> staged;  // unused with ASYNC: then it takes no registers
 
     // Rows beyond `rows` and columns beyond head_dim become zero.
     __device__ __forceinline__ void start(float* to_smem, const scalar* from, int pitch, int rows, int head_dim) {
@@ -112,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    // Lanes 2 n and 2 n + 1 have the same keys and columns. Their rows are 16 apart, so that a store of P meets all banks.
+    // The rows of lanes 2 n and 2 n + 1 are 16 apart, so that a store of P meets all banks.
     const int group = threadIdx.x / (STRIDE * LANES), lane = threadIdx.x % (STRIDE * LANES) / STRIDE;
     const int row = STRIDE == 1 ? group * ROWS : group / 2 * 32 + threadIdx.x % 2 * 16 + group % 2 * ROWS;
 
@@ -195,14 +205,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             fa::share_scores<LANES, BLOCK_Q, PARTS>(p_smem, score_reg, row, lane, part);
             __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 #pragma unroll 1
-            for (int turn = 0; turn < PIECES / PARTS; ++turn) {
-                const int first = (part * (PIECES / PARTS) + turn) * PIECE;
+            for (int turn = 0; turn < TURNS; ++turn) {
+                const int first = (part * TURNS + turn) * PIECE;
                 Stream<PIECE> k;
                 k.start(k_smem + first, fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next,
                         args.head_dim - first);
                 fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, P_KEYS>(tile_reg, p_smem, v_smem + part * P_KEYS * HEAD_DIM, row,
-                                                                              lane, turn * 8 * PARTS / PIECES,
-                                                                              (turn + 1) * 8 * PARTS / PIECES);
+                                                                              lane, turn * 8 / TURNS, (turn + 1) * 8 / TURNS);
                 k.finish(k_smem + first, args.head_dim - first);
             }
         }

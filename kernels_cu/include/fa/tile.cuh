@@ -1,6 +1,6 @@
 // Tiles in shared memory for the wide register tiles of step 07, and the two products that attention on CUDA cores consists of.
 //
-// A block is Threads threads. Lanes neighbouring lanes of a warp share 8 resident rows (of the output, and of the scores); its lane and
+// A block is Threads threads. Lanes lanes of a warp share 8 resident rows (of the output, and of the scores); its lane among them and
 // its first resident row identify a thread. The rows of the other side are streamed, tile after tile. Everything in shared memory
 // is float, whatever the storage type T.
 //
