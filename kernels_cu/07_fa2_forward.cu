@@ -56,7 +56,7 @@
 //   4. O = rescale * O + P V. Meanwhile the next K is loaded, as V was: its buffer is free since the end of 1.
 // Two __syncthreads a tile: V is complete (and K may be overwritten), K is complete (and V and P may be overwritten).
 //
-// Head dim 128: 16 lanes share a row, so 64 keys are 8 x 4 scores, and K is loaded for half as many products. Where a block may have
+// Head dim 128: 16 lanes share a row, so 64 keys are 8 x 4 scores, and Q is loaded for half as many products. Where a block may have
 // 224 KB, float32 takes 128 keys instead (ASYNC): 192 KB for Q, K and V, 32 for the P of 64 keys. S and O leave no registers for loads
 // in flight, and need none: cp.async (sm_80) copies to shared memory itself. It cannot widen, so 16-bit types stay with 64 keys. So
 // does a short sequence whose last tile of 128 would be half empty.
