@@ -11,15 +11,17 @@
 // aliases = ["flash"]
 // [tile]
 // LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// BLOCK_K = "32 if LANES >= max(32, seq_kv) else 64 if HEAD_DIM <= 64 or shared_optin >= (163840 if HEAD_DIM == 128 else 90112) else 32"
-// BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + BLOCK_K)))))"
-// PIECE = "32 if LANES == 8 else HEAD_DIM"  # columns of K and V that are loaded at a time: fewer, and fewer registers hold loads in flight
+// ASYNC = "HEAD_DIM == 128 and sizeof_dtype == 4 and shared_optin >= 229376 and (seq_kv >= 1024 or ceil_div(seq_kv, 64) % 2 == 0)"
+// BLOCK_K = "128 if ASYNC else 32 if LANES >= max(32, seq_kv) or shared_optin < 1000 * HEAD_DIM else 64"
+// P_KEYS = "min(BLOCK_K, 64)"  # keys whose P is in shared memory at a time
+// BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + P_KEYS)))))"
+// PIECE = "32 if LANES == 8 else HEAD_DIM // 2 if BLOCK_K > P_KEYS or BLOCK_Q <= HEAD_DIM // 4 else HEAD_DIM"  # columns of K, V at a time
 // UNROLL = "1 if LANES == 8 else 8"  # steps of four columns of S that the compiler may overlap
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = "BLOCK_Q // 8 * LANES"
-// shared = "4 * (BLOCK_Q * (HEAD_DIM + BLOCK_K) + 2 * BLOCK_K * HEAD_DIM)"
+// shared = "4 * (BLOCK_Q * (HEAD_DIM + P_KEYS) + 2 * BLOCK_K * HEAD_DIM)"
 // ///
 //
 // Step 07, read against step 06. FlashAttention-2 on CUDA cores at 8 x 8 register tiles: swizzled shared memory, global loads
@@ -31,7 +33,7 @@
 // Geometry, at head dim 64 on a GPU with much shared memory (others follow from [tile] above):
 //
 //     block    128 queries, 128 threads; K and V are streamed in tiles of 64 keys
-//     thread   8 queries, shared with 7 neighbouring lanes of its warp
+//     thread   8 queries, shared with 7 other lanes of its warp
 //     S        each lane has 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
 //     O        each lane has 8 of the 64 columns                              8 x 8 registers
 //
@@ -40,15 +42,24 @@
 // instructions. The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. Their
 // layouts are free of bank conflicts without padding: all tiles are swizzled by an XOR with a few bits of the row.
 //
+// Even so a 16-byte load of a warp takes four cycles, unless lanes n and n ^ 1, or n and n ^ 2, have the same address for every n:
+// then two. Lanes of one row group share Q and P, lanes of different row groups share K and V. So two row groups alternate: lanes
+// 2 n and 2 n + 1 are lane n of each. Their K and V are then the same in lanes n and n ^ 1, Q and P in n and n ^ 2.
+//
 // The main loop, one K/V tile, from the side of a thread:
 //   1. S: 8 x 8 sums. Meanwhile V is loaded from global memory into registers, a piece of 32 columns at a time, and stored to
 //      shared memory after the product that hides its load. A load takes some 600 cycles, a piece of S thousands.
 //   2. Online softmax. The row maximum is reduced over the 8 lanes (three shuffles). The row sum is not: each lane sums its own
 //      keys, and the epilogue reduces once. Masking is applied only in tiles that have masked keys.
 //   3. P goes through shared memory, since every lane needs the P of all keys for its columns. The lanes of a row are in one warp,
-//      so __syncwarp is enough: warps do not wait for each other here.
+//      so __syncwarp is enough: warps do not wait for each other here. Of 128 keys it goes in two parts, each followed by its 4.
 //   4. O = rescale * O + P V. Meanwhile the next K is loaded, as V was: its buffer is free since the end of 1.
 // Two __syncthreads a tile: V is complete (and K may be overwritten), K is complete (and V and P may be overwritten).
+//
+// Head dim 128: 16 lanes share a row, so 64 keys are 8 x 4 scores, and Q is loaded for half as many products. Where a block may have
+// 224 KB, float32 takes 128 keys instead (ASYNC): 192 KB for Q, K and V, 32 for the P of 64 keys. S and O leave no registers for loads
+// in flight, and need none: cp.async (sm_80) copies to shared memory itself. It cannot widen, so 16-bit types stay with 64 keys. So
+// does a short sequence whose last tile of 128 would be half empty.
 //
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max
@@ -75,24 +86,45 @@ using scalar = fa::DTYPE;
 constexpr int ROWS = fa::resident_rows, THREADS = BLOCK_Q / ROWS * LANES;  // LANES lanes share 8 queries
 constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;  // of a lane: 8 x KEYS scores, 8 x COLUMNS elements of O
 
-constexpr int PIECES = HEAD_DIM / PIECE;
+constexpr int STRIDE = LANES < 32 ? 2 : 1;  // from lane to lane of a row: two row groups of a warp alternate
+constexpr int PIECES = HEAD_DIM / PIECE, PARTS = BLOCK_K / P_KEYS;  // of K and V, by columns; of P, by keys
+constexpr int TURNS = PIECES / PARTS;  // pieces of the next K that are loaded during a part of P V
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1 && COLUMNS % 2 == 0);
+static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && TURNS * PARTS == PIECES);
 
-template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
+template <int N, int Columns> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
+
+// Columns of a tile of K or V on their way to shared memory. A product stands between start and finish and hides the load.
+template <int Columns> struct Stream {
+    Staged<BLOCK_K, Columns> staged;  // unused with ASYNC: then it takes no registers
+
+    // Rows beyond `rows` and columns beyond head_dim become zero.
+    __device__ __forceinline__ void start(float* to_smem, const scalar* from, int pitch, int rows, int head_dim) {
+        if constexpr (ASYNC) fa::copy_by_rows<HEAD_DIM, THREADS, BLOCK_K, Columns>(to_smem, from, pitch, rows, head_dim);
+        else staged.fetch(from, pitch, rows, head_dim);
+    }
+
+    __device__ __forceinline__ void finish(float* to_smem, int head_dim) {
+        if constexpr (ASYNC) fa::cp_async_wait_group<0>();
+        else staged.store_by_rows(to_smem, head_dim);
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
     float* q_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][BLOCK_Q] transposed
     float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;  // [BLOCK_K][HEAD_DIM]
     float* v_smem = k_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][BLOCK_Q]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [P_KEYS][BLOCK_Q]
 
     // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the tail.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int row = threadIdx.x / LANES * ROWS, lane = threadIdx.x % LANES;
+    // The rows of lanes 2 n and 2 n + 1 are 16 apart, so that a store of P meets all banks.
+    const int group = threadIdx.x / (STRIDE * LANES), lane = threadIdx.x % (STRIDE * LANES) / STRIDE;
+    const int row = STRIDE == 1 ? group * ROWS : group / 2 * 32 + threadIdx.x % 2 * 16 + group % 2 * ROWS;
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
@@ -102,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     // Prologue: Q, which is resident, the first K, and the state of each row.
     {
-        Staged<BLOCK_Q> q;
+        Staged<BLOCK_Q, HEAD_DIM> q;
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
         q.store_transposed(q_smem, args.head_dim, sign);
     }
     {
-        Staged<BLOCK_K> k;
-        k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
-        k.store_by_rows(k_smem, args.head_dim);
+        Stream<HEAD_DIM> k;
+        k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+        k.finish(k_smem, args.head_dim);
     }
     __syncthreads();
 
@@ -124,12 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         float score_reg[KEYS][ROWS] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
-            const int first = piece * (HEAD_DIM / PIECES), last = first + HEAD_DIM / PIECES;
-            Staged<BLOCK_K, HEAD_DIM / PIECES> v;
-            v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
+            const int first = piece * PIECE, last = first + PIECE;
+            Stream<PIECE> v;
+            v.start(v_smem + first, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
                     args.head_dim - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q, KEYS, UNROLL>(score_reg, q_smem, k_smem, row, lane, first, last);
-            v.store_by_rows(v_smem + first, args.head_dim - first);
+            v.finish(v_smem + first, args.head_dim - first);
         }
         __syncthreads();  // V is complete, and every warp has finished with K
 
@@ -150,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             float new_max = score_reg[0][r];
 #pragma unroll
             for (int j = 1; j < KEYS; ++j) new_max = max(new_max, score_reg[j][r]);
-            new_max = max(row_max[r], fa::group_max<LANES>(new_max));
+            new_max = max(row_max[r], fa::group_max<LANES, STRIDE>(new_max));
             rescale_reg[r] = fa::exp2_approx((row_max[r] - new_max) * scale_log2e);
             row_max[r] = new_max;
             float sum = 0;
@@ -163,20 +195,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             }
             row_sum[r] = rescale_reg[r] * row_sum[r] + sum;
         }
-        fa::share_scores<LANES, BLOCK_Q>(p_smem, score_reg, row, lane);
-        __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 
         // O = rescale * O + P V, while the next K is loaded
         float tile_reg[ROWS][COLUMNS] = {};
         const int next = k_first + BLOCK_K;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            if (part > 0) __syncwarp();  // every lane has read the part before
+            fa::share_scores<LANES, BLOCK_Q, PARTS>(p_smem, score_reg, row, lane, part);
+            __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES; ++piece) {
-            const int first = piece * (HEAD_DIM / PIECES);
-            Staged<BLOCK_K, HEAD_DIM / PIECES> k;
-            k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next, args.head_dim - first);
-            fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, BLOCK_K>(tile_reg, p_smem, v_smem, row, lane, piece * 8 / PIECES,
-                                                                           (piece + 1) * 8 / PIECES);
-            k.store_by_rows(k_smem + first, args.head_dim - first);
+            for (int turn = 0; turn < TURNS; ++turn) {
+                const int first = (part * TURNS + turn) * PIECE;
+                Stream<PIECE> k;
+                k.start(k_smem + first, fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next,
+                        args.head_dim - first);
+                fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, P_KEYS>(tile_reg, p_smem, v_smem + part * P_KEYS * HEAD_DIM, row,
+                                                                              lane, turn * 8 / TURNS, (turn + 1) * 8 / TURNS);
+                k.finish(k_smem + first, args.head_dim - first);
+            }
         }
         fa::add_tile(out_reg, rescale_reg, tile_reg);
         __syncthreads();  // the next K is complete, and every warp has finished with V and P
@@ -187,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float sum = fa::group_sum<LANES>(row_sum[r]);
+        const float sum = fa::group_sum<LANES, STRIDE>(row_sum[r]);
         if (q_first + row + r >= q_end) continue;
         fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : 1.0f / sum, lane, args.head_dim);
         if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * scale + fa::log(sum);  // NaN stays NaN

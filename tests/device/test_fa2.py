@@ -39,6 +39,14 @@ def test_the_tiles_of_smaller_gpus(backend: Backend, pass_: str, shared: int, di
     assert_right(run(backend, pass_, problem, tiles={tile: names[tile] for tile in kernel.tile}))
 
 
+@pytest.mark.parametrize(("dim", "seq_q", "seq_kv"), [(128, 131, 257), (128, 40, 100), (101, 70, 385)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_128_keys(backend: Backend, dim: int, seq_q: int, seq_kv: int, causal: bool) -> None:
+    """Float32 at head dim 128: K and V by cp.async, P in two parts. Lengths and a width that fill no tile, keys that no query sees."""
+    tiles = {"ASYNC": 1}  # also where the header would not, for so few keys
+    assert_right(run(backend, "forward", Problem.of(1, 4, seq_q, dim, heads_kv=2, seq_kv=seq_kv, causal=causal), tiles=tiles))
+
+
 @pytest.mark.parametrize(("pass_", "seq_q", "seq_kv"), [("forward", 65, 16384), ("backward", 9000, 33), ("backward", 33, 9000)])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0])
 def test_long_sums_keep_their_digits(backend: Backend, pass_: str, seq_q: int, seq_kv: int, magnitude: float) -> None:

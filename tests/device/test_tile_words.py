@@ -84,19 +84,40 @@ def test_output_column(backend: Backend, tmp_path: Path, columns: int, lanes: in
     assert np.array_equal(np.diff(at[:, 0]), [vec] * (lanes - 1))
 
 
+def test_groups_of_alternate_lanes(backend: Backend, tmp_path: Path) -> None:
+    """group_max and group_sum with a STRIDE of 2, as two row groups alternate in a warp: 16 lanes each, and 8 with two pairs of them."""
+    values = integers(32, most=1000)
+    body = """\
+    const float x = float(reinterpret_cast<const int*>(a)[t]);
+    const float found[4] = {fa::group_max<16, 2>(x), fa::group_sum<16, 2>(x), fa::group_max<8, 2>(x), fa::group_sum<8, 2>(x)};
+    for (int i = 0; i < 4; ++i) out[i * 32 + t] = __float_as_uint(found[i]);"""
+    got = f32(run(backend, tmp_path, body, values.astype(np.int32), block=32), 4, 32)
+    for lane in range(32):
+        wide, narrow = values[lane % 2 :: 2], values[lane // 16 * 16 + lane % 2 :][:16:2]
+        assert list(got[:, lane]) == [wide.max(), wide.sum(), narrow.max(), narrow.sum()], lane
+
+
 # -- tile.cuh: moving and multiplying ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize("store", ["store_transposed", "store_by_rows"])
+@pytest.mark.parametrize(
+    ("store", "dtype"), [*((s, d) for s in ("store_transposed", "store_by_rows") for d in STORED), ("copy_by_rows", "float32")]
+)
 def test_staged(backend: Backend, tmp_path: Path, store: str, dtype: str) -> None:
     """Memory to a tile: every element in its place, zero beyond the rows and the head dim, where memory holds NaN."""
     item, transposed = np.dtype(TYPES[dtype]).itemsize, store == "store_transposed"
-    body = f"""\
-    float* tile = fa::dynamic_shared<float>();
+    move = f"""\
     fa::Staged<scalar, 64, 128, 64> staged;
     staged.fetch(a, int(args.K.row), args.seq_kv, args.head_dim);
-    staged.{store}(tile, args.head_dim{", 0.5f" if transposed else ""});
+    staged.{store}(tile, args.head_dim{", 0.5f" if transposed else ""});"""
+    if store == "copy_by_rows":
+        move = """\
+    for (int first = 0; first < 64; first += 32)
+        fa::copy_by_rows<64, 128, 64, 32>(tile + first, a + first, int(args.K.row), args.seq_kv, args.head_dim - first);
+    fa::cp_async_wait_group<0>();"""
+    body = f"""\
+    float* tile = fa::dynamic_shared<float>();
+{move}
     __syncthreads();
     for (int i = t; i < 64 * 64; i += 128) {{
         int r = i / 64, c = i % 64;
@@ -136,8 +157,8 @@ LANES = 8  # of a row; 8 groups of them make the 64 threads below: 64 resident r
 THREAD = f"    const int row = t / {LANES} * fa::resident_rows, lane = t % {LANES};\n    float* smem = fa::dynamic_shared<float>();\n"
 
 
-@pytest.mark.parametrize("dtype", STORED)
-def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "parts"), [*((dtype, 1) for dtype in STORED), ("float32", 2)])
+def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype: str, parts: int) -> None:
     """A · B^T of 64 resident and 32 streamed rows, in two pieces of the columns, onto what was there; then every score in its place."""
     a, b = integers(64, 64), integers(32, 64, seed=1)
     body = (
@@ -155,7 +176,8 @@ def test_multiply_rows_and_share_scores(backend: Backend, tmp_path: Path, dtype:
         for (int i = 0; i < fa::resident_rows; ++i) score[j][i] = 1000.0f;
     fa::multiply_rows<scalar, 64, {LANES}, 64>(score, smem, b_smem, row, lane, 0, 40);
     fa::multiply_rows<scalar, 64, {LANES}, 64>(score, smem, b_smem, row, lane, 40);
-    fa::share_scores<{LANES}, 64>(p_smem, score, row, lane);
+    for (int part = 0; part < {parts}; ++part)
+        fa::share_scores<{LANES}, 64, {parts}>(p_smem + part * 32 / {parts} * 64, score, row, lane, part);
     __syncthreads();
     for (int i = t; i < 32 * 64; i += 64) out[i] = __float_as_uint(p_smem[fa::score_at<64>(i / 64, i % 64)]);"""
     )

@@ -1,4 +1,4 @@
-// Step 07 at head dim 128 with 8 x 8 scores, cp.async, padded rows and interleaved lanes: the kernel of the variants keys_*.
+// Step 07 at head dim 128 with padded rows in place of the swizzle: the kernel of the variants keys_128 and keys_128_ahead.
 //
 // Shared memory returns 128 bytes a cycle, so a 16-byte load of a warp takes four cycles even where lanes share an address. It takes two
 // if lanes n and n ^ 1 have the same address for every n, or lanes n and n ^ 2 (NVIDIA's forum, topic 77228, for sm_70; the counters of
@@ -19,19 +19,6 @@ constexpr int K_PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_Q + 4;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(HEAD_DIM == 128 && BLOCK_Q % 32 == 0 && BLOCK_K % P_KEYS == 0 && P_KEYS % P_STEPS == 0);
-
-// The maximum (sum) over the lanes of a row.
-__device__ __forceinline__ float row_maximum(float x) {
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(fa::full_warp, x, step << INTERLEAVED));
-    return x;
-}
-
-__device__ __forceinline__ float row_total(float x) {
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(fa::full_warp, x, step << INTERLEAVED);
-    return x;
-}
 
 // Starts the copy of a tile of BLOCK_K rows, a row by a warp; zeros beyond the tensor (row >= rows, column >= head_dim).
 template <int Pitch>
@@ -74,7 +61,7 @@ __device__ __forceinline__ void softmax(float (&score_reg)[KEYS][ROWS], float (&
         float new_max = score_reg[0][r];
 #pragma unroll
         for (int j = 1; j < KEYS; ++j) new_max = max(new_max, score_reg[j][r]);
-        new_max = max(row_max[r], row_maximum(new_max));
+        new_max = max(row_max[r], fa::group_max<LANES, 2>(new_max));
         rescale_reg[r] = fa::exp2_approx((row_max[r] - new_max) * scale_log2e);
         row_max[r] = new_max;
         float sum = 0;
@@ -99,9 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
     // Two warps share 32 rows; the two row groups of a warp lie 16 rows apart, so that a store of P meets all banks.
-    const int warp = threadIdx.x / 32, group = INTERLEAVED ? threadIdx.x % 2 : threadIdx.x / 16 % 2;
-    const int lane = INTERLEAVED ? threadIdx.x % 32 / 2 : threadIdx.x % 16;
-    const int row = warp / 2 * 32 + group * 16 + warp % 2 * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32 / 2;
+    const int row = warp / 2 * 32 + threadIdx.x % 2 * 16 + warp % 2 * 8;
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
     const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
@@ -169,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float sum = row_total(row_sum[r]);
+        const float sum = fa::group_sum<LANES, 2>(row_sum[r]);
         if (q_first + row + r >= q_end) continue;
         fa::store_output<float, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : 1.0f / sum, lane, args.head_dim);
         if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * scale + fa::log(sum);  // NaN stays NaN

@@ -12,7 +12,6 @@
 // BLOCK_Q = 128
 // BLOCK_K = 128
 // P_KEYS = 64  # keys whose P is in shared memory at a time
-// INTERLEAVED = 1  # 1: lane 2 n + g of a warp is lane n of row group g; 0: lane 16 g + n
 // S_STEPS = 4  # steps of four columns of S in the loop's body
 // P_STEPS = 8  # keys of P V in the loop's body
 // AHEAD = 1  # 1: the first operands of a step are loaded in the step before

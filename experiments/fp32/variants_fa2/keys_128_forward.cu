@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Step 07 at head dim 128: 8 x 8 scores in tiles of 128 keys, lanes of two row groups interleaved"
+// title = "Step 07 at head dim 128 with padded rows in place of the swizzle"
 // dtypes = ["float32"]
 // head_dims = [128]
 // arch = ">=sm_80"
@@ -12,7 +12,6 @@
 // BLOCK_Q = 128
 // BLOCK_K = 128
 // P_KEYS = 64  # keys whose P is in shared memory at a time
-// INTERLEAVED = 1  # 1: lane 2 n + g of a warp is lane n of row group g; 0: lane 16 g + n
 // S_STEPS = 4  # steps of four columns of S in the loop's body
 // P_STEPS = 8  # keys of P V in the loop's body
 // AHEAD = 0  # 1: the first operands of a step are loaded in the step before
@@ -23,5 +22,5 @@
 // shared = "4 * (BLOCK_Q * HEAD_DIM + BLOCK_K * (HEAD_DIM + 4) + BLOCK_K * HEAD_DIM + P_KEYS * (BLOCK_Q + 4))"
 // ///
 //
-// Against step 07: 8 x 8 scores of 128 keys, no swizzle (rows are padded), cp.async, P in two halves, interleaved lanes.
+// Against step 07: no swizzle (rows are padded), a softmax for tiles without masked keys, copies of whole tiles without bounds.
 #include "keys.cuh"

@@ -15,10 +15,10 @@ template <class T = unsigned char> __forceinline__ T* dynamic_shared() { return 
 
 namespace host {
 
-template <int WIDTH, class T, class Combine> inline void reduce(void* const* lanes, unsigned mask) {
+template <int WIDTH, int STRIDE, class T, class Combine> inline void reduce(void* const* lanes, unsigned mask) {
     T value[32];
     for (int i = 0; i < 32; ++i) value[i] = mask >> i & 1 ? *static_cast<T*>(lanes[i]) : fa_host::inactive_lane<T>();
-    for (int step = WIDTH / 2; step > 0; step /= 2) {
+    for (int step = WIDTH * STRIDE / 2; step >= STRIDE; step /= 2) {
         T next[32];
         for (int i = 0; i < 32; ++i) next[i] = Combine::of(value[i], value[i ^ step]);
         for (int i = 0; i < 32; ++i) value[i] = next[i];
@@ -35,13 +35,13 @@ struct Sum {
 
 }  // namespace host
 
-template <int WIDTH, class T> inline T group_max(T x, FA_HOST_HERE) {
-    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Max>, &x, "group_max", file, line);
+template <int WIDTH, int STRIDE = 1, class T> inline T group_max(T x, FA_HOST_HERE) {
+    fa_host_warp(full_warp, host::reduce<WIDTH, STRIDE, T, host::Max>, &x, "group_max", file, line);
     return x;
 }
 
-template <int WIDTH, class T> inline T group_sum(T x, FA_HOST_HERE) {
-    fa_host_warp(full_warp, host::reduce<WIDTH, T, host::Sum>, &x, "group_sum", file, line);
+template <int WIDTH, int STRIDE = 1, class T> inline T group_sum(T x, FA_HOST_HERE) {
+    fa_host_warp(full_warp, host::reduce<WIDTH, STRIDE, T, host::Sum>, &x, "group_sum", file, line);
     return x;
 }
 

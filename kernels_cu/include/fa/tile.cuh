@@ -1,6 +1,6 @@
 // Tiles in shared memory for the wide register tiles of step 07, and the two products that attention on CUDA cores consists of.
 //
-// A block is Threads threads. Lanes neighbouring lanes of a warp share 8 resident rows (of the output, and of the scores); its lane and
+// A block is Threads threads. Lanes lanes of a warp share 8 resident rows (of the output, and of the scores); its lane among them and
 // its first resident row identify a thread. The rows of the other side are streamed, tile after tile. Everything in shared memory
 // is float, whatever the storage type T.
 //
@@ -15,6 +15,7 @@
 // line and needs no padding, so tiles stay 16-byte aligned and of round size.
 #pragma once
 
+#include <fa/async.cuh>
 #include <fa/row.cuh>
 
 namespace fa {
@@ -115,6 +116,24 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     }
 };
 
+// What Staged does, for float and without registers: cp.async (sm_80) brings N rows by Columns from global memory into a tile by rows.
+// They are there after cp_async_wait_group<0>. Zero beyond the tensor (row >= rows, column >= head_dim).
+template <int Width, int Threads, int N, int Columns>
+__device__ __forceinline__ void copy_by_rows(float* smem /* [N][Width] */, const float* from /* [rows][head_dim] */, int pitch, int rows,
+                                             int head_dim) {
+    using Patch = Staged<float, Width, Threads, N, Columns>;
+    const int row = Patch::row(), column = Patch::column();
+#pragma unroll
+    for (int c = 0; c < Columns; c += Patch::column_step) {
+        const uint32_t to = smem_u32(smem + by_rows<float, Width>(row, column + c % 32) + c / 32 * 32);
+        const int bytes = max(0, min(16, 4 * (head_dim - column - c)));
+#pragma unroll
+        for (int r = 0; r < N; r += Patch::row_step)
+            cp_async_16_upto(to + 4 * r * Width, from + (row + r) * pitch + column + c, row + r < rows ? bytes : 0);
+    }
+    cp_async_commit_group();
+}
+
 // score_reg[j][i] += sum over columns [first, last) of resident row (row + i) * streamed row (lane + Lanes j). Four columns at a
 // time: 8 + Count loads of 16 bytes for 32 * Count multiply-adds.
 template <class T, int Width, int Lanes, int N, int Count, int Unroll = 1>
@@ -140,15 +159,16 @@ __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident
     }
 }
 
-// Writes score_reg[j][i] to shared memory for the other lanes of the row: Count * 2 stores of 16 bytes.
-template <int Lanes, int N, int Count>
-__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count][N] */, const float (&score_reg)[Count][resident_rows],
-                                             int row, int lane) {
+// Writes score_reg[j][i], or one of its Parts, to shared memory for the other lanes of the row: Count / Parts * 2 stores of 16 bytes.
+template <int Lanes, int N, int Parts = 1, int Count>
+__device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count / Parts][N] */,
+                                             const float (&score_reg)[Count][resident_rows], int row, int lane, int part = 0) {
 #pragma unroll
-    for (int j = 0; j < Count; ++j)
+    for (int j = 0; j < Count / Parts; ++j)
 #pragma unroll
         for (int h = 0; h < resident_rows; h += 4) {
-            Vec<float, 4> quad = {score_reg[j][h], score_reg[j][h + 1], score_reg[j][h + 2], score_reg[j][h + 3]};
+            const float (&of_key)[resident_rows] = score_reg[part * (Count / Parts) + j];
+            Vec<float, 4> quad = {of_key[h], of_key[h + 1], of_key[h + 2], of_key[h + 3]};
             store_vec(score_smem + score_at<N>(lane, row + h) + j * Lanes * N, quad);
         }
 }

@@ -25,17 +25,18 @@ template <class T = unsigned char> __device__ __forceinline__ T* dynamic_shared(
     return reinterpret_cast<T*>(fa_dynamic_shared);
 }
 
-// The maximum (sum) over each aligned group of WIDTH lanes (2, 4, 8, 16 or 32), returned to all of them.
+// The maximum (sum) over each aligned group of WIDTH lanes (2, 4, 8, 16 or 32), returned to all of them. With a STRIDE of 2, groups
+// alternate: lanes 0, 2, 4 … are one, lanes 1, 3, 5 … the next.
 // A butterfly of log2(WIDTH) shuffles: the order of additions is the same in every lane, so all get the same bits.
-template <int WIDTH, class T> __device__ __forceinline__ T group_max(T x) {
+template <int WIDTH, int STRIDE = 1, class T> __device__ __forceinline__ T group_max(T x) {
 #pragma unroll
-    for (int step = WIDTH / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(full_warp, x, step));
+    for (int step = WIDTH * STRIDE / 2; step >= STRIDE; step /= 2) x = max(x, __shfl_xor_sync(full_warp, x, step));
     return x;
 }
 
-template <int WIDTH, class T> __device__ __forceinline__ T group_sum(T x) {
+template <int WIDTH, int STRIDE = 1, class T> __device__ __forceinline__ T group_sum(T x) {
 #pragma unroll
-    for (int step = WIDTH / 2; step > 0; step /= 2) x += __shfl_xor_sync(full_warp, x, step);
+    for (int step = WIDTH * STRIDE / 2; step >= STRIDE; step /= 2) x += __shfl_xor_sync(full_warp, x, step);
     return x;
 }
 
