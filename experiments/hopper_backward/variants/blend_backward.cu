@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Hopper: five products a tile by wgmma, always another in flight; dQ by reductions from the accumulators"
+// title = "Hopper: half of the exponentials among the arithmetic of dS"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [128]
 // arch = "sm_90a"
@@ -12,14 +12,14 @@
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = 64
-// BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
+// BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // DQ_STAGED = 1  # at every length, so that the small cases of verify go through it
-// KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
-// EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
+// KV_STAGES = 1
+// EARLY = 8
 // BACKWARDS = "1 if causal and seq_q >= 2048 else 0"  # from the last tile of queries to the first
 // AHEAD = 16  # of 32 exponentials of a thread, those before the wait for dP
-// SECTION = "64 if BACKWARDS and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// SECTION = "64 if BACKWARDS and seq_q > 2048 else 32"  # MB of heads that run at the same time
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -82,69 +82,11 @@
 // maps = []
 // ///
 //
-// Step 16, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
-// multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
-// streams Q and dO:
-//
-//     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
-//     dV += P^T dO   dK += dS^T Q   dQ += dS K
-//
-// One swizzled copy of each tile serves all products: wgmma reads it by rows or, transposed, by columns. Scores are made transposed, so
-// the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
-// goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
-//
-// A tile of queries n, as a consumer runs it with DQ_STAGED:
-//
-//     issue               wait for    compute, while the rest runs
-//     S(n), dP(n)         S           P, an exponential a score
-//                         dP          dS, which goes to shared memory too
-//     dV += P dO                      a barrier: the other consumer's dS is there
-//     dQ = dS K           dV
-//     dK += dS Q          dQ          dQ goes to shared memory, and a storer adds it in global memory by a bulk reduction
-//                         dK          the stage of Q and dO is empty
-//
-// A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
-// that run are the other's. Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
-// warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
-// dP(n) are in flight when a tile begins.
-//
-//     issue               wait for    compute, while the rest runs
-//                         S(n)        P(n)
-//     dV += P(n) dO       dP(n)       dS(n)
-//     dK += dS(n) Q                   a barrier
-//     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
-//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
-//     dP(n + 1)                       the rest of dQ(n) added
-//
-// That is for where shared memory has no room for dQ: at head dim 256, and at 128 where the next K and V must be there (KV_STAGES = 2),
-// since a tile of keys has few tiles of queries; and at head dim 64 without a mask, where it is as fast. Either takes registers: at head dim
-// 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same, and the
-// compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead. What is added
-// after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too many.
-//
-// 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
-// the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
-// higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
-// Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
-// different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
-// all of them. A cluster of two blocks that add once would halve the bytes.
-//
-// At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
-// scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
-// 2560 of products, and twice as many reductions: without them it is half as fast again.
-//
-// The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
-// turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
-// keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
-// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
-//
-// Under the causal mask blocks take the longest tiles of keys first, and mask only at the diagonal. Where the second consumer's keys are
-// behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the diagonal are at different queries all the
-// time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal: those that begin together meet at the same
-// tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096 queries on, at 64 it is slower (NOTES.md).
-//
-// The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
-// logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
+// A variant of step 16 at head dim 128 (kernels_cu/16_hopper_backward.cu at 2734e3b, whose text says what is the same). What differs: a
+// tile that needs no mask has a text without one. The branch around the mask ended a basic block: all 32 exponentials of a thread came
+// before the wait for dP, 256 cycles of the special function unit in which the warp issues little else, and all arithmetic of dS after
+// it. In one block AHEAD of them come before the wait, and the others run beside the subtractions, products, conversions and stores of
+// dS.
 #include <fa/accumulator.cuh>
 #include <fa/gradient.cuh>
 #include <fa/schedule.cuh>
@@ -243,7 +185,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     return work;
 }
 
-// A walk over the tiles of queries of a work, head after head; with BACKWARDS from the end of each to the first, as blocks that take turns must.
+// A walk over the tiles of queries of a work, head after head; with BACKWARDS from the end of each to the first.
 struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return BACKWARDS ? work.end - 1 - tile + work.first : tile; }
@@ -437,9 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     // Whether every query of the tile sees all keys of this consumer.
-    auto sees_all = [&]() {
-        return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q + own_queries);
-    };
+    auto sees_all = [&]() { return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q + own_queries); };
     auto mask = [&]() {
         const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         int first[2];
