@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto stage_dq = [&](uint32_t tile) {
         fa::bar_arrive(ds_empty(consumer ^ 1, tile % STAGES), 256);
         fa::mbarrier_wait_parity(dq_empty + consumer, (tile + 1) % 2);  // that of the tile before has been read
-        float* dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        float* dq = dq_smem + consumer * OWN_PARTS * PART + fa::opaque_thread_id() % 128 * 4;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
