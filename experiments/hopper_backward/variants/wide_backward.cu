@@ -267,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
                 for (int n = 0; n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART, dq_smem + consumer * PART, PART);
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART,
+                                     dq_smem + consumer * PART, PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
                     fa::mbarrier_arrive(dq_empty + consumer);
@@ -302,8 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // d = A B^T: 64 keys of K or V, 64 queries of a tile of Q or dO
     auto issue_transposed = [&](float (&d)[32], unsigned char* a_smem, unsigned char* b_smem, int piece) {
-        const uint64_t a = fa::descriptor_here(
-            fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + (own_keys + 64 * (piece % BLOCKS)) * 128));
+        const uint64_t a =
+            fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + (own_keys + 64 * (piece % BLOCKS)) * 128));
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128);
         fa::discard(d);
         fa::wgmma_fence();
