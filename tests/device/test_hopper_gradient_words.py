@@ -195,3 +195,36 @@ def test_bulk_reductions(backend: Backend, tmp_path: Path) -> None:
     wanted[4:20] += np.arange(1024, 1040) / 2
     assert np.array_equal(got[:2048], wanted)
     assert (got[2048:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+CACHE = """\
+#include <fa/cache.cuh>
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    const scalar* from = static_cast<const scalar*>(args.Q.data);
+    scalar* to = static_cast<scalar*>(args.O.data);
+    const int t = threadIdx.x;
+    fa::store_vec(to + 8 * t, fa::load_vec_last<8>(from + 8 * t));
+    __syncthreads();
+    if (t == 0) fa::discard_line(to + SKIP), fa::discard_line(to + 128);
+    __syncthreads();
+    if (t < 8) fa::store_vec(to + 128 + 8 * t, fa::load_vec_last<8>(from + 8 * t));
+}
+"""
+
+
+def test_data_that_is_read_for_the_last_time(backend: Backend, tmp_path: Path) -> None:
+    """A load with a hint is a load; a discarded line is what is written to it next, and its neighbours stay."""
+    numbers = integers(1024)
+    got = with_fields(bound(backend, tmp_path, CACHE.replace("SKIP", "64"), {}, {"Q": numbers}, "float16")).view(np.float16)
+    wanted = numbers.astype(np.float16)
+    wanted[128:192] = wanted[:64]
+    kept = np.r_[:64, 128:1024]  # the other discarded line is anything
+    assert np.array_equal(got[kept], wanted[kept])
+    if backend.name == "cpu":
+        assert np.isnan(got[64:128]).any()
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    """An address in the middle of a line, which a GPU takes for undefined."""
+    with pytest.raises(KernelFault, match="discard_line of an address that is not 128-byte aligned"):
+        with_fields(bound(pick("cpu"), tmp_path, CACHE.replace("SKIP", "8"), {}, {"Q": integers(1024)}, "float16"))

@@ -1,0 +1,675 @@
+// /// kernel
+// title = "Hopper, backward, prepare and convert as mem_rows, mem_quads and mem_hints"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128, 256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = "optional"
+// arithmetic = "p16"
+// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// [tile]
+// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
+// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
+// KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
+// EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
+// BACKWARDS = "1 if deterministic or causal and HEAD_DIM == 128 and DQ_STAGED else 0"  # from the last tile of queries to the first
+// SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.turns]
+// dtype = "float32"  # integers: of each warp's part of a tile of dQ
+// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 32", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// block = 384
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// [[launch]]
+// entry = "convert"
+// grid = ["BLOCK_Q * HEAD_DIM // 8192 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// The variant: mem_rows, mem_quads and mem_hints together.
+// Else step 16 of commit 2734e3b.
+//
+// Step 16, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
+// streams Q and dO:
+//
+//     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q   dQ += dS K
+//
+// One swizzled copy of each tile serves all products: wgmma reads it by rows or, transposed, by columns. Scores are made transposed, so
+// the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
+// goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
+//
+// A tile of queries n, as a consumer runs it with DQ_STAGED:
+//
+//     issue               wait for    compute, while the rest runs
+//     S(n), dP(n)         S           P, an exponential a score
+//                         dP          dS, which goes to shared memory too
+//     dV += P dO                      a barrier: the other consumer's dS is there
+//     dQ = dS K           dV
+//     dK += dS Q          dQ          dQ goes to shared memory, and a storer adds it in global memory by a bulk reduction
+//                         dK          the stage of Q and dO is empty
+//
+// A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
+// that run are the other's. Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
+// warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
+// dP(n) are in flight when a tile begins.
+//
+//     issue               wait for    compute, while the rest runs
+//                         S(n)        P(n)
+//     dV += P(n) dO       dP(n)       dS(n)
+//     dK += dS(n) Q                   a barrier
+//     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
+//     dP(n + 1)                       the rest of dQ(n) added
+//
+// That is for where shared memory has no room for dQ: at head dim 256, and at 128 where the next K and V must be there (KV_STAGES = 2),
+// since a tile of keys has few tiles of queries; and at head dim 64 without a mask, where it is as fast. Either takes registers: at head dim
+// 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same, and the
+// compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead. What is added
+// after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too many.
+//
+// 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
+// the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
+// higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
+// Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
+// different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
+// all of them. A cluster of two blocks that add once would halve the bytes.
+//
+// At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
+// scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
+// 2560 of products, and twice as many reductions: without them it is half as fast again.
+//
+// The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
+// turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
+// keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
+// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
+//
+// Under the causal mask blocks take the longest tiles of keys first, and mask only at the diagonal. Where the second consumer's keys are
+// behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the diagonal are at different queries all the
+// time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal: those that begin together meet at the same
+// tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096 queries on, at 64 it is slower (NOTES.md).
+//
+// The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
+// logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
+#include <fa/accumulator.cuh>
+#include <fa/cache.cuh>
+#include <fa/gradient.cuh>
+#include <fa/schedule.cuh>
+#include <fa/stage.cuh>
+#include <fa/tma.cuh>
+
+using scalar = fa::DTYPE;
+using fa::int64_t;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+
+// Either a consumer has 64 of the block's keys, all queries of a tile and all columns; or the consumers share 64 keys, and each has half of
+// the queries (of S and dP) and half of the columns (of dK, dV and dQ).
+constexpr bool SHARED_KEYS = BLOCK_K == 64;
+constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
+
+// dQ goes through shared memory, and each tile is finished before the next one begins.
+constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
+
+constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+
+// Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
+// there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
+
+__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
+// The number of a tile of queries among those of all heads.
+__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
+    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
+}
+// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
+__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
+}
+// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
+__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
+}
+// For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
+__device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
+    return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
+}
+
+// Launch 1, 32 queries a block, two a thread. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0:
+// for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0, and the turns. All loads of a thread are issued before its
+// first store, and wait together.
+// The last head first: what launch 2 reads first, dO and dQ of the first heads, is in the L2 cache when it begins.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    const int block = int(gridDim.x - 1 - blockIdx.x), head = int(gridDim.y - 1 - blockIdx.y), batch = int(gridDim.z - 1 - blockIdx.z);
+    const int first = block * 32 + threadIdx.x / 8, lane = threadIdx.x % 8;
+    constexpr int CHUNKS = HEAD_DIM / 64, ROWS = 2;
+    // Queries beyond seq_q and columns beyond head_dim are read elsewhere in the tensor, and do not count.
+    fa::Vec128<scalar> o_reg[ROWS][CHUNKS], do_reg[ROWS][CHUNKS];
+    float lse[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const int query = min(first + 16 * r, args.seq_q - 1);
+        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
+        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int column = min(c * 64 + lane * 8, (args.head_dim - 1) / 8 * 8);
+            o_reg[r][c] = fa::load_vec_last<8>(o + column);
+            do_reg[r][c] = fa::load_128(d_o + column);
+        }
+        lse[r] = *fa::row_pointer<float>(args.logsumexp, batch, head, query);
+    }
+    fa::schedule_fence();
+
+    const int number = tile_number(args, batch, head, first / BLOCK_Q);
+    float* dq = dq_of(args, number) + block * 32 % BLOCK_Q * HEAD_DIM;
+    for (int i = 0; i < HEAD_DIM / 16; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+    if (DETERMINISTIC && block * 32 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
+    fa::schedule_fence();
+
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const bool there = first + 16 * r < args.seq_q;
+        float delta = 0;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int valid = there ? args.head_dim - (c * 64 + lane * 8) : 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) delta += i < valid ? fa::widen(o_reg[r][c][i]) * fa::widen(do_reg[r][c][i]) : 0.0f;
+        }
+        delta = fa::group_sum<8>(delta);
+        if (lane == 0) {
+            float* stats = stats_of(args, number) + (first + 16 * r) % BLOCK_Q;
+            stats[0] = !there || lse[r] == -fa::infinity() ? fa::infinity() : lse[r] * fa::log2e;
+            stats[BLOCK_Q] = delta;
+        }
+    }
+}
+
+// A tile of keys of one head, and the tiles of queries that see it.
+struct Work {
+    int k_first, kv_head, batch;
+    int first, end, count;  // tiles of queries of each head; of all heads of the group together
+};
+
+// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
+    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
+    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+    const int k_tile = place.tile, row = place.head;
+#else
+    const int row = number / k_tiles, k_tile = number - row * k_tiles;
+#endif
+    Work work;
+    work.k_first = k_tile * BLOCK_K;
+    work.batch = row / args.heads_kv;
+    work.kv_head = row - work.batch * args.heads_kv;
+    work.end = tiles_of_queries(args);
+    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
+    work.count = (work.end - work.first) * group;
+    return work;
+}
+
+// A walk over the tiles of queries of a work, head after head; with BACKWARDS from the end of each to the first, as blocks that take turns must.
+struct Walk {
+    int head, tile;
+    __device__ __forceinline__ int queries(const Work& work) const { return BACKWARDS ? work.end - 1 - tile + work.first : tile; }
+    static __device__ __forceinline__ Walk begin(const fa::Args& args, const Work& work) {
+        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
+    }
+    __device__ __forceinline__ void next(const Work& work) {
+        if (++tile == work.end) tile = work.first, ++head;
+    }
+};
+
+// A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
+__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * (SHARED_KEYS ? OWN_SLABS * K_SLAB : 64 * 128); }
+
+// Loads the slabs of a tile; the barrier expects `more` bytes beside.
+template <uint32_t Slab>
+__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
+                                          uint32_t more = 0) {
+    fa::mbarrier_arrive_expect_tx(full, SLABS * Slab + more);
+    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+}
+
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
+    unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
+    unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // with DQ_STAGED: [2][GROUPS][128 threads][4]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
+    uint64_t* v_full = k_full + KV_STAGES;
+    uint64_t* kv_empty = v_full + KV_STAGES;
+    uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
+    uint64_t* q_full = dkv_full + 2 * KV_STAGES;
+    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
+    uint64_t* do_full = q_empty + STAGES;
+    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
+    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < KV_STAGES; ++i) {
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(kv_empty + i, 2);
+            fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
+        }
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    fa::Ring<KV_STAGES> kv;
+    fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
+            int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty + kv.stage(), kv.parity() ^ 1);
+                numbers[kv.stage()] = number < works ? number : -1;
+                if (number >= works) break;
+                const Work work = work_of(args, number);
+                load_tile<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                number = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(counters, 1);
+                load_tile<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                kv.next();
+                Walk at = Walk::begin(args, work);
+#pragma unroll 1  // the producer has few registers
+                for (int n = 0; n < work.count; ++n, at.next(work)) {
+                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
+                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                    load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
+                    q.next();
+                }
+            }
+            fa::mbarrier_arrive(k_full + kv.stage());
+            // The last block to finish leaves the counters as it found them, for the next launch.
+            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
+            // stores have read it.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+                const int number = numbers[kv.stage()];
+                if (number < 0) break;
+                const Work work = work_of(args, number);
+                Walk at = Walk::begin(args, work);
+#pragma unroll 1
+                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
+                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
+                                     dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::bulk_commit();
+                    fa::bulk_wait_read<0>();
+                    fa::mbarrier_arrive(dq_empty + consumer);
+                }
+                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
+                const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
+                const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
+                for (int slab = 0; slab < OWN_SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty + kv.stage());
+                kv.next();
+            }
+        }
+        return;
+    }
+
+    // A consumer: 64 keys, 16 a warp.
+    fa::setmaxnreg_inc<REGISTERS>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
+    float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
+    uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
+    Work work{};
+    Walk at{};  // the first tile whose dQ has not been added or staged
+
+    auto release = [&](uint64_t* empty) {
+        if (lane == 0) fa::mbarrier_arrive(empty);
+    };
+    // d = A B^T: keys of K or V, queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
+        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    auto issue_scores = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, k_smem, q_smem);
+    };
+    // d += P^T dO or dS^T Q
+    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* a_smem,
+                              unsigned char* b_smem, bool accumulate) {
+        const uint64_t b =
+            fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + (SHARED_KEYS ? consumer * OWN_SLABS * Q_SLAB : 0), Q_SLAB);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_Q / 16; ++step) {
+            const uint64_t b_step = fa::descriptor_advance(b, step * 2048);
+            if constexpr (SHARED_KEYS) {
+                const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
+                fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), b_step, accumulate || step > 0);
+            } else fa::wgmma_rs<scalar, true>(d, a_reg[step], b_step, accumulate || step > 0);
+        }
+        fa::wgmma_commit();
+    };
+    // This consumer's part of dQ = dS K
+    auto issue_dq = [&]() {
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
+                                             step > 0);
+        fa::wgmma_commit();
+    };
+    auto mask = [&]() {
+        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
+        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        int first[2];
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
+    auto pass_turn = [&]() {
+        if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turns_of(args, last_number) + 4 * consumer + warp, work.k_first / BLOCK_K + 1);
+    };
+    auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
+        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
+    };
+    // Behind it what both consumers have shared is there, and both have read the other stage.
+    auto wait_for_other = [&]() {
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);
+    };
+    auto issue_dp = [&]() {
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        issue_transposed(ds_reg, v_smem, do_smem);
+    };
+    // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
+    auto issue_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
+        if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+        fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        share(ds_smem, ds16_reg);
+        if constexpr (STAGED) {
+            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+            wait_for_other();
+            issue_dq();
+            fa::wgmma_wait<1>(p16_reg);
+            issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            fa::wgmma_wait<1>(dq_reg);
+        } else {
+            if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            wait_for_other();
+            if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
+            issue_dq();
+            if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
+            else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
+        }
+        q.next();
+    };
+    // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
+    auto sees_nothing = [&]() {
+        return CAUSAL && !SHARED_KEYS && !(BACKWARDS && !STAGED) &&
+               fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+    };
+    // dQ of a tile is complete, and goes to the storer.
+    auto stage_dq = [&]() {
+        fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        float* dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dq_full + consumer);
+        at.next(work);
+    };
+    // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
+    auto begin_sum = [&]() {
+        release(q_empty + (q.stage() ^ 1));
+        const int number = tile_number(args, work.batch, at.head, at.queries(work));
+        if (DETERMINISTIC) {
+            pass_turn();  // of the tile before: what it added has arrived by now
+            last_number = number;
+            fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
+        }
+        at.next(work);
+        return dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+    };
+    // Adds some of its groups.
+    auto add = [&](float* dq, int first, int end, auto& values) {
+#pragma unroll
+        for (int j = first; j < end; ++j)
+            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+    };
+
+    auto skip_tile = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        const uint32_t zeros[QUERIES / 16][4] = {};
+        share(ds_smem, zeros);
+        wait_for_other();
+        issue_dq();
+        q.next();
+        fa::wgmma_wait<0>(dq_reg);
+        if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
+        else add(begin_sum(), 0, GROUPS, dq_reg);
+    };
+
+    while (true) {
+        fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
+        if (number < 0) break;
+        work = work_of(args, number);
+        at = Walk::begin(args, work);
+        const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
+        int n = BACKWARDS ? 0 : unseen;
+        if (n > 0) skip_tile();
+        const bool seen = n < end;
+        if (seen) {
+            if constexpr (STAGED) {
+                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+                for (bool accumulate = false; n < end; ++n, accumulate = true) {
+                    issue_scores();
+                    issue_dp();
+                    issue_tile(accumulate);
+                    stage_dq();
+                    fa::schedule_fence();
+                    fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+                    release(q_empty + (q.stage() ^ 1));
+                }
+            } else {
+                issue_scores();
+                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+                issue_dp();
+                for (bool accumulate = false;; accumulate = true) {
+                    issue_tile(accumulate);
+                    if (++n == end) break;
+                    issue_scores();
+                    if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
+                    else fa::wgmma_wait<1>(dq_reg, ds16_reg);
+                    float* dq = begin_sum();
+                    add(dq, 0, EARLY_GROUPS, dq_reg);
+                    fa::schedule_fence();
+                    if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
+                    issue_dp();
+                    fa::schedule_fence();
+                    add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
+                }
+                fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
+                add(begin_sum(), 0, GROUPS, dq_reg);
+            }
+        } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+        if (end < work.count) skip_tile();
+        pass_turn();
+        last_number = -1;
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
+        const uint32_t own = kv.stage() * K_TILE + own_part(consumer) + warp * 16 * 128;
+        fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
+        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::store_rows<scalar>(k_smem + own, K_SLAB, dk_reg, scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + 2 * kv.stage() + consumer);
+        kv.next();
+    }
+}
+
+// x[i] of lane j of each quad becomes x[j] of its lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const uint32_t got = __shfl_xor_sync(fa::full_warp, upper ? x[i] : x[i + bit], bit);
+            (upper ? x[i] : x[i + bit]) = got;
+        }
+    }
+}
+
+// Launch 3. dQ from the layout of the accumulators to rows, a part of 64 x 64 by 128 threads. A warp reads its 16 rows as they lie, 512
+// bytes a load: of 8 columns a lane has two, of two rows. Rounded, 4 such groups are transposed over the quad, so a lane has 8 columns.
+// The last head first: launch 2 has added to it last, and it may still be in the L2 cache.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    const int block = int(gridDim.x - 1 - blockIdx.x), head = int(gridDim.y - 1 - blockIdx.y), batch = int(gridDim.z - 1 - blockIdx.z);
+    const int row = fa::lane_id() / 4, group = threadIdx.x % 4, warp = fa::warp_id() % 4;
+    const int parts = 2 * block + threadIdx.x / 128, tile = parts / PARTS, part = parts % PARTS;
+    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + threadIdx.x % 128 * 4;
+    fa::Vec<float, 4> dq[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) dq[j] = fa::load_vec_last<4>(from + j * 512);
+
+    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + row, chunk = part / ROW_PARTS * 8 + group;
+    const float scale = float(args.scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+            fa::Vec<uint32_t, 4> x;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = fa::pack<scalar>(dq[j + i][2 * half] * scale, dq[j + i][2 * half + 1] * scale);
+            transpose_quad(x.data);
+            if (query + 8 * half >= args.seq_q) continue;
+            // Counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
+            auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query + 8 * half)) + chunk + j;
+            const int valid = args.head_dim - (chunk + j) * 8;
+            if (valid >= 8) fa::store_vec(reinterpret_cast<uint32_t*>(to), x);
+            else
+                for (int i = 0; i < valid; ++i) (*to)[i].bits = fa::uint16_t(x[i / 2] >> i % 2 * 16);
+        }
+}
