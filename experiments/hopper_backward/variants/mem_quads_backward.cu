@@ -634,7 +634,10 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
             auto* to = reinterpret_cast<fa::Vec128<scalar>*>(fa::row_pointer<scalar>(args.dQ, batch, head, query + 8 * half)) + chunk + j;
             const int valid = args.head_dim - (chunk + j) * 8;
             if (valid >= 8) fa::store_vec(reinterpret_cast<uint32_t*>(to), x);
-            else
-                for (int i = 0; i < valid; ++i) (*to)[i].bits = fa::uint16_t(x[i / 2] >> i % 2 * 16);
+            else {
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (i < valid) (*to)[i].bits = fa::uint16_t(x[i / 2] >> i % 2 * 16);
+            }
         }
 }
