@@ -446,14 +446,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             wait_for_place();
             fa::schedule_fence();
             fa::wgmma_wait<(early > 0)>(ds_reg);
+            // All stores at the end: the compiler moves no load of the stats before one.
+#pragma unroll
+            for (int step = ahead; step < STEPS; ++step) exponentiate(step);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) gradient(step);
+#pragma unroll
+            for (int step = early; step < STEPS; ++step) store_step(p_smem, p_reg, step);
             unsigned char* ds = own_ds();
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                if (step >= ahead) exponentiate(step);
-                if (step >= early) store_step(p_smem, p_reg, step);
-                gradient(step);
-                store_step(ds, ds_reg, step);
-            }
+            for (int step = 0; step < STEPS; ++step) store_step(ds, ds_reg, step);
             share_ds();
             if constexpr (early < STEPS) issue_gradient(dv_reg, p_smem, do_smem, early, STEPS, accumulate || early > 0);
         };

@@ -336,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE * 128);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
         fa::discard(d);
         fa::wgmma_fence();
 #pragma unroll

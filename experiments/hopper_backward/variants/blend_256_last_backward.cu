@@ -1,0 +1,529 @@
+// /// kernel
+// title = "Hopper at head dim 256: half of the exponentials among the arithmetic of dS, from the last query"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = false
+// arithmetic = "p16"
+// spill_bytes_allowed = 8  # of the producer and the storers, which have 24 registers, by CUDA 12's compiler; none by CUDA 13's
+// [tile]
+// BLOCK_Q = 64
+// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// EARLY = 1  # of 2 steps of 16 queries a consumer: those whose dV is multiplied beside dS; 0: P and dS have one barrier
+// SECTION = 64  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "2 * min(sms // 2, ceil_div(seq_kv, 128) * heads_kv * batch)"
+// block = 384
+// cluster = 2
+// shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
+// [[launch]]
+// entry = "convert"
+// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// A variant of step 18 (kernels_cu/18_hopper_cluster_backward.cu at 2734e3b, whose text says what is the same). What differs: a tile that
+// needs no mask has a text without one, so that the arithmetic of its scores is not divided by the branch around the mask. Half of a
+// thread's 16 exponentials come before the wait for dP. The others run beside the subtractions, products, conversions and stores of dS.
+//
+// With EARLY = 1 dV is two products: that of the first half's queries runs beside the second half and dS, that of the second half's behind
+// them, with dK and dQ. With EARLY = 0 P and dS are shared at once, a barrier less, and dV begins behind it. Both consumers take the same
+// text, because each multiplies what the other has shared.
+//
+// Here each head is walked from the last tile of queries to the first, and sections have 64 MB, as in step 16 under the mask.
+#include <fa/accumulator.cuh>
+#include <fa/cluster.cuh>
+#include <fa/gradient.cuh>
+#include <fa/schedule.cuh>
+#include <fa/stage.cuh>
+
+using scalar = fa::DTYPE;
+using fa::int64_t;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int BLOCK_K = 64, KEYS = 2 * BLOCK_K;  // of a block, of the cluster
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, V_SLAB = BLOCK_K * 128, K_SLAB = KEYS * 128;  // bytes; K_SLAB also of dS^T, 64 queries wide
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, V_TILE = SLABS * V_SLAB, K_TILE = SLABS * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr uint32_t DS_TILE = KEYS * 128, P_TILE = BLOCK_K * 128;  // dS^T of both blocks; P^T or dS^T of one
+constexpr int PARTS = SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2, STEPS = QUERIES / 16;  // of a consumer
+static_assert(HEAD_DIM == 256 && BLOCK_Q == 64);
+
+// A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and
+// dS stay for a tile of keys: hoisted, they would be spilled.
+struct Here {
+    uint32_t lower, upper;
+    __device__ __forceinline__ explicit Here(uint64_t descriptor)
+        : lower(uint32_t(fa::descriptor_here(uint32_t(descriptor)))), upper(uint32_t(descriptor >> 32)) {}
+    __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
+};
+
+__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
+// The number of a tile of queries among those of all heads.
+__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
+    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
+}
+// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
+__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
+}
+// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
+__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
+    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
+}
+
+// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
+// beyond seq_q, or one that sees no key and has -inf; dQ = 0.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
+    const int number = tile_number(args, batch, head, query / BLOCK_Q);
+    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
+    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+
+    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
+    if (lane == 0) {
+        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
+        float* stats = stats_of(args, number) + query % BLOCK_Q;
+        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
+        stats[BLOCK_Q] = delta;
+    }
+}
+
+// Which of the two texts of a tile: with the mask's instructions, or without.
+template <bool Value> struct Masked {
+    static constexpr bool value = Value;
+};
+
+// The 128 keys of a cluster, of one head, and the tiles of queries of each head that see them.
+struct Work {
+    int k_first, kv_head, batch;
+    int first, end;
+};
+
+__device__ __forceinline__ int works_of(const fa::Args& args) { return (args.seq_kv + KEYS - 1) / KEYS * args.heads_kv * args.batch; }
+
+// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    const int k_tiles = (args.seq_kv + KEYS - 1) / KEYS;
+#if CAUSAL
+    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
+    const int group = args.heads_q / args.heads_kv;
+    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
+    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+    const int k_tile = place.tile, row = place.head;
+#else
+    const int row = number / k_tiles, k_tile = number - row * k_tiles;
+#endif
+    Work work;
+    work.k_first = k_tile * KEYS;
+    work.batch = row / args.heads_kv;
+    work.kv_head = row - work.batch * args.heads_kv;
+    work.end = tiles_of_queries(args);
+    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
+    return work;
+}
+
+// The first tile of queries that sees some of the 64 keys from this one on.
+__device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work, int key) {
+    return key < args.seq_kv ? min(work.end, fa::first_query(args, key) / BLOCK_Q) : work.end;
+}
+
+// Launch 2. A cluster keeps 128 keys, each of its blocks 64; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [SLABS][KEYS][64], of both blocks; dK of this one in the end
+    unsigned char* v_smem = k_smem + K_TILE;  // [SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [SLABS][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + Q_TILE;  // [KEYS][64]: dS^T of an own tile
+    unsigned char* sent_smem = ds_smem + DS_TILE;  // [BLOCK_K][64]: dS^T of a sent tile
+    unsigned char* p_smem = sent_smem + P_TILE;  // [BLOCK_K][64]: P^T
+    unsigned char* stats_smem = p_smem + P_TILE;  // [STAGES][2][BLOCK_Q]
+    int* numbers = reinterpret_cast<int*>(stats_smem + STAGES * STATS);  // [2][4]: the first of 4 is a work, or there are no more
+    uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 8);  // [2]
+    uint64_t *k_full = number_full + 2, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
+    uint64_t *q_full = dkv_full + 2, *q_empty = q_full + STAGES;  // of Q and the stats
+    uint64_t *do_full = q_empty + STAGES, *do_empty = do_full + 1;
+    uint64_t *ds_full = do_empty + 1, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
+
+    const int rank = blockIdx.x % 2;
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
+        fa::mbarrier_init(kv_empty, 4);  // two storers of each block
+        fa::mbarrier_init(ds_full, 8);
+        fa::mbarrier_init(do_full, 1), fa::mbarrier_init(do_empty, 8);  // each warp arrives
+        for (int i = 0; i < 2; ++i) {
+            fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1);
+            fa::mbarrier_init(q_empty + i, 8);
+            fa::mbarrier_init(dkv_full + i, 4), fa::mbarrier_init(ds_empty + i, 8);
+        }
+        fa::mbarrier_init_fence();
+    }
+    fa::cluster_sync();
+
+    const int warpgroup = fa::warpgroup_index(), group = args.heads_q / args.heads_kv;
+    // The address in the other block of what lies here in this one.
+    const uint32_t other_smem = fa::map_shared(k_smem, rank ^ 1);
+    auto other = [&](const void* smem) { return other_smem + uint32_t(static_cast<const unsigned char*>(smem) - k_smem); };
+    fa::Ring<1> kv;
+    auto number_of_work = [&]() { return numbers + kv.position % 2 * 4; };
+    fa::Ring<STAGES> q;  // of Q, dO and their stats. A tile is this block's own where its stage is the rank
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        if (threadIdx.x == 0) {
+            // The producer. That of rank 0 takes the numbers for both, a work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            int next = rank == 0 ? atomicAdd(counters, 1) : 0;
+            auto send_number = [&]() {
+                for (int i = 0; rank == 0 && i < 2; ++i)
+                    fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
+                                        fa::map_shared(number_full + kv.position % 2, i));
+            };
+            // A tile of Q or dO.
+            auto load = [&](unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d(tile_smem + slab * Q_SLAB, &map, full, 64 * slab, tile * BLOCK_Q, head, batch);
+            };
+            send_number();
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
+                fa::mbarrier_arrive_expect_tx(number_full + kv.position % 2, 16);
+                fa::mbarrier_wait_parity(number_full + kv.position % 2, kv.position / 2 % 2);
+                const int number = *number_of_work();
+                if (number >= works_of(args)) break;
+                const Work work = work_of(args, number);
+                const int k_first = work.k_first + rank * BLOCK_K;
+                fa::mbarrier_arrive_expect_tx(k_full, K_TILE);
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d_multicast(k_smem + slab * K_SLAB + rank * V_SLAB, &k_map, k_full, 3, 64 * slab, k_first, work.kv_head,
+                                              work.batch);
+                fa::mbarrier_arrive_expect_tx(v_full, V_TILE);
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_load_4d(v_smem + slab * V_SLAB, &v_map, v_full, 64 * slab, k_first, work.kv_head, work.batch);
+                kv.next();
+                if (rank == 0) next = atomicAdd(counters, 1);
+#pragma unroll 1  // the producer has few registers
+                for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+#pragma unroll 1
+                    for (int tile = work.end - 1; tile >= work.first; --tile, q.next()) {
+                        fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                        fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
+                        load(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), tile, head, work.batch);
+                        fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
+                        fa::mbarrier_wait_parity(do_empty, q.position % 2 ^ 1);
+                        fa::mbarrier_arrive_expect_tx(do_full, Q_TILE);
+                        load(do_smem, d_o_map, do_full, tile, head, work.batch);
+                    }
+                send_number();
+            }
+            fa::mbarrier_arrive(k_full);
+            // The last cluster to finish leaves the counters as it found them, for the next launch.
+            if (rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. K's place holds dK in the end, V's dV.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                fa::mbarrier_wait_parity(k_full, kv.parity());
+                const int number = *number_of_work();
+                if (number >= works_of(args)) break;
+                const Work work = work_of(args, number);
+                const int key = rank * BLOCK_K;
+                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
+                for (int slab = consumer * OWN_SLABS; slab < (consumer + 1) * OWN_SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty);
+                fa::mbarrier_arrive_remote(other(kv_empty));
+                kv.next();
+            }
+        }
+        __syncwarp();
+        fa::cluster_sync();  // the other block arrives at this one's barriers until its end
+        return;
+    }
+
+    // A consumer: 32 queries of a tile, and half of the columns.
+    fa::setmaxnreg_inc<REGISTERS>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const int own_keys = rank * BLOCK_K, own_queries = consumer * QUERIES;  // the first: of the cluster's keys, of a tile's queries
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_SLABS * 32];
+    Work work{};
+
+    auto release = [&](uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
+    };
+    // Behind it what both consumers have shared is there.
+    auto wait_for_consumer = [&]() {
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);
+    };
+    auto is_own = [&]() { return int(q.stage()) == rank; };
+    auto own_ds = [&]() { return is_own() ? ds_smem + rank * P_TILE : sent_smem; };
+    // d = A B^T: the block's keys of K or V, this consumer's queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, uint32_t a_slab, unsigned char* b_smem) {
+        const Here a(fa::smem_descriptor_k_major(a_smem)), b(fa::smem_descriptor_k_major(b_smem + own_queries * 128));
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, a.advanced(step / 4 * a_slab + step % 4 * 32), b.advanced(step / 4 * Q_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    // d += P^T dO or dS^T Q: this consumer's columns, over some steps of 16 queries of each consumer
+    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], unsigned char* a_smem, unsigned char* b_smem, int first, int end,
+                              bool accumulate) {
+        const Here a(fa::smem_descriptor_k_major(a_smem));
+        const Here b(fa::smem_descriptor_mn_major(b_smem + consumer * OWN_SLABS * Q_SLAB, Q_SLAB));
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2 * STEPS; ++step)
+            if (step % STEPS >= first && step % STEPS < end)
+                fa::wgmma_ss<scalar, true>(d, a.advanced(step * 32), b.advanced(step * 2048), accumulate || step > first);
+        fa::wgmma_commit();
+    };
+    // dS^T of the tile before, an own one, is there.
+    auto wait_for_ds = [&]() { fa::mbarrier_wait_parity(ds_full, (q.position - 1) / 2 % 2); };
+    // This consumer's part of its dQ = dS K.
+    auto issue_dq = [&]() {
+        const Here a(fa::smem_descriptor_mn_major(ds_smem, DS_TILE));
+        const Here b(fa::smem_descriptor_mn_major(k_smem + consumer * OWN_SLABS * K_SLAB, K_SLAB));
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, a.advanced(step * 2048), b.advanced(step * 2048), step > 0);
+        fa::wgmma_commit();
+    };
+    // That dQ is complete, and is added; dS^T has been read. `to`: its tile.
+    auto add_dq = [&](float* to) {
+        release(ds_empty);
+        if (lane == 0) fa::mbarrier_arrive_remote(other(ds_empty + 1));
+        float* dq = to + consumer * OWN_SLABS * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < 8 * OWN_SLABS; ++j)
+            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+    };
+    auto make_dq = [&](float* to) {
+        wait_for_ds();
+        issue_dq();
+        fa::wgmma_wait<0>(dq_reg);
+        add_dq(to);
+    };
+    // Whether every query of the tile sees all keys of this block.
+    auto sees_all = [&](int tile) { return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q); };
+    auto mask = [&](int tile) {
+        const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
+        int first[2];
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    auto store = [&](unsigned char* tile_smem, const uint32_t (&operand)[1][4], int step) {
+        fa::store_operand(tile_smem + warp * 16 * 128, P_TILE, operand, own_queries + 16 * step);
+    };
+    auto store_step = [&](unsigned char* tile_smem, const float (&x)[QUERIES / 2], int step) {
+        uint32_t operand[1][4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) operand[0][r] = fa::pack<scalar>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
+        store(tile_smem, operand, step);
+    };
+    auto wait_for_place = [&]() { fa::mbarrier_wait_parity(ds_empty + (is_own() ? 0 : 1), q.parity() ^ 1); };
+    // dS^T is in shared memory, and goes for a sent tile from there to the other block.
+    auto share_ds = [&]() {
+        wait_for_consumer();
+        if (is_own()) {
+            if (lane == 0) fa::mbarrier_arrive_expect_tx(ds_full, P_TILE / 8);  // and as many bytes as there are here
+        } else if (consumer == 0 && warp == 0 && lane == 0) {
+            fa::bulk_copy_to_cluster(other(ds_smem + rank * P_TILE), sent_smem, P_TILE, other(ds_full));
+        }
+    };
+    // A tile that sees none of the block's keys. late: the tile of dQ that is to be made in this one, the tile before; null: none is.
+    auto skip_tile = [&](float* late) {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(do_full, q.position % 2);
+        wait_for_place();
+        const uint32_t zeros[1][4] = {};
+        for (int step = 0; step < STEPS; ++step) store(own_ds(), zeros, step);
+        share_ds();
+        release(q_empty + q.stage()), release(do_empty);
+        if (late) make_dq(late);
+        q.next();
+    };
+    auto full_tile = [&](int tile, float* late, bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        unsigned char* q_tile = q_smem + q.stage() * Q_TILE;
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, k_smem + own_keys * 128, K_SLAB, q_tile);
+        fa::mbarrier_wait_parity(do_full, q.position % 2);
+        issue_transposed(ds_reg, v_smem, V_SLAB, do_smem);
+        auto exponentiate = [&](int step) {
+#pragma unroll
+            for (int j = 2 * step; j < 2 * step + 2; ++j) {
+                const fa::Vec<float, 2> reference = fa::load_vec<2>(stats + 8 * j + fa::fragment_column());
+#pragma unroll
+                for (int i = 4 * j; i < 4 * j + 4; ++i) p_reg[i] = fa::exp2_approx(p_reg[i] * scale_log2e - reference[i % 2]);
+            }
+        };
+        auto gradient = [&](int step) {
+#pragma unroll
+            for (int j = 2 * step; j < 2 * step + 2; ++j) {
+                const fa::Vec<float, 2> delta = fa::load_vec<2>(stats + BLOCK_Q + 8 * j + fa::fragment_column());
+#pragma unroll
+                for (int i = 4 * j; i < 4 * j + 4; ++i) ds_reg[i] = p_reg[i] * (ds_reg[i] - delta[i % 2]);
+            }
+        };
+        auto score = [&](auto masked) {
+            // Steps of 16 queries whose exponentials come before the wait for dP, and those whose P is shared there.
+            constexpr int ahead = masked.value ? STEPS : 1, early = masked.value ? STEPS : EARLY;
+            fa::wgmma_wait<1>(p_reg);
+#pragma unroll
+            for (int step = 0; step < ahead; ++step) exponentiate(step);
+            if constexpr (masked.value) mask(tile);
+#pragma unroll
+            for (int step = 0; step < early; ++step) store_step(p_smem, p_reg, step);
+            if constexpr (early > 0) wait_for_consumer(), issue_gradient(dv_reg, p_smem, do_smem, 0, early, accumulate);
+            wait_for_place();
+            fa::schedule_fence();
+            fa::wgmma_wait<(early > 0)>(ds_reg);
+            // All stores at the end: the compiler moves no load of the stats before one.
+#pragma unroll
+            for (int step = ahead; step < STEPS; ++step) exponentiate(step);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) gradient(step);
+#pragma unroll
+            for (int step = early; step < STEPS; ++step) store_step(p_smem, p_reg, step);
+            unsigned char* ds = own_ds();
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) store_step(ds, ds_reg, step);
+            share_ds();
+            if constexpr (early < STEPS) issue_gradient(dv_reg, p_smem, do_smem, early, STEPS, accumulate || early > 0);
+        };
+        if (sees_all(tile)) score(Masked<false>{});
+        else score(Masked<true>{});
+        if (late) {
+            wait_for_ds();
+            issue_dq();
+            fa::wgmma_wait<1>(dv_reg);
+            release(do_empty);
+            issue_gradient(dk_reg, own_ds(), q_tile, 0, STEPS, accumulate);
+            fa::wgmma_wait<1>(dq_reg);
+            add_dq(late);
+            fa::schedule_fence();
+            fa::wgmma_wait<0>(dk_reg);
+        } else {
+            issue_gradient(dk_reg, own_ds(), q_tile, 0, STEPS, accumulate);
+            fa::wgmma_wait<1>(dv_reg);
+            release(do_empty);
+            fa::wgmma_wait<0>(dk_reg);
+        }
+        release(q_empty + q.stage());
+        q.next();
+    };
+
+    while (true) {
+        fa::mbarrier_wait_parity(k_full, kv.parity());
+        const int number = __shfl_sync(fa::full_warp, *number_of_work(), 0);  // known to the compiler as the same in the whole warp
+        if (number >= works_of(args)) break;
+        work = work_of(args, number);
+        fa::mbarrier_wait_parity(v_full, kv.parity());
+        const int own_first = first_tile(args, work, work.k_first + own_keys);
+        const uint32_t begin = q.position;
+        float* before = nullptr;  // dQ of the tile before
+        // That, where it is an own tile of this work.
+        auto late = [&]() { return !is_own() && q.position != begin ? before : nullptr; };
+        bool seen = false;
+#pragma unroll 1
+        for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+            int tile = work.end - 1;
+            auto here = [&]() { return dq_of(args, tile_number(args, work.batch, head, tile)); };
+#pragma unroll 1
+            for (; tile >= own_first; --tile, seen = true) full_tile(tile, late(), seen), before = here();
+#pragma unroll 1
+            for (; tile >= work.first; --tile) skip_tile(late()), before = here();
+        }
+        if (late()) make_dq(before);  // the last tile was an own one
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
+        const int slab = consumer * OWN_SLABS;
+        fa::bar_sync(1, 256);  // the other consumer's products have read K and V
+        fa::store_rows<scalar>(v_smem + slab * V_SLAB + 16 * warp * 128, V_SLAB, dv_reg, one);
+        fa::store_rows<scalar>(k_smem + slab * K_SLAB + (own_keys + 16 * warp) * 128, K_SLAB, dk_reg, scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + consumer);
+        kv.next();
+    }
+    fa::cluster_sync();
+}
+
+// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
+    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
+    fa::store_dq_rows<scalar>(args, batch, head, tile * BLOCK_Q + warp * 16 + row, part * 8 + group, from, float(args.scale));
+}
