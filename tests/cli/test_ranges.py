@@ -122,6 +122,28 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
+@pytest.mark.parametrize(
+    ("shape", "causal", "name"),
+    [
+        ((8, 32, 2048, 64), False, "hopper+hopper_wide"),  # where experiments/hopper_backward has step 19 ahead of 16
+        ((1, 32, 16384, 40), False, "hopper+hopper_wide"),
+        ((8, 32, 2048, 64), True, "hopper"),
+        ((8, 32, 2047, 64), False, "hopper"),
+        ((16, 32, 512, 64, 8, 3072), False, "hopper+hopper_wide"),  # four heads of queries a head of keys: 2048 queries a tile of keys
+        ((16, 32, 508, 64, 8, 3072), False, "hopper"),
+        ((8, 32, 4096, 64, 32, 256), False, "hopper"),  # few keys
+        ((1, 8, 8192, 64), False, "hopper"),  # 256 tiles of keys for 132 multiprocessors
+        ((8, 32, 2048, 65), False, "hopper"),
+    ],
+)
+def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], causal: bool, name: str) -> None:
+    """Step 19 backward, in its only form."""
+    device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16", causal=causal)
+    for passes in (["forward", "backward"], ["backward"]):
+        assert choose([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
+        assert choose([AUTO], passes, [problem], device, deterministic=True)[0][0].name == "hopper"
+
+
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expression of the problem, as step 17's, which begins at 65 queries; another value moves the border."""
     passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
