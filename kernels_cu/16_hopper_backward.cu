@@ -145,20 +145,20 @@
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
-#include <fa/gradient.cuh>
-#include <fa/schedule.cuh>
+#include <fa/query_tiles.cuh>
 #include <fa/stage.cuh>
-#include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
-using fa::int64_t;
 using fa::uint32_t;
 using fa::uint64_t;
+using fa::Work;
+using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Walk = fa::Walk<bool(BACKWARDS)>;
 
-constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
-constexpr int ROW_PARTS = BLOCK_Q / 64, PARTS = ROW_PARTS * SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+constexpr int ROW_PARTS = Tiles::row_parts, PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 
 // Either a consumer has 64 of the block's keys, all queries of a tile and all columns; or the consumers share 64 keys, and each has half of
 // the queries (of S and dP) and half of the columns (of dK, dV and dQ).
@@ -174,92 +174,23 @@ constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8
 // there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
 constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
 
-__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
-// The number of a tile of queries among those of all heads.
-__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
-    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
-}
-// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
-__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
-}
-// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
-__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
-}
 // For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
 __device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
 }
 
-// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; dQ = 0, and the turns.
+// Launch 1. With DETERMINISTIC the turn to add to each tile is that of the first keys.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    const int number = tile_number(args, batch, head, query / BLOCK_Q);
-    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
-
-    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 8) turns_of(args, number)[threadIdx.x] = 0;
-
-    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
-    if (lane == 0) {
-        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
-        float* stats = stats_of(args, number) + query % BLOCK_Q;
-        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = delta;
-    }
+    Tiles::prepare<scalar>(args);
+    const int query = blockIdx.x * 16;
+    if (DETERMINISTIC && query % BLOCK_Q == 0 && threadIdx.x < 8)
+        turns_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, query / BLOCK_Q))[threadIdx.x] = 0;
 }
 
-// A tile of keys of one head, and the tiles of queries that see it.
-struct Work {
-    int k_first, kv_head, batch;
-    int first, end, count;  // tiles of queries of each head; of all heads of the group together
-};
-
-// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
-#if CAUSAL
-    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
-    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
-    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
-    const int k_tile = place.tile, row = place.head;
-#else
-    const int row = number / k_tiles, k_tile = number - row * k_tiles;
-#endif
-    Work work;
-    work.k_first = k_tile * BLOCK_K;
-    work.batch = row / args.heads_kv;
-    work.kv_head = row - work.batch * args.heads_kv;
-    work.end = tiles_of_queries(args);
-    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
-    work.count = (work.end - work.first) * group;
-    return work;
-}
-
-// A walk over the tiles of queries of a work, head after head; with BACKWARDS from the end of each to the first, as blocks that take turns must.
-struct Walk {
-    int head, tile;
-    __device__ __forceinline__ int queries(const Work& work) const { return BACKWARDS ? work.end - 1 - tile + work.first : tile; }
-    static __device__ __forceinline__ Walk begin(const fa::Args& args, const Work& work) {
-        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
-    }
-    __device__ __forceinline__ void next(const Work& work) {
-        if (++tile == work.end) tile = work.first, ++head;
-    }
-};
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
 
 // A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
 __device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * (SHARED_KEYS ? OWN_SLABS * K_SLAB : 64 * 128); }
-
-// Loads the slabs of a tile; the barrier expects `more` bytes beside.
-template <uint32_t Slab>
-__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
-                                          uint32_t more = 0) {
-    fa::mbarrier_arrive_expect_tx(full, SLABS * Slab + more);
-    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
-}
 
 // Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -314,18 +245,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 numbers[kv.stage()] = number < works ? number : -1;
                 if (number >= works) break;
                 const Work work = work_of(args, number);
-                load_tile<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                Tiles::load<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 number = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(counters, 1);
-                load_tile<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                Tiles::load<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 kv.next();
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1  // the producer has few registers
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
                     const int tile = at.queries(work), q_first = tile * BLOCK_Q;
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                    load_tile<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
-                    load_tile<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
+                    Tiles::load<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
             }
@@ -345,8 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
                 for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
-                                     dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::bulk_add_f32(
+                        Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
+                        dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
                     fa::mbarrier_arrive(dq_empty + consumer);
@@ -502,14 +434,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
     auto begin_sum = [&]() {
         release(q_empty + (q.stage() ^ 1));
-        const int number = tile_number(args, work.batch, at.head, at.queries(work));
+        const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
         if (DETERMINISTIC) {
             pass_turn();  // of the tile before: what it added has arrived by now
             last_number = number;
             fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
         }
         at.next(work);
-        return dq_of(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
     };
     // Adds some of its groups.
     auto add = [&](float* dq, int first, int end, auto& values) {
@@ -592,11 +524,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const int query = tile * BLOCK_Q + part % ROW_PARTS * 64 + warp * 16 + row;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, query, part / ROW_PARTS * 8 + group, from, float(args.scale));
-}
+// Launch 3.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }

@@ -111,21 +111,21 @@
 // columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 16.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
-#include <fa/gradient.cuh>
-#include <fa/schedule.cuh>
+#include <fa/query_tiles.cuh>
 #include <fa/stage.cuh>
 
 using scalar = fa::DTYPE;
-using fa::int64_t;
 using fa::uint32_t;
 using fa::uint64_t;
+using fa::Work;
+using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
 
-constexpr int THREADS = 384, STAGES = 2, SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr int BLOCK_K = 64, KEYS = 2 * BLOCK_K;  // of a block, of the cluster
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, V_SLAB = BLOCK_K * 128, K_SLAB = KEYS * 128;  // bytes; K_SLAB also of dS^T, 64 queries wide
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, V_TILE = SLABS * V_SLAB, K_TILE = SLABS * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr uint32_t DS_TILE = KEYS * 128, P_TILE = BLOCK_K * 128;  // dS^T of both blocks; P^T or dS^T of one
-constexpr int PARTS = SLABS, PART = 64 * 64;  // dQ of a tile lies in parts of 64 x 64
+constexpr int PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2;  // of a consumer
 static_assert(HEAD_DIM == 256 && BLOCK_Q == 64);
 
@@ -138,65 +138,12 @@ struct Here {
     __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
 };
 
-__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
-// The number of a tile of queries among those of all heads.
-__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
-    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
-}
-// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
-__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
-}
-// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
-__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
-}
+// Launch 1.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
-// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; dQ = 0.
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    const int number = tile_number(args, batch, head, query / BLOCK_Q);
-    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
-
-    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
-    if (lane == 0) {
-        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
-        float* stats = stats_of(args, number) + query % BLOCK_Q;
-        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = delta;
-    }
-}
-
-// The 128 keys of a cluster, of one head, and the tiles of queries of each head that see them.
-struct Work {
-    int k_first, kv_head, batch;
-    int first, end;
-};
-
+// The 128 keys of a cluster, of one head, and the tiles of queries that see them.
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<KEYS, SECTION>(args, number); }
 __device__ __forceinline__ int works_of(const fa::Args& args) { return (args.seq_kv + KEYS - 1) / KEYS * args.heads_kv * args.batch; }
-
-// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    const int k_tiles = (args.seq_kv + KEYS - 1) / KEYS;
-#if CAUSAL
-    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
-    const int group = args.heads_q / args.heads_kv;
-    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
-    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
-    const int k_tile = place.tile, row = place.head;
-#else
-    const int row = number / k_tiles, k_tile = number - row * k_tiles;
-#endif
-    Work work;
-    work.k_first = k_tile * KEYS;
-    work.batch = row / args.heads_kv;
-    work.kv_head = row - work.batch * args.heads_kv;
-    work.end = tiles_of_queries(args);
-    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
-    return work;
-}
 
 // The first tile of queries that sees some of the 64 keys from this one on.
 __device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work, int key) {
@@ -257,11 +204,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
                                         fa::map_shared(number_full + kv.position % 2, i));
             };
-            // A tile of Q or dO.
-            auto load = [&](unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int tile, int head, int batch) {
-                for (int slab = 0; slab < SLABS; ++slab)
-                    fa::tma_load_4d(tile_smem + slab * Q_SLAB, &map, full, 64 * slab, tile * BLOCK_Q, head, batch);
-            };
             send_number();
             while (true) {
                 fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
@@ -275,9 +217,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int slab = 0; slab < SLABS; ++slab)
                     fa::tma_load_4d_multicast(k_smem + slab * K_SLAB + rank * V_SLAB, &k_map, k_full, 3, 64 * slab, k_first, work.kv_head,
                                               work.batch);
-                fa::mbarrier_arrive_expect_tx(v_full, V_TILE);
-                for (int slab = 0; slab < SLABS; ++slab)
-                    fa::tma_load_4d(v_smem + slab * V_SLAB, &v_map, v_full, 64 * slab, k_first, work.kv_head, work.batch);
+                Tiles::load<V_SLAB>(v_smem, v_map, v_full, k_first, work.kv_head, work.batch);
                 kv.next();
                 if (rank == 0) next = atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
@@ -285,12 +225,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll 1
                     for (int tile = work.first; tile < work.end; ++tile, q.next()) {
                         fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                        fa::mbarrier_arrive_expect_tx(q_full + q.stage(), Q_TILE + STATS);
-                        load(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), tile, head, work.batch);
+                        const int q_first = tile * BLOCK_Q;
+                        Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, head, work.batch, STATS);
                         fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
                         fa::mbarrier_wait_parity(do_empty, q.position % 2 ^ 1);
-                        fa::mbarrier_arrive_expect_tx(do_full, Q_TILE);
-                        load(do_smem, d_o_map, do_full, tile, head, work.batch);
+                        Tiles::load<Q_SLAB>(do_smem, d_o_map, do_full, q_first, head, work.batch);
                     }
                 send_number();
             }
@@ -477,7 +416,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll 1
         for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
             int tile = work.first;
-            auto here = [&]() { return dq_of(args, tile_number(args, work.batch, head, tile)); };
+            auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, head, tile)); };
 #pragma unroll 1
             for (; tile < own_first; ++tile) skip_tile(late()), before = here();
 #pragma unroll 1
@@ -499,10 +438,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     fa::cluster_sync();
 }
 
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, tile * BLOCK_Q + warp * 16 + row, part * 8 + group, from, float(args.scale));
-}
+// Launch 3.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }

@@ -1,0 +1,114 @@
+// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 16 and 18): what surrounds the products.
+// There are three launches.
+//
+//     prepare      delta and logsumexp of each tile of queries, side by side, so that one copy brings them; dQ = 0
+//     gradients    persistent blocks, or clusters, take works: a tile of keys of one head, and the tiles of queries that see it
+//     convert      dQ from the layout of the accumulators to rows, scaled and rounded
+//
+// Products, stages and barriers of launch 2 are each kernel's own. dQ of a tile of queries is a sum over tiles of keys. It is added in
+// global memory in float32, in the layout of the accumulators of wgmma: parts of 64 queries x 64 columns, of which each of 128 threads has
+// 4 numbers of every 8 columns. So a warp adds 512 bytes side by side.
+#pragma once
+
+#include <fa/gradient.cuh>
+#include <fa/schedule.cuh>
+#include <fa/tma.cuh>
+
+namespace fa {
+
+// A tile of keys of one head, and the tiles of queries that see it.
+struct Work {
+    int k_first, kv_head, batch;
+    int first, end, count;  // tiles of queries of each head; of all heads of the group together
+};
+
+// A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first, as blocks that take turns must.
+template <bool Backwards> struct Walk {
+    int head, tile;
+    __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
+    static __device__ __forceinline__ Walk begin(const Args& args, const Work& work) {
+        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
+    }
+    __device__ __forceinline__ void next(const Work& work) {
+        if (++tile == work.end) tile = work.first, ++head;
+    }
+};
+
+// Tiles of BlockQ queries, Width columns wide. Stats and Dq: the numbers of the workspaces that hold what belongs to each of them.
+template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
+    static_assert(BlockQ % 64 == 0 && Width % 64 == 0, "dQ lies in parts of 64 x 64");
+    static constexpr int row_parts = BlockQ / 64, slabs = Width / 64, parts = row_parts * slabs, part = 64 * 64;
+
+    static __device__ __forceinline__ int of_head(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ; }
+    // The number of a tile among those of all heads.
+    static __device__ __forceinline__ int number(const Args& args, int batch, int head, int tile) {
+        return (batch * args.heads_q + head) * of_head(args) + tile;
+    }
+    // log2(e) * logsumexp and delta of a tile: [2][BlockQ].
+    static __device__ __forceinline__ float* stats(const Args& args, int number) {
+        return static_cast<float*>(args.workspace[Stats]) + int64_t(number) * (2 * BlockQ);
+    }
+    // dQ of a tile in the layout of the accumulators: [parts][8 groups of 8 columns][128 threads][4]; the parts of a slab come first.
+    static __device__ __forceinline__ float* dq(const Args& args, int number) {
+        return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (parts * part);
+    }
+
+    // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
+    // L2 cache.
+    template <int Keys, int Section> static __device__ __forceinline__ Work work(const Args& args, int number) {
+        const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
+#if CAUSAL
+        // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its
+        // heads.
+        const int heads = max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
+        const Place place = place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+        const int k_tile = place.tile, row = place.head;
+#else
+        const int row = number / k_tiles, k_tile = number - row * k_tiles;
+#endif
+        Work work;
+        work.k_first = k_tile * Keys;
+        work.batch = row / args.heads_kv;
+        work.kv_head = row - work.batch * args.heads_kv;
+        work.end = of_head(args);
+        work.first = min(work.end, first_query(args, work.k_first) / BlockQ);
+        work.count = (work.end - work.first) * group;
+        return work;
+    }
+
+    // Starts to copy a tile of Q, dO, K or V, whose slabs of 64 columns have Slab bytes; the barrier expects `more` bytes beside.
+    template <uint32_t Slab>
+    static __device__ __forceinline__ void load(unsigned char* tile_smem, const TensorMap& map, uint64_t* full, int row, int head,
+                                                int batch, uint32_t more = 0) {
+        mbarrier_arrive_expect_tx(full, slabs * Slab + more);
+        for (int slab = 0; slab < slabs; ++slab) tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+    }
+
+    // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must
+    // be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
+    template <class T> static __device__ __forceinline__ void prepare(const Args& args) {
+        const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
+        const int tile = number(args, batch, head, query / BlockQ);
+        float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
+        for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+
+        const float delta = delta_of<T, Width>(args, batch, head, query, lane);
+        if (lane == 0) {
+            const float lse = query < args.seq_q ? *row_pointer<float>(args.logsumexp, batch, head, query) : -infinity();
+            float* to = stats(args, tile) + query % BlockQ;
+            to[0] = lse == -infinity() ? infinity() : lse * log2e;
+            to[BlockQ] = delta;
+        }
+    }
+
+    // Launch 3, 256 threads and a part of dQ a block: a thread reads the 4 lanes that hold 8 columns of two rows.
+    template <class T> static __device__ __forceinline__ void convert(const Args& args) {
+        const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+        const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
+        const int query = tile * BlockQ + own % row_parts * 64 + warp * 16 + row;
+        const float* from = dq(args, number(args, batch, head, tile)) + own * part + (group * 128 + warp * 32 + row * 4) * 4;
+        store_dq_rows<T>(args, batch, head, query, own / row_parts * 8 + group, from, float(args.scale));
+    }
+};
+
+}  // namespace fa
