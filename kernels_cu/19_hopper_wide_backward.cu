@@ -117,97 +117,26 @@
 // 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
 // step 16, which the warps of its consumers take.
 #include <fa/accumulator.cuh>
-#include <fa/gradient.cuh>
-#include <fa/schedule.cuh>
+#include <fa/query_tiles.cuh>
 #include <fa/stage.cuh>
-#include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
-using fa::int64_t;
 using fa::uint32_t;
 using fa::uint64_t;
+using fa::Work;
+using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Walk = fa::Walk<false>;
 
 constexpr int THREADS = 384, STAGES = 2, BLOCKS = 2, PIECES = 4;  // blocks of 64 keys of a consumer; pieces of 64 x 64 of its scores
 constexpr uint32_t Q_TILE = BLOCK_Q * 128, K_TILE = BLOCK_K * 128;  // bytes, in rows of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t DS_HALF = BLOCK_K * 128, STATS = 2 * BLOCK_Q * 4;  // dS^T lies in halves of 64 queries
-constexpr int PARTS = 2, PART = 64 * 64;  // dQ of a tile lies in parts of 64 queries, one a consumer
-static_assert(HEAD_DIM == 64 && BLOCK_Q == 64 * PARTS && BLOCK_K == 2 * 64 * BLOCKS);
+constexpr int PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 queries, one a consumer
+static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS);
 
-__device__ __forceinline__ int tiles_of_queries(const fa::Args& args) { return (args.seq_q + BLOCK_Q - 1) / BLOCK_Q; }
-// The number of a tile of queries among those of all heads.
-__device__ __forceinline__ int tile_number(const fa::Args& args, int batch, int head, int tile) {
-    return (batch * args.heads_q + head) * tiles_of_queries(args) + tile;
-}
-// For a tile of queries, log2(e) * logsumexp and delta: [2][BLOCK_Q].
-__device__ __forceinline__ float* stats_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_STATS]) + int64_t(number) * (2 * BLOCK_Q);
-}
-// For a tile of queries, dQ in the layout of the accumulators: [PARTS][8 groups of 8 columns][128 threads][4].
-__device__ __forceinline__ float* dq_of(const fa::Args& args, int number) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + int64_t(number) * (PARTS * PART);
-}
-// Launch 1, 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf; dQ = 0.
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
-    const int number = tile_number(args, batch, head, query / BLOCK_Q);
-    float* dq = dq_of(args, number) + blockIdx.x * 16 % BLOCK_Q * HEAD_DIM;
-    for (int i = 0; i < HEAD_DIM / 32; ++i) fa::store_vec(dq + (i * 128 + threadIdx.x) * 4, fa::Vec<float, 4>{});
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
 
-    const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);
-    if (lane == 0) {
-        const float lse = query < args.seq_q ? *fa::row_pointer<float>(args.logsumexp, batch, head, query) : -fa::infinity();
-        float* stats = stats_of(args, number) + query % BLOCK_Q;
-        stats[0] = lse == -fa::infinity() ? fa::infinity() : lse * fa::log2e;
-        stats[BLOCK_Q] = delta;
-    }
-}
-
-// A tile of keys of one head, and the tiles of queries that see it.
-struct Work {
-    int k_first, kv_head, batch;
-    int first, end, count;  // tiles of queries of each head; of all heads of the group together
-};
-
-// The work of a number. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the L2 cache.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    const int k_tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, group = args.heads_q / args.heads_kv;
-#if CAUSAL
-    // Sections of heads with at most SECTION MB; in a section the tiles that the most queries see first, over all its heads.
-    const int heads = max(1, min(args.heads_kv * args.batch, (SECTION << 20) / (8 * HEAD_DIM) / args.seq_q / group));
-    const fa::Place place = fa::place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
-    const int k_tile = place.tile, row = place.head;
-#else
-    const int row = number / k_tiles, k_tile = number - row * k_tiles;
-#endif
-    Work work;
-    work.k_first = k_tile * BLOCK_K;
-    work.batch = row / args.heads_kv;
-    work.kv_head = row - work.batch * args.heads_kv;
-    work.end = tiles_of_queries(args);
-    work.first = min(work.end, fa::first_query(args, work.k_first) / BLOCK_Q);
-    work.count = (work.end - work.first) * group;
-    return work;
-}
-
-// A walk over the tiles of queries of a work, head after head.
-struct Walk {
-    int head, tile;
-    static __device__ __forceinline__ Walk begin(const fa::Args& args, const Work& work) {
-        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
-    }
-    __device__ __forceinline__ void next(const Work& work) {
-        if (++tile == work.end) tile = work.first, ++head;
-    }
-};
-
-// Loads a tile of Bytes bytes; the barrier expects `more` beside.
-template <uint32_t Bytes>
-__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int batch,
-                                          uint32_t more = 0) {
-    fa::mbarrier_arrive_expect_tx(full, Bytes + more);
-    fa::tma_load_4d(tile_smem, &map, full, 0, row, head, batch);
-}
+// Launch 1.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
 // Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -257,18 +186,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 *number_smem = number < works ? number : -1;
                 if (number >= works) break;
                 const Work work = work_of(args, number);
-                load_tile<K_TILE>(k_smem, k_map, k_full, work.k_first, work.kv_head, work.batch);
+                Tiles::load<K_TILE>(k_smem, k_map, k_full, work.k_first, work.kv_head, work.batch);
                 number = gridDim.x + atomicAdd(counters, 1);
-                load_tile<K_TILE>(v_smem, v_map, v_full, work.k_first, work.kv_head, work.batch);
+                Tiles::load<K_TILE>(v_smem, v_map, v_full, work.k_first, work.kv_head, work.batch);
                 kv.next();
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1  // the producer has few registers
                 for (int n = 0; n < work.count; ++n, at.next(work)) {
-                    const int tile = at.tile, q_first = tile * BLOCK_Q;
+                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
                     fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                    load_tile<Q_TILE>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    Tiles::load<Q_TILE>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
                     fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
-                    load_tile<Q_TILE>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
+                    Tiles::load<Q_TILE>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
             }
@@ -288,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
                 for (int n = 0; n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(dq_of(args, tile_number(args, work.batch, at.head, at.tile)) + consumer * PART,
+                    fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * PART,
                                      dq_smem + consumer * PART, PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
@@ -356,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     auto mask = [&](int piece) {
-        const int q_first = at.tile * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
+        const int q_first = at.queries(work) * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
@@ -460,11 +389,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Launch 3. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const int tile = blockIdx.x / PARTS, part = blockIdx.x % PARTS, head = blockIdx.y, batch = blockIdx.z;
-    const int query = tile * BLOCK_Q + part * 64 + warp * 16 + row;
-    const float* from = dq_of(args, tile_number(args, batch, head, tile)) + part * PART + (group * 128 + warp * 32 + row * 4) * 4;
-    fa::store_dq_rows<scalar>(args, batch, head, query, group, from, float(args.scale));
-}
+// Launch 3.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
