@@ -285,3 +285,17 @@ def test_the_ladder_sweep() -> None:
     assert found.names("peers", "float32") == ("torch-math", "torch-efficient"), "also where a shape of [cpu] has that name and no peers"
     assert [p.seq_q for test, p in found.shapes if test.startswith("seed001")] == [512, 1024, 2048, 4096, 8192, 16384]
     assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn"}
+
+
+@pytest.mark.parametrize("name", ["hopper_backward", "longseq_backward"])
+def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> None:
+    """As the highest one of each cell, whose speed the tables show. Cells of both masks have names of one form, which parts of a record name."""
+    found, device = sweep.load(name), Device("cuda", "a GPU", "sm_90")
+    for test, problem in found.shapes:
+        kernels, _ = choose(found.names("kernels", test) or (), ["backward"], [problem], device)
+        assert kernels[-1].name == choose([AUTO], ["backward"], [problem], device)[0][0].name, test
+        assert test.endswith("causal") == problem.causal
+    masks = [
+        {test.removesuffix("_causal") for test, problem in found.shapes if "D64" in test and problem.causal == causal} for causal in (0, 1)
+    ]
+    assert masks[0] == masks[1] == {f"D64-S{512 << i}" for i in range(6)}
