@@ -74,7 +74,6 @@
 // maps = []
 // ///
 //
-//
 // Step 19, backward: step 16's backward pass at head dim 64, with 256 keys in a block instead of 128.
 //
 // What limits step 16 there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
