@@ -1,0 +1,133 @@
+"""The words of <fa/query_tiles.cuh> against numpy on every backend found: what surrounds the products of a backward pass on Hopper.
+
+Products take small integers, whose sums are exact in any order; all comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hopper_kernel import HEADS, ROWS, WIDTH, with_fields
+from hopper_kernel import bound as hopper_kernel
+from test_hopper_words import box_of, entry, image_of
+from word_kernel import TYPES, UNWRITTEN, f32, integers, run
+
+from harness.backends import Backend
+
+BEFORE = "#include <fa/query_tiles.cuh>\n"
+#: 7 heads of 3 tiles of 64 queries and of 4 tiles of 128 keys; two query heads share a key head.
+FIELDS = {"batch": 7, "heads_q": 2, "heads_kv": 1, "seq_q": 150, "seq_kv": 400, "causal_shift": 30}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_works(causal: bool, backend: Backend, tmp_path: Path) -> None:
+    """fa::Work: every tile of keys of every head once, and the tiles of queries that see it; 1 MB are 6 heads of the 7."""
+    body = """\
+    const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, 1>(args, t);
+    const int all[6] = {work.k_first, work.kv_head, work.batch, work.first, work.end, work.count};
+    for (int i = 0; i < 6; ++i) out[6 * t + i] = all[i];"""
+    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=BEFORE)[: 28 * 6].reshape(28, 6)
+    first = {key: min(3, max(0, key - 30) // 64) if causal else 0 for key in range(0, 400, 128)}
+    sections = [range(6), range(6, 7)] if causal else [range(head, head + 1) for head in range(7)]
+    places = [(key, head) for heads in sections for key in first for head in heads]
+    assert got.tolist() == [[key, 0, head, first[key], 3, 2 * (3 - first[key])] for key, head in places]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_walk(backwards: bool, backend: Backend, tmp_path: Path) -> None:
+    """fa::Walk: the tiles of queries of a work, head after head of its group, from either end."""
+    body = f"""\
+    const fa::Work work{{0, 2, 0, 1, 4, 9}};
+    using Walk = fa::Walk<{str(backwards).lower()}>;
+    Walk at = Walk::begin(args, work);
+    for (int n = 0; n < t; ++n) at.next(work);
+    out[2 * t] = at.head, out[2 * t + 1] = at.queries(work);"""
+    got = run(backend, tmp_path, body, fields={"heads_q": 12, "heads_kv": 4}, before=BEFORE)[:18].reshape(9, 2)
+    assert got.tolist() == [[head, tile] for head in (6, 7, 8) for tile in ((3, 2, 1) if backwards else (1, 2, 3))]
+
+
+def test_places(backend: Backend, tmp_path: Path) -> None:
+    """A tile's number among those of all heads, and where its stats and its dQ lie in their workspaces."""
+    body = """\
+    using Tiles = fa::QueryTiles<128, 64, 2, 5>;
+    fa::Args own = args;
+    own.workspace[2] = own.workspace[5] = out;
+    const int number = Tiles::number(args, t / 4, t / 2 % 2, t % 2);
+    const int all[3] = {number, int(Tiles::stats(own, number) - (float*)out), int(Tiles::dq(own, number) - (float*)out)};
+    for (int i = 0; i < 3; ++i) out[3 * t + i] = all[i];
+    if (t == 0) out[96] = Tiles::row_parts, out[97] = Tiles::slabs, out[98] = Tiles::parts, out[99] = Tiles::part;"""
+    got = run(backend, tmp_path, body, fields=FIELDS, before=BEFORE)
+    assert got[: 28 * 3].reshape(28, 3).tolist() == [[n, 256 * n, 8192 * n] for n in range(28)]
+    assert got[96:100].tolist() == [2, 1, 2, 4096]
+
+
+def test_prepare(backend: Backend, tmp_path: Path) -> None:
+    """delta, log2(e) * logsumexp and zeros for 16 queries; +inf for one that sees no key, and beyond the last one."""
+    o, d_o = integers(16, 64, seed=1).astype(np.float32), integers(16, 64, seed=2).astype(np.float32)
+    lse = integers(16, seed=3).astype(np.float32)
+    lse[5] = -np.inf
+    body = """\
+    fa::Args own = args;
+    own.O = args.Q, own.dO = args.K, own.logsumexp = args.K;
+    own.logsumexp.data = static_cast<float*>(args.K.data) + 1024, own.logsumexp.row = 1;
+    own.workspace[2] = out, own.workspace[5] = out + 128;
+    fa::QueryTiles<64, 64, 2, 5>::prepare<scalar>(own);"""
+    got = run(backend, tmp_path, body, o, np.append(d_o, lse), block=128, fields={"seq_q": 13}, before=BEFORE)
+    there = np.arange(16) < 13
+    seen = there & (lse > -np.inf)
+    wanted = np.where(seen, np.where(seen, lse, 0) * np.float32(np.log2(np.e)), np.float32(np.inf)).astype(np.float32)
+    assert np.array_equal(f32(got, 16), wanted)
+    assert np.array_equal(f32(got[64:], 16), np.where(there, (o * d_o).sum(1), 0))
+    assert (got[16:64] == UNWRITTEN).all() and (got[80:128] == UNWRITTEN).all()
+    assert (got[128 : 128 + 1024] == 0).all() and (got[128 + 1024 :] == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_convert(dtype: str, backend: Backend, tmp_path: Path) -> None:
+    """A part of dQ from the layout of the accumulators to rows, scaled and rounded; none beyond the last query or column."""
+    dq = (integers(64, 64) * (1 + 2.0**-6 + 2.0**-13)).astype(np.float32)
+    layout = dq.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5)  # [group of columns][warp][row][lane][half][2]
+    body = """\
+    fa::Args own = args;
+    own.dQ = args.O, own.workspace[5] = args.Q.data;
+    fa::QueryTiles<128, 128, 2, 5>::convert<scalar>(own);"""
+    for rows, head_dim in ((64, 64), (45, 59)):
+        fields = {"seq_q": rows, "head_dim": head_dim, "scale": 0.3}
+        got = run(backend, tmp_path, body, layout, dtype=dtype, block=256, fields=fields, before=BEFORE)
+        out = got.view(TYPES[dtype])[: 80 * 64].reshape(80, 64).astype(float)
+        want = np.full((80, 64), np.nan)
+        want[:rows, :head_dim] = (dq * np.float32(0.3)).astype(TYPES[dtype]).astype(float)[:rows, :head_dim]
+        assert np.array_equal(out, want, equal_nan=True), (rows, head_dim)
+
+
+LOAD = (
+    BEFORE
+    + entry("k")
+    + """\
+    unsigned char* tile_smem = fa::dynamic_shared_1024();
+    uint64_t* full = reinterpret_cast<uint64_t*>(tile_smem + 3 * 8192);
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(full, 1);
+        fa::mbarrier_init_fence();
+        fa::QueryTiles<64, 128, 0, 1>::load<8192>(tile_smem, k_map, full, 40, 3, 0, 8192);
+        fa::tma_load_4d(tile_smem + 2 * 8192, &k_map, full, 0, 40, 1, 0);
+    }
+    __syncthreads();
+    fa::mbarrier_wait_parity(full, 0);
+    for (int i = threadIdx.x; i < 3 * 2048; i += 128)
+        static_cast<uint32_t*>(args.O.data)[i] = reinterpret_cast<const uint32_t*>(tile_smem)[i];
+}
+"""
+)
+
+
+def test_load(backend: Backend, tmp_path: Path) -> None:
+    """Two slabs, the second one beyond the tensor's columns, and the bytes that come beside them."""
+    tensor = np.random.RandomState(3).randint(0, 0x7C00, (1, HEADS, ROWS, WIDTH)).astype(np.uint16)
+    box = [64, 64, 1, 1]
+    given = {"K": tensor.view(np.float16)}
+    kernel = hopper_kernel(backend, tmp_path, LOAD, {"k": ("K", box, 128)}, given, "float16", shared=3 * 8192 + 64)
+    wanted = [image_of(box_of(tensor, box, at), 128) for at in ((0, 40, 3, 0), (64, 40, 3, 0), (0, 40, 1, 0))]
+    assert np.array_equal(with_fields(kernel)[: 3 * 8192], np.concatenate(wanted))
