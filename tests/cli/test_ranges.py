@@ -289,7 +289,7 @@ def test_the_ladder_sweep() -> None:
 
 @pytest.mark.parametrize("name", ["hopper_backward", "longseq_backward"])
 def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> None:
-    """As the highest one of each cell, whose speed the tables show. The cells of both masks have the names by which record.sh parts them."""
+    """As the highest one of each cell, which the tables show. The cells of both masks have the names by which record.sh parts them."""
     found, device = sweep.load(name), Device("cuda", "a GPU", "sm_90")
     for test, problem in found.shapes:
         kernels, _ = choose(found.names("kernels", test) or (), ["backward"], [problem], device)
