@@ -18,7 +18,8 @@ A sweep of trainings has no shapes, but a model: [training] with the keys of TRA
 
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
 `peers` of a shape are for that shape in place of the sweep's, and for a shape of [cpu] with its name that has none. `cold`, `burst` and
-`energy` are true, false, or patterns of the tests that they are for, as --only has them.
+`energy` are true, false, or patterns of the tests that they are for, as --only has them. A list of one value leaves no trace in a test's
+name, but for causal = [true]: that shape has the name it has in [false, true], and may have kernels of its own.
 """
 
 from __future__ import annotations
@@ -269,6 +270,6 @@ def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, P
         varied = "_".join(
             f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1 and key != "causal"
         )
-        varied += "_causal" * (problem.causal and len(lists.get("causal", ())) > 1)
+        varied += "_causal" * (problem.causal and isinstance(item.get("causal"), list))
         found.append(("-".join(filter(None, (label, varied))) or problem.folder, problem))
     return found

@@ -19,7 +19,7 @@ BLUE, VERMILION, SKY, ORANGE, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"
 OURS = (
     *("#557744", "#DDBBBB", "#6699FF", "#663344", "#EE9944", "#993377", "#FF6688"),
     *(BLUE, "#113388", "#BBCC99", "#DD7744", "#551111", "#0055FF", "#4411CC"),
-    *(VERMILION, "#8833CC", "#009E73", "#0077FF", "#000066"),
+    *(VERMILION, "#8833CC", "#009E73", "#0077FF", "#000066", "#F8D000"),
 )
 PEERS = {
     "torch-cudnn": BLACK,

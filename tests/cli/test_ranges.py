@@ -122,6 +122,28 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
+@pytest.mark.parametrize(
+    ("shape", "causal", "name"),
+    [
+        ((8, 32, 2048, 64), False, "hopper+hopper_wide"),  # where experiments/hopper_backward has step 19 ahead of 16
+        ((1, 32, 16384, 40), False, "hopper+hopper_wide"),
+        ((8, 32, 2048, 64), True, "hopper"),
+        ((8, 32, 2047, 64), False, "hopper"),
+        ((16, 32, 512, 64, 8, 3072), False, "hopper+hopper_wide"),  # four heads of queries a head of keys: 2048 queries a tile of keys
+        ((16, 32, 508, 64, 8, 3072), False, "hopper"),
+        ((8, 32, 4096, 64, 32, 256), False, "hopper"),  # few keys
+        ((1, 8, 8192, 64), False, "hopper"),  # 256 tiles of keys for 132 multiprocessors
+        ((8, 32, 2048, 65), False, "hopper"),
+    ],
+)
+def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], causal: bool, name: str) -> None:
+    """Step 19 backward, in its only form."""
+    device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16", causal=causal)
+    for passes in (["forward", "backward"], ["backward"]):
+        assert choose([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
+        assert choose([AUTO], passes, [problem], device, deterministic=True)[0][0].name == "hopper"
+
+
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expression of the problem, as step 17's, which begins at 65 queries; another value moves the border."""
     passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
@@ -263,3 +285,17 @@ def test_the_ladder_sweep() -> None:
     assert found.names("peers", "float32") == ("torch-math", "torch-efficient"), "also where a shape of [cpu] has that name and no peers"
     assert [p.seq_q for test, p in found.shapes if test.startswith("seed001")] == [512, 1024, 2048, 4096, 8192, 16384]
     assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn"}
+
+
+@pytest.mark.parametrize("name", ["hopper_backward", "longseq_backward"])
+def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> None:
+    """As the highest one of each cell, which the tables show. The cells of both masks have the names by which record.sh parts them."""
+    found, device = sweep.load(name), Device("cuda", "a GPU", "sm_90")
+    for test, problem in found.shapes:
+        kernels, _ = choose(found.names("kernels", test) or (), ["backward"], [problem], device)
+        assert kernels[-1].name == choose([AUTO], ["backward"], [problem], device)[0][0].name, test
+        assert test.endswith("causal") == problem.causal
+    masks = [
+        {test.removesuffix("_causal") for test, problem in found.shapes if "D64" in test and problem.causal == causal} for causal in (0, 1)
+    ]
+    assert masks[0] == masks[1] == {f"D64-S{512 << i}" for i in range(6)}

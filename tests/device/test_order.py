@@ -127,6 +127,30 @@ def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
     assert order[12:] == [(columns, 4), ("DEPBAR 1", 1), ("DEPBAR 0", 1)], "without a tile before"
 
 
+WIDE = find("hopper_wide", "backward")
+WIDE_FORMS = list(itertools.product(WIDE.dtypes, (False, True)))
+WIDE_DRAWN = sample.sample("wide order", WIDE_FORMS, lambda form: set(), lambda form: 1, 1)
+
+
+@pytest.mark.parametrize("form", sample.parameters(WIDE_FORMS, WIDE_DRAWN, str))
+def test_a_wide_tile_always_has_a_product_in_flight(form: tuple[str, bool]) -> None:
+    """Four pieces, in each P under dP and dS under dV; dQ once, and what stages it under the next S; no local memory in the loop."""
+    dtype, causal = form
+    found = nvrtc.compile_(WIDE, WIDE.plan(Problem.of(1, 1, 1024, 64, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
+    assert loop and not loop.local
+    hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC", "BAR.ARV")]
+    order = [(run.what, run.times) for run in hot]
+    wait, product, dq = ("DEPBAR 1", 1), ("HGMMA 64x64x16", 4), ("HGMMA 64x64x16", 16)
+    piece = [wait, ("MUFU.EX2", 32), product, wait, product]  # S: P; dV; dP: dS; dK
+    first = [*piece[:4], ("BAR.SYNC", 1), product]  # the other consumer has read the last dS
+    following = [wait, product, wait, product]  # dV: the next S; dK: the next dP
+    assert order[:-7] == [*first, *following, *piece, *following, *piece, *following, *piece]
+    assert order[-7:] == [("BAR.SYNC", 1), dq, wait, product, wait, ("BAR.ARV", 1), product], (
+        "dQ, whose stage is given back; the next S and dP"
+    )
+
+
 SPLIT = find("split_hopper", "forward")
 SPLIT_FORMS = list(itertools.product(SPLIT.head_dims, (False, True)))
 SPLIT_DRAWN = sample.sample("split order", SPLIT_FORMS, lambda form: {form[1]}, lambda form: 1, 2)

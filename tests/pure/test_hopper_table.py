@@ -85,16 +85,19 @@ def test_ours_is_the_highest_step_of_each_cell(script: ModuleType) -> None:
     rows = rows_of(512, {"hopper": 1.0, "mma_qreg_async": 0.5, "fa4": 2.0})
     rows += rows_of(512, {"hopper": 2.0, "hopper_cluster": 1.0, "fa4": 2.0}, dim=256)
     rows += rows_of(1024, {"hopper": 1.0, "hopper_cluster": None, "fa4": 2.0}, dim=256)
+    rows += rows_of(2048, {"hopper": 2.0, "hopper_wide": 1.0, "fa4": 2.0}, dim=64)
     ours = script.ours_of(rows)
     assert [(cell[1], cell[3], name) for cell, name in sorted(ours.items())] == [
+        (64, 2048, "hopper_wide"),
         (128, 512, "hopper"),
         (256, 512, "hopper_cluster"),
         (256, 1024, "hopper"),
     ]
     text = script.table(rows, ours)
-    assert text.startswith("hopper and hopper_cluster over the best peer")
+    assert text.startswith("hopper and hopper_cluster and hopper_wide over the best peer")
     cells = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in text.splitlines() if line.startswith("| D")}
-    assert [(of[0].split()[-1], of[2]) for of in cells.values()] == [("hopper", "2.000"), ("hopper_cluster", "2.000"), ("hopper", "2.000")]
+    names = ["hopper_wide", "hopper", "hopper_cluster", "hopper"]
+    assert [(of[0].split()[-1], of[2]) for of in cells.values()] == [(name, "2.000") for name in names]
     assert "D256 S1024: hopper_cluster FAIL, hopper_cluster is wrong" in text and "mma_qreg_async" not in text
     pair = rows_of(512, {"hopper": 1.0, "hopper+hopper_cluster": 2.0, "hopper deterministic": 3.0, "hopper+mine": 4.0})
     assert list(script.ours_of(pair).values()) == ["hopper+hopper_cluster"]

@@ -89,20 +89,21 @@ def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> No
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
 
 
-def test_a_pair_of_steps_in_the_fast_form(device: Any) -> None:
-    """The forward pass of step 16 with the backward pass of step 18, which has no deterministic form and no forward pass."""
-    problem = Problem.of(1, 2, 70, 256, dtype="bfloat16", causal=True)
+@pytest.mark.parametrize(("step", "dim"), [("hopper_cluster", 256), ("hopper_wide", 64)])
+def test_a_pair_of_steps_in_the_fast_form(device: Any, step: str, dim: int) -> None:
+    """The forward pass of step 16 with the backward pass of step 18 or 19, which have no deterministic form and no forward pass."""
+    problem = Problem.of(1, 2, 70, dim, dtype="bfloat16", causal=True)
     inputs = made(device, problem)
-    judge(problem, inputs, both("hopper+hopper_cluster", problem, inputs, deterministic=False), "p16")
-    with pytest.raises(ValueError, match="hopper_cluster_backward has no deterministic form"):
-        both("hopper+hopper_cluster", problem, inputs)
+    judge(problem, inputs, both(f"hopper+{step}", problem, inputs, deterministic=False), "p16")
+    with pytest.raises(ValueError, match=f"{step}_backward has no deterministic form"):
+        both(f"hopper+{step}", problem, inputs)
     q = inputs[0]
     with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, which have both passes"):
         attention(q, q, q, kernel="mma_swizzle", deterministic=False)
-    with pytest.raises(ValueError, match=r"or hopper\+hopper_cluster;"):
-        attention(q, q, q, kernel="hopper_cluster", deterministic=False)
+    with pytest.raises(ValueError, match=rf"or hopper\+{step};"):
+        attention(q, q, q, kernel=step, deterministic=False)
     with pytest.raises(ValueError, match="naive, fa2, split, which have both passes; without"):  # it takes no float32
-        attention(q.float(), q.float(), q.float(), kernel="18", deterministic=False)
+        attention(q.float(), q.float(), q.float(), kernel=step, deterministic=False)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 4, 8)])
@@ -257,7 +258,7 @@ def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.Mo
 
 def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims that the highest steps have no build for, as without step 15: the reason is told, once; a usual case is told nothing."""
-    kept_out = tuple(replace(k, auto=k.auto and not k.name.startswith("split")) for k in catalogue())
+    kept_out = tuple(replace(k, auto=not k.name.startswith("split") and k.auto) for k in catalogue())
     monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
     q = torch.randn(1, 1, 4, 160, device=device)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):

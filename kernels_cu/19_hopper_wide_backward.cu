@@ -1,0 +1,392 @@
+// /// kernel
+// title = "Hopper at head dim 64: 256 keys a block, so dQ of a tile of queries is added half as often"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = false
+// auto = "not causal and min(seq_q * heads_q // heads_kv, seq_kv) >= 2048 and ceil_div(seq_kv, BLOCK_K) * heads_kv * batch >= 6 * sms"
+// arithmetic = "p16"
+// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// [tile]
+// BLOCK_Q = 128
+// BLOCK_K = 256  # 128 a consumer, in two blocks of 64
+// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// block = 384
+// shared = "4 * BLOCK_K * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 2 * BLOCK_Q * BLOCK_K + 16 * BLOCK_Q + 128"
+// [[launch]]
+// entry = "convert"
+// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// Step 19, backward: step 16's backward pass at head dim 64, with 256 keys in a block instead of 128.
+//
+// What limits step 16 there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
+// 32 KB of dQ in global memory. An H200 is at its power limit, and these bytes are 29 % of the energy of the tile (NOTES.md).
+//
+// What changes: a block has twice as many keys, so a FLOP costs half as many bytes of Q, dO and dQ. dK and dV of 128 keys are 128
+// registers of a consumer. That leaves 112 for a tile's scores, and step 16's S and dP alone are 128. So a consumer takes a tile of 128
+// queries in four pieces of 64 keys x 64 queries, two blocks of keys for each half of the queries. S and dP of a piece are 64 registers, P
+// and dS as operands 32. There is no room for two pieces, but the products of a piece run while the other consumer computes.
+//
+// What stays: a producer, two storers and two consumers, persistent blocks that take tiles of keys from a counter, scores made transposed,
+// so that P^T and dS^T are operands from registers. dS^T goes to shared memory for dQ alone. dQ of a tile is made once, over all 256 keys,
+// by each consumer for 64 queries. It goes through shared memory to a storer, which adds it by a bulk reduction.
+//
+//     issue               wait for    compute, while the rest runs
+//                         S(b)        P(b), an exponential a score
+//     dV += P(b) dO       dP(b)       dS(b), which goes to shared memory too
+//     dK += dS(b) Q       dV          (P's registers are free for the next)
+//     S(b + 1)            dK          (dS's registers are free)
+//     dP(b + 1)
+//
+// and behind dK of the last piece of a tile:
+//
+//     issue               wait for    compute, while the rest runs
+//                                     a barrier: the other consumer's dS is there
+//     dQ = dS K           dK
+//     S(next tile)        dQ          the stage of Q and dO is empty, dS is too; dQ goes to shared memory, where the storer takes it
+//     dP(next tile)
+//
+// dS^T has one stage. So a consumer does not write it before the other's dQ of the tile before has read it: barriers 2 and 3, on which
+// each consumer waits in its first piece, and at which the other arrives when its dQ is complete.
+//
+// Shared memory, in KB: K 32, V 32, Q and dO of two tiles 64, dS^T 64, dQ 32, logsumexp and delta of two tiles 2; together 226 of 227. K
+// and V have one stage, so the next tile of keys is loaded only when dK and dV, which take its place, have been stored. That is paid for
+// once a tile of keys, and short sequences pay it often. A tail of up to 255 keys costs as much as 256. So `auto` takes this step from
+// 2048 queries a tile of keys (those of all heads that read it) and 2048 keys on, and where the tiles go round all multiprocessors six
+// times: the last round of larger tiles leaves more of them idle.
+//
+// Under the causal mask it is right, but `auto` leaves it to step 16. There 128 keys more are computed behind the diagonal: 4 % slower at
+// 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
+// step 16, which the warps of its consumers take.
+#include <fa/accumulator.cuh>
+#include <fa/query_tiles.cuh>
+#include <fa/stage.cuh>
+
+using scalar = fa::DTYPE;
+using fa::uint32_t;
+using fa::uint64_t;
+using fa::Work;
+using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Walk = fa::Walk<false>;
+
+constexpr int THREADS = 384, STAGES = 2, BLOCKS = 2, PIECES = 4;  // blocks of 64 keys of a consumer; pieces of 64 x 64 of its scores
+constexpr uint32_t Q_TILE = BLOCK_Q * 128, K_TILE = BLOCK_K * 128;  // bytes, in rows of 64 columns: 128 bytes, the swizzle's width
+constexpr uint32_t DS_HALF = BLOCK_K * 128, STATS = 2 * BLOCK_Q * 4;  // dS^T lies in halves of 64 queries
+constexpr int PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 queries, one a consumer
+static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS);
+
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
+
+// Launch 1.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
+
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [BLOCK_K][64]; dK in the end
+    unsigned char* v_smem = k_smem + K_TILE;  // [BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + K_TILE;  // [STAGES][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [2][BLOCK_K][64]: dS^T
+    unsigned char* stats_smem = ds_smem + 2 * DS_HALF;  // [STAGES][2][BLOCK_Q]
+    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // [2][8 groups of 8 columns][128 threads][4]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + PARTS * PART);
+    uint64_t *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
+    uint64_t *q_full = dkv_full + 2, *q_empty = q_full + STAGES;  // of Q and the stats; q_empty also of dO
+    uint64_t* do_full = q_empty + STAGES;
+    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
+    int* number_smem = reinterpret_cast<int*>(dq_empty + 2);  // the work whose K is there; -1: no more
+
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
+        fa::mbarrier_init(kv_empty, 2);  // each storer arrives
+        fa::mbarrier_init(dkv_full, 4), fa::mbarrier_init(dkv_full + 1, 4);  // each warp of a consumer
+        for (int i = 0; i < 2; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
+        }
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    fa::Ring<1> kv;
+    fa::Ring<STAGES> q;  // of Q, dO and their stats
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
+            int number = int(blockIdx.x);
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
+                *number_smem = number < works ? number : -1;
+                if (number >= works) break;
+                const Work work = work_of(args, number);
+                Tiles::load<K_TILE>(k_smem, k_map, k_full, work.k_first, work.kv_head, work.batch);
+                number = gridDim.x + atomicAdd(counters, 1);
+                Tiles::load<K_TILE>(v_smem, v_map, v_full, work.k_first, work.kv_head, work.batch);
+                kv.next();
+                Walk at = Walk::begin(args, work);
+#pragma unroll 1  // the producer has few registers
+                for (int n = 0; n < work.count; ++n, at.next(work)) {
+                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
+                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                    Tiles::load<Q_TILE>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    Tiles::load<Q_TILE>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
+                    q.next();
+                }
+            }
+            fa::mbarrier_arrive(k_full);
+            // The last block to finish leaves the counters as it found them, for the next launch.
+            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
+            // stores have read it.
+            const int consumer = threadIdx.x / 32 - 1;
+            while (true) {
+                fa::mbarrier_wait_parity(k_full, kv.parity());
+                const int number = *number_smem;
+                if (number < 0) break;
+                const Work work = work_of(args, number);
+                Walk at = Walk::begin(args, work);
+#pragma unroll 1
+                for (int n = 0; n < work.count; ++n, at.next(work), q.next()) {
+                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * PART,
+                                     dq_smem + consumer * PART, PART);
+                    fa::bulk_commit();
+                    fa::bulk_wait_read<0>();
+                    fa::mbarrier_arrive(dq_empty + consumer);
+                }
+                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
+                for (int block = 0; block < BLOCKS; ++block) {
+                    const int row = 64 * (BLOCKS * consumer + block);
+                    fa::tma_store_4d(&dk_map, k_smem + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty);
+                kv.next();
+            }
+        }
+        return;
+    }
+
+    // A consumer: BLOCKS blocks of 64 keys, 16 of each a warp.
+    fa::setmaxnreg_inc<REGISTERS>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4, own_keys = 64 * BLOCKS * consumer;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    float dk_reg[BLOCKS][32], dv_reg[BLOCKS][32], p_reg[32], ds_reg[32], dq_reg[32];
+    uint32_t p16_reg[4][4], ds16_reg[4][4];
+    Work work{};
+    Walk at{};  // the tile whose scores are at hand
+
+    auto release = [&](uint64_t* empty) {
+        if (lane == 0) fa::mbarrier_arrive(empty);
+    };
+    // d = A B^T: 64 keys of K or V, 64 queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[32], unsigned char* a_smem, unsigned char* b_smem, int piece) {
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + (own_keys + 64 * (piece % BLOCKS)) * 128));
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128);
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step * 32), fa::descriptor_advance(b, step * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    auto issue_scores = [&](int piece) { issue_transposed(p_reg, k_smem, q_smem, piece); };
+    auto issue_dp = [&](int piece) { issue_transposed(ds_reg, v_smem, do_smem, piece); };
+    // d += P^T dO or dS^T Q, of 64 queries
+    auto issue_gradient = [&](float (&d)[32], const uint32_t (&a_reg)[4][4], unsigned char* b_smem, int piece, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128, Q_TILE);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
+        fa::wgmma_commit();
+    };
+    // This consumer's part of dQ = dS K: 64 queries
+    auto issue_dq = [&]() {
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(ds_smem + consumer * DS_HALF, DS_HALF));
+        const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(k_smem, K_TILE));
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
+                                             step > 0);
+        fa::wgmma_commit();
+    };
+    auto mask = [&](int piece) {
+        const int q_first = at.queries(work) * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
+        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        int first[2];
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : 64;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    // A piece whose S and dP are in flight: until its dV and dK are.
+    auto issue_piece = [&](int piece, bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + piece / BLOCKS * 64;
+        fa::wgmma_wait<1>(p_reg, p16_reg, ds16_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask(piece);
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        issue_gradient(dv_reg[piece % BLOCKS], p16_reg, do_smem, piece, accumulate);
+        fa::wgmma_wait<1>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        if (piece == 0) fa::bar_sync(2 + consumer, 256);  // the other has made its dQ of the last tile's dS
+        fa::store_operand(ds_smem + piece / BLOCKS * DS_HALF + (own_keys + 64 * (piece % BLOCKS) + warp * 16) * 128, DS_HALF, ds16_reg);
+        issue_gradient(dk_reg[piece % BLOCKS], ds16_reg, q_smem, piece, accumulate);
+    };
+    // A tile whose first S and dP are in flight: until its last dV and dK and its dQ are.
+    auto issue_tile = [&](bool accumulate) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            issue_piece(piece, accumulate || piece >= BLOCKS);
+            if (piece + 1 < PIECES) {
+                fa::wgmma_wait<1>(p16_reg);
+                issue_scores(piece + 1);
+                fa::wgmma_wait<1>(ds16_reg);  // there are no registers for another 16
+                issue_dp(piece + 1);
+            }
+        }
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);  // the other's dS is there
+        issue_dq();
+        fa::wgmma_wait<1>(p16_reg, ds16_reg);
+        q.next();
+    };
+    // dQ of the tile before is complete, and goes to the storer.
+    auto stage_dq = [&]() {
+        fa::bar_arrive(3 - consumer, 256);  // dS may be overwritten
+        fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        float* dq = dq_smem + consumer * PART + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dq_full + consumer);
+    };
+
+    fa::bar_arrive(3 - consumer, 256);
+    while (true) {
+        fa::mbarrier_wait_parity(k_full, kv.parity());
+        const int number = __shfl_sync(fa::full_warp, *number_smem, 0);  // known to the compiler as the same in the whole warp
+        if (number < 0) break;
+        work = work_of(args, number);
+        at = Walk::begin(args, work);
+        const bool seen = work.count > 0;
+        if (seen) {
+            fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+            issue_scores(0);
+            fa::mbarrier_wait_parity(v_full, kv.parity());
+            fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+            issue_dp(0);
+            int n = 0;
+            for (bool accumulate = false;; accumulate = true) {
+                issue_tile(accumulate);
+                at.next(work);
+                if (++n == work.count) break;
+                fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+                issue_scores(0);
+                fa::wgmma_wait<1>(dq_reg, p16_reg, ds16_reg);
+                release(q_empty + (q.stage() ^ 1));
+                stage_dq();
+                fa::schedule_fence();
+                fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+                issue_dp(0);
+                fa::schedule_fence();
+            }
+            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg[0], dk_reg[BLOCKS - 1], dv_reg[0], dv_reg[BLOCKS - 1]);
+            release(q_empty + (q.stage() ^ 1));
+            stage_dq();
+        } else fa::mbarrier_wait_parity(v_full, kv.parity());
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
+        const uint32_t own = (own_keys + warp * 16) * 128;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(v_smem + own + block * 64 * 128, K_TILE, dv_reg[block], one);
+        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(k_smem + own + block * 64 * 128, K_TILE, dk_reg[block], scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + consumer);
+        kv.next();
+    }
+}
+
+// Launch 3.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
