@@ -42,7 +42,7 @@ if want verify; then
             $cli verify --compute "$kernels" ${mode:+--mode $mode} ${form:+--$form} --matrix full --device cuda -v &
     done <<END
 $(printf '%s\n' 01-02 03-04 05-06 08-09 10-11 12-13 17)
-$(printf '%s\n' {00,07,14,15,16}" "{forward,backward} "18 backward" {14,15,16}" backward deterministic")
+$(printf '%s\n' {00,07,14,15,16}" "{forward,backward} {18,19}" backward" {14,15,16}" backward deterministic")
 END
     join verify.log
 fi
