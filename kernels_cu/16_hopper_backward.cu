@@ -17,7 +17,7 @@
 // DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
 // KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
-// AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of a tile's exponentials that come before dP
+// AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of the exponentials that come before dP
 // BACKWARDS = "1 if deterministic or causal and HEAD_DIM == 128 and DQ_STAGED else 0"  # from the last tile of queries to the first
 // SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -104,7 +104,15 @@
 //                         dK          the stage of Q and dO is empty
 //
 // A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
-// that run are the other's. Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
+// that run are the other's.
+//
+// Under the causal mask at head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its
+// exponentials come behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies and
+// converts dS. Before the wait a consumer has nothing else for that pipe to do. That is 4 % faster, and P, dS and their operands are never
+// all in registers at once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two,
+// and its second half begins behind dS. At head dim 128 it gains nothing (NOTES.md).
+//
+// Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
 // warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
 // dP(n) are in flight when a tile begins.
 //
@@ -169,7 +177,7 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_
 // dQ goes through shared memory, and each tile is finished before the next one begins.
 constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
 
-// The other exponentials run among the arithmetic of dS, in a tile without a mask. In steps of 16 queries:
+// Some exponentials run among the arithmetic of dS. In steps of 16 queries:
 constexpr bool BLENDED = STAGED && AHEAD < 8;
 constexpr int STEPS = QUERIES / 16, AHEAD_STEPS = STEPS * AHEAD / 8;
 

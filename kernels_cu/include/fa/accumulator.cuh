@@ -114,7 +114,7 @@ template <bool Value> struct Masked {
     static constexpr bool value = Value;
 };
 
-// S^T becomes P^T = 2^(scale S^T - reference of the column), in the steps of 16 queries from `first` to before `end`. reference_smem: [2 R].
+// S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R]. first, end: of the steps of 16 queries, some.
 template <int R>
 __device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const float* reference_smem, int first = 0,
                                                      int end = R / 8) {
@@ -141,9 +141,10 @@ template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], co
     }
 }
 
-// dP^T becomes dS^T = P^T (dP^T - delta of the column), in those steps. delta_smem: [2 R].
+// dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
 template <int R>
-__device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem, int first = 0, int end = R / 8) {
+__device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem, int first = 0,
+                                               int end = R / 8) {
 #pragma unroll
     for (int j = 2 * first; j < 2 * end; ++j) {
         const Vec<float, 2> delta = load_vec<2>(delta_smem + 8 * j + fragment_column());
