@@ -107,9 +107,9 @@
 // that run are the other's.
 //
 // Under the causal mask at head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its
-// exponentials come behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies and
-// converts dS. Before the wait a consumer has nothing else for that pipe to do. That is 4 % faster, and P, dS and their operands are never
-// all in registers at once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two,
+// exponentials come behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe
+// multiplies dS. Before the wait that pipe has little to do. That is 4 % faster, and P, dS and their operands are never all in registers
+// at once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two,
 // and its second half begins behind dS. At head dim 128 it gains nothing (NOTES.md).
 //
 // Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a

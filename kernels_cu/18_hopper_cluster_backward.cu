@@ -97,8 +97,8 @@
 // A tile that needs no mask has a text without one, so its scores are one basic block. Half of a thread's 16 exponentials come before the
 // wait for dP. The others come behind it, beside the products and conversions of dS: the special function unit and the FMA pipe work at the
 // same time. P and dS are shared at once, with one barrier for both, and dV begins behind it. That is 2 to 3 % faster than P and its
-// barrier first, with dV beside dS. A tile with masked scores still has that order. Both consumers choose by the tile's first query, because each
-// multiplies what the other has shared, and both must meet at the same barriers.
+// barrier first, with dV beside dS. A tile with masked scores still has that order. Both consumers choose by the tile's first query,
+// because each multiplies what the other has shared, and both must meet at the same barriers.
 //
 // Shared memory holds K of 128 keys, 64 KB, V 32, Q of two tiles 64, dO of one 32, dS^T of an own tile 16 and of a sent one 8, P^T 8. dO of
 // the next tile arrives while dK, dQ and the next S run; a tile's dV comes first for that. That dO is there says also that both consumers
