@@ -17,6 +17,7 @@
 // DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
 // KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
+// AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of the exponentials that come before dP
 // BACKWARDS = "1 if deterministic or causal and HEAD_DIM == 128 and DQ_STAGED else 0"  # from the last tile of queries to the first
 // SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [workspace.counters]
@@ -103,7 +104,15 @@
 //                         dK          the stage of Q and dO is empty
 //
 // A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
-// that run are the other's. Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
+// that run are the other's.
+//
+// Under the causal mask at head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its
+// exponentials come behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe
+// multiplies dS. Before the wait that pipe has little to do. That is 4 % faster, and P, dS and their operands are never all in registers
+// at once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two,
+// and its second half begins behind dS. At head dim 128 it gains nothing (NOTES.md).
+//
+// Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
 // warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
 // dP(n) are in flight when a tile begins.
 //
@@ -167,6 +176,10 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_
 
 // dQ goes through shared memory, and each tile is finished before the next one begins.
 constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
+
+// Some exponentials run among the arithmetic of dS. In steps of 16 queries:
+constexpr bool BLENDED = STAGED && AHEAD < 8;
+constexpr int STEPS = QUERIES / 16, AHEAD_STEPS = STEPS * AHEAD / 8;
 
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
@@ -358,9 +371,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                              step > 0);
         fa::wgmma_commit();
     };
+    // Whether all of a consumer's queries of the tile see all of its keys.
+    auto sees_all = [&]() { return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q + own_queries); };
     auto mask = [&]() {
         const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
-        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
             const int own_key = key + 16 * warp + lane / 4 + 8 * half;
@@ -387,16 +402,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
     auto issue_tile = [&](bool accumulate) {
         const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
-        fa::wgmma_wait<1>(p_reg);
-        fa::exponentiate_columns(p_reg, scale_log2e, stats);
-        mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg);
-        if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
-        if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-        fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
-        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
-        fa::pack_operand<scalar>(ds16_reg, ds_reg);
-        share(ds_smem, ds16_reg);
+        auto exponentiate = [&](int first, int end) { fa::exponentiate_columns(p_reg, scale_log2e, stats, first, end); };
+        auto gradient = [&](int first, int end) {
+            fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
+            fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
+        };
+        auto blend = [&](auto masked) {
+            constexpr int ahead = masked.value ? STEPS : AHEAD_STEPS;
+            fa::wgmma_wait<1>(p_reg);
+            exponentiate(0, ahead);
+            if constexpr (masked.value) mask();
+            fa::pack_operand<scalar>(p16_reg, p_reg, 0, ahead);
+            fa::schedule_fence();
+            fa::wgmma_wait<0>(ds_reg);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                if (step >= ahead) exponentiate(step, step + 1), fa::pack_operand<scalar>(p16_reg, p_reg, step, step + 1);
+                gradient(step, step + 1);
+            }
+            share(ds_smem, ds16_reg);
+        };
+        if constexpr (BLENDED) {
+            if (sees_all()) blend(fa::Masked<false>{});
+            else blend(fa::Masked<true>{});
+        } else {
+            fa::wgmma_wait<1>(p_reg);
+            exponentiate(0, STEPS);
+            mask();
+            fa::pack_operand<scalar>(p16_reg, p_reg);
+            if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
+            if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
+            fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
+            gradient(0, STEPS);
+            share(ds_smem, ds16_reg);
+        }
         if constexpr (STAGED) {
             issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
             wait_for_other();

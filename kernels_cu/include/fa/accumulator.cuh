@@ -59,10 +59,12 @@ template <int R> __device__ __forceinline__ void scale_rows(float (&x)[R], const
     for (int i = 0; i < R; ++i) x[i] *= factor[i / 2 % 2];
 }
 
-// Rounded and packed: accumulators of 16 columns are an A operand as they lie (fa/mma.cuh), so no value changes its thread.
-template <class T, int R> __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], const float (&x)[R]) {
+// Rounded and packed: accumulators of 16 columns are an A operand as they lie (fa/mma.cuh), so no value changes its thread. first, end: of
+// the steps of 16 columns, those that are packed.
+template <class T, int R>
+__device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], const float (&x)[R], int first = 0, int end = R / 8) {
 #pragma unroll
-    for (int step = 0; step < R / 8; ++step)
+    for (int step = first; step < end; ++step)
 #pragma unroll
         for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
 }
@@ -107,10 +109,17 @@ __device__ __forceinline__ void store_rows(unsigned char* tile_smem, uint32_t sl
 
 // -- of transposed scores, 64 keys x 2 R queries: what belongs to a query belongs to a column ---------------------------
 
-// S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R].
-template <int R> __device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const float* reference_smem) {
+// Which of two texts of a tile is made: the one with the mask's instructions, or the one without, a single basic block.
+template <bool Value> struct Masked {
+    static constexpr bool value = Value;
+};
+
+// S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R]. first, end: of the steps of 16 queries, some.
+template <int R>
+__device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const float* reference_smem, int first = 0,
+                                                     int end = R / 8) {
 #pragma unroll
-    for (int j = 0; j < R / 4; ++j) {
+    for (int j = 2 * first; j < 2 * end; ++j) {
         const Vec<float, 2> reference = load_vec<2>(reference_smem + 8 * j + fragment_column());
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[4 * j + i] = exp2_approx(x[4 * j + i] * scale_log2e - reference[i % 2]);
@@ -132,10 +141,12 @@ template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], co
     }
 }
 
-// dP^T becomes dS^T = P^T (dP^T - delta of the column). delta_smem: [2 R].
-template <int R> __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem) {
+// dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
+template <int R>
+__device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem, int first = 0,
+                                               int end = R / 8) {
 #pragma unroll
-    for (int j = 0; j < R / 4; ++j) {
+    for (int j = 2 * first; j < 2 * end; ++j) {
         const Vec<float, 2> delta = load_vec<2>(delta_smem + 8 * j + fragment_column());
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[4 * j + i] = p[4 * j + i] * (x[4 * j + i] - delta[i % 2]);
