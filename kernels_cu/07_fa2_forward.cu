@@ -11,17 +11,18 @@
 // aliases = ["flash"]
 // [tile]
 // LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// ASYNC = "HEAD_DIM == 128 and sizeof_dtype == 4 and shared_optin >= 229376 and (seq_kv >= 1024 or ceil_div(seq_kv, 64) % 2 == 0)"
+// ASYNC = "HEAD_DIM == 128 and sizeof_dtype == 4 and shared_optin >= 232448 and (seq_kv >= 1024 or ceil_div(seq_kv, 64) % 2 == 0)"
 // BLOCK_K = "128 if ASYNC else 32 if LANES >= max(32, seq_kv) or shared_optin < 1000 * HEAD_DIM else 64"
 // P_KEYS = "min(BLOCK_K, 64)"  # keys whose P is in shared memory at a time
+// PAD = "4 if ASYNC else 0"  # floats behind each row of K and P, in place of the swizzle
 // BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + P_KEYS)))))"
-// PIECE = "32 if LANES == 8 else HEAD_DIM // 2 if BLOCK_K > P_KEYS or BLOCK_Q <= HEAD_DIM // 4 else HEAD_DIM"  # columns of K, V at a time
-// UNROLL = "1 if LANES == 8 else 8"  # steps of four columns of S that the compiler may overlap
+// PIECE = "32 if LANES == 8 else HEAD_DIM // 2 if BLOCK_Q <= HEAD_DIM // 4 else HEAD_DIM"  # columns of K, V at a time
+// UNROLL = "1 if LANES == 8 else 4 if ASYNC else 8"  # steps of four columns of S that the compiler may overlap
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = "BLOCK_Q // 8 * LANES"
-// shared = "4 * (BLOCK_Q * (HEAD_DIM + P_KEYS) + 2 * BLOCK_K * HEAD_DIM)"
+// shared = "4 * (BLOCK_Q * (HEAD_DIM + P_KEYS) + 2 * BLOCK_K * HEAD_DIM + PAD * (BLOCK_K + P_KEYS))"
 // ///
 //
 // Step 07, read against step 06. FlashAttention-2 on CUDA cores at 8 x 8 register tiles: swizzled shared memory, global loads
@@ -40,7 +41,7 @@
 // For four columns of S a thread loads 8 x 4 elements of Q and 8 x 4 of K, 16 loads of 16 bytes, for 256 multiply-adds: 94 of 100
 // instructions are multiply-adds (step 05: about 60). In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen address
 // instructions. The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. Their
-// layouts are free of bank conflicts without padding: all tiles are swizzled by an XOR with a few bits of the row.
+// layouts are free of bank conflicts without padding: tiles are swizzled by an XOR with a few bits of the row.
 //
 // Even so a 16-byte load of a warp takes four cycles, unless lanes n and n ^ 1, or n and n ^ 2, have the same address for every n:
 // then two. Lanes of one row group share Q and P, lanes of different row groups share K and V. So two row groups alternate: lanes
@@ -57,9 +58,14 @@
 // Two __syncthreads a tile: V is complete (and K may be overwritten), K is complete (and V and P may be overwritten).
 //
 // Head dim 128: 16 lanes share a row, so 64 keys are 8 x 4 scores, and Q is loaded for half as many products. Where a block may have
-// 224 KB, float32 takes 128 keys instead (ASYNC): 192 KB for Q, K and V, 32 for the P of 64 keys. S and O leave no registers for loads
-// in flight, and need none: cp.async (sm_80) copies to shared memory itself. It cannot widen, so 16-bit types stay with 64 keys. So
-// does a short sequence whose last tile of 128 would be half empty.
+// 227 KB, float32 takes 128 keys instead (ASYNC): 192 KB for Q, K and V, 32 for the P of 64 keys, 3 for padding. S and O leave no
+// registers for loads in flight, and need none: cp.async (sm_80) copies to shared memory itself, a whole tile behind a product. It
+// cannot widen, so 16-bit types stay with 64 keys. So does a short sequence whose last tile of 128 would be half empty.
+//
+// S and O leave none for addresses either. What a loop keeps of an XOR is then missing where a load should stand 30 instructions
+// before its multiply-adds, and the warp waits for shared memory at every key. So ASYNC has no swizzle: every address is a register
+// and a constant. Rows of K and P are 4 floats longer, 8 keys begin in 8 quads of banks. V and Q are read along their rows and stay
+// as they are; only the stores of Q meet in fours, once a block.
 //
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max
@@ -88,21 +94,22 @@ constexpr int KEYS = BLOCK_K / LANES, COLUMNS = HEAD_DIM / LANES;  // of a lane:
 
 constexpr int STRIDE = LANES < 32 ? 2 : 1;  // from lane to lane of a row: two row groups of a warp alternate
 constexpr int PIECES = HEAD_DIM / PIECE, PARTS = BLOCK_K / P_KEYS;  // of K and V, by columns; of P, by keys
-constexpr int TURNS = PIECES / PARTS;  // pieces of the next K that are loaded during a part of P V
+constexpr int K_PITCH = HEAD_DIM + PAD, P_PITCH = BLOCK_Q + PAD;
+constexpr bool SWIZZLE = PAD == 0;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
 static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1 && COLUMNS % 2 == 0);
-static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && TURNS * PARTS == PIECES);
+static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && (PARTS == 1 || PIECES == 1));
 
 template <int N, int Columns> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 
 // Columns of a tile of K or V on their way to shared memory. A product stands between start and finish and hides the load.
-template <int Columns> struct Stream {
+template <int Columns, int Pitch> struct Stream {
     Staged<BLOCK_K, Columns> staged;  // unused with ASYNC: then it takes no registers
 
     // Rows beyond `rows` and columns beyond head_dim become zero.
     __device__ __forceinline__ void start(float* to_smem, const scalar* from, int pitch, int rows, int head_dim) {
-        if constexpr (ASYNC) fa::copy_by_rows<HEAD_DIM, THREADS, BLOCK_K, Columns>(to_smem, from, pitch, rows, head_dim);
+        if constexpr (ASYNC) fa::copy_by_rows<Pitch, THREADS, BLOCK_K, Columns>(to_smem, from, pitch, rows, head_dim);
         else staged.fetch(from, pitch, rows, head_dim);
     }
 
@@ -114,9 +121,9 @@ template <int Columns> struct Stream {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
     float* q_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][BLOCK_Q] transposed
-    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;  // [BLOCK_K][HEAD_DIM]
-    float* v_smem = k_smem + BLOCK_K * HEAD_DIM;  // [BLOCK_K][HEAD_DIM]
-    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [P_KEYS][BLOCK_Q]
+    float* k_smem = q_smem + HEAD_DIM * BLOCK_Q;  // [BLOCK_K][K_PITCH]
+    float* v_smem = k_smem + BLOCK_K * K_PITCH;  // [BLOCK_K][HEAD_DIM]
+    float* p_smem = v_smem + BLOCK_K * HEAD_DIM;  // [P_KEYS][P_PITCH]
 
     // Under the causal mask the last query tiles see the most keys. They start first; short ones fill the tail.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -136,10 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     {
         Staged<BLOCK_Q, HEAD_DIM> q;
         q.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
-        q.store_transposed(q_smem, args.head_dim, sign);
+        q.template store_transposed<SWIZZLE>(q_smem, args.head_dim, sign);
     }
     {
-        Stream<HEAD_DIM> k;
+        Stream<HEAD_DIM, K_PITCH> k;
         k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
         k.finish(k_smem, args.head_dim);
     }
@@ -157,10 +164,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             const int first = piece * PIECE, last = first + PIECE;
-            Stream<PIECE> v;
+            Stream<PIECE, HEAD_DIM> v;
             v.start(v_smem + first, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
                     args.head_dim - first);
-            fa::multiply_rows<scalar, HEAD_DIM, LANES, BLOCK_Q, KEYS, UNROLL>(score_reg, q_smem, k_smem, row, lane, first, last);
+            fa::multiply_rows<scalar, K_PITCH, LANES, BLOCK_Q, KEYS, UNROLL, SWIZZLE>(score_reg, q_smem, k_smem, row, lane, first, last);
             v.finish(v_smem + first, args.head_dim - first);
         }
         __syncthreads();  // V is complete, and every warp has finished with K
@@ -202,17 +209,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             if (part > 0) __syncwarp();  // every lane has read the part before
-            fa::share_scores<LANES, BLOCK_Q, PARTS>(p_smem, score_reg, row, lane, part);
+            fa::share_scores<LANES, P_PITCH, PARTS, SWIZZLE>(p_smem, score_reg, row, lane, part);
             __syncwarp();  // the lanes of a row, all of one warp, read each other's P
 #pragma unroll 1
-            for (int turn = 0; turn < TURNS; ++turn) {
-                const int first = (part * TURNS + turn) * PIECE;
-                Stream<PIECE> k;
-                k.start(k_smem + first, fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next,
-                        args.head_dim - first);
-                fa::multiply_scores<scalar, HEAD_DIM, LANES, BLOCK_Q, P_KEYS>(tile_reg, p_smem, v_smem + part * P_KEYS * HEAD_DIM, row,
-                                                                              lane, turn * 8 / TURNS, (turn + 1) * 8 / TURNS);
-                k.finish(k_smem + first, args.head_dim - first);
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const int first = piece * PIECE;
+                Stream<PIECE, K_PITCH> k;
+                if (part == 0)
+                    k.start(k_smem + first, fa::row_pointer<scalar>(args.K, batch, kv_head, next) + first, int(args.K.row), keys - next,
+                            args.head_dim - first);
+                fa::multiply_scores<scalar, HEAD_DIM, LANES, P_PITCH, P_KEYS, SWIZZLE>(
+                    tile_reg, p_smem, v_smem + part * P_KEYS * HEAD_DIM, row, lane, piece * 8 / PIECES, (piece + 1) * 8 / PIECES);
+                if (part == PARTS - 1) k.finish(k_smem + first, args.head_dim - first);
             }
         }
         fa::add_tile(out_reg, rescale_reg, tile_reg);

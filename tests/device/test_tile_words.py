@@ -110,28 +110,60 @@ def test_staged(backend: Backend, tmp_path: Path, store: str, dtype: str) -> Non
     fa::Staged<scalar, 64, 128, 64> staged;
     staged.fetch(a, int(args.K.row), args.seq_kv, args.head_dim);
     staged.{store}(tile, args.head_dim{", 0.5f" if transposed else ""});"""
+    at = "fa::transposed<scalar, 64>(r, c)" if transposed else "fa::by_rows<scalar, 64>(r, c)"
     if store == "copy_by_rows":
-        move = """\
+        at, move = (
+            "r * 68 + c",
+            """\
     for (int first = 0; first < 64; first += 32)
-        fa::copy_by_rows<64, 128, 64, 32>(tile + first, a + first, int(args.K.row), args.seq_kv, args.head_dim - first);
-    fa::cp_async_wait_group<0>();"""
+        fa::copy_by_rows<68, 128, 64, 32>(tile + first, a + first, int(args.K.row), args.seq_kv, args.head_dim - first);
+    fa::cp_async_wait_group<0>();""",
+        )
     body = f"""\
     float* tile = fa::dynamic_shared<float>();
 {move}
     __syncthreads();
     for (int i = t; i < 64 * 64; i += 128) {{
         int r = i / 64, c = i % 64;
-        out[i] = __float_as_uint(tile[{"fa::transposed<scalar, 64>(r, c)" if transposed else "fa::by_rows<scalar, 64>(r, c)"}]);
+        out[i] = __float_as_uint(tile[{at}]);
     }}"""
     for rows, head_dim in [(64, 64), (64, 59), (41, 33), (1, 1), (0, 64), (64, 8)]:
         pitch = -(-head_dim * item // 16) * 16 // item
         a = np.full((64, pitch), np.nan).astype(TYPES[dtype])
         a[:rows, :head_dim] = integers(rows, head_dim)
         fields = {"seq_kv": rows, "head_dim": head_dim, "K": (0, 0, 0, pitch)}
-        got = f32(run(backend, tmp_path, body, a, dtype=dtype, block=128, shared=4 * 64 * 64, fields=fields), 64, 64)
+        got = f32(run(backend, tmp_path, body, a, dtype=dtype, block=128, shared=4 * 64 * 68, fields=fields), 64, 64)
         want = np.zeros((64, 64))
         want[:rows, :head_dim] = a[:rows, :head_dim]
         assert np.array_equal(got, want / 2 if transposed else want), (rows, head_dim)
+
+
+def test_plain_rows(backend: Backend, tmp_path: Path) -> None:
+    """Without the swizzle: a resident tile staged, S in two pieces of the columns, P in padded rows, P · B in two parts of the rounds."""
+    a, b = integers(8, 64), integers(32, 64, seed=1)
+    body = """\
+    float* a_smem = fa::dynamic_shared<float>();  // [64][8]
+    float* k_smem = a_smem + 64 * 8;  // [32][68]
+    float* v_smem = k_smem + 32 * 68;  // [32][64]
+    float* p_smem = v_smem + 32 * 64;  // [32][12]
+    const float* in_b = reinterpret_cast<const float*>(b);
+    fa::Staged<scalar, 64, 32, 8> staged;
+    staged.fetch(a, 64, 8, 64);
+    staged.template store_transposed<false>(a_smem, 64);
+    for (int i = t; i < 32 * 64; i += 32) k_smem[i / 64 * 68 + i % 64] = v_smem[i] = in_b[i];
+    __syncthreads();
+    float score[1][fa::resident_rows] = {}, tile[fa::resident_rows][2] = {};
+    fa::multiply_rows<scalar, 68, 32, 8, 1, 2, false>(score, a_smem, k_smem, 0, t, 0, 40);
+    fa::multiply_rows<scalar, 68, 32, 8, 1, 2, false>(score, a_smem, k_smem, 0, t, 40, 64);
+    fa::share_scores<32, 12, 1, false>(p_smem, score, 0, t);
+    __syncthreads();
+    fa::multiply_scores<scalar, 64, 32, 12, 32, false>(tile, p_smem, v_smem, 0, t, 0, 3);
+    fa::multiply_scores<scalar, 64, 32, 12, 32, false>(tile, p_smem, v_smem, 0, t, 3);
+    for (int i = t; i < 32 * 8; i += 32) out[i] = __float_as_uint(p_smem[i / 8 * 12 + i % 8]);
+    for (int i = 0; i < 8 * 2; ++i) out[256 + i / 2 * 64 + 2 * t + i % 2] = __float_as_uint(tile[i / 2][i % 2]);"""
+    shared = 4 * (64 * 8 + 32 * 68 + 32 * 64 + 32 * 12)
+    got = run(backend, tmp_path, body, a.astype(np.float32), b.astype(np.float32), dtype="float32", block=32, shared=shared)
+    assert np.array_equal(f32(got, 32, 8), b @ a.T) and np.array_equal(f32(got[256:], 8, 64), (b @ a.T).T @ b)
 
 
 @pytest.mark.parametrize("dtype", STORED)

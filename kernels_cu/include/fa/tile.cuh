@@ -13,6 +13,9 @@
 // different quads (4 floats, 4 banks) of a 128-byte line, or the same address. Every layout here is a multiple of 32 floats
 // wide, so plain rows would conflict. Each is swizzled: the place in the line is XORed with a few bits of the row. An XOR permutes the
 // line and needs no padding, so tiles stay 16-byte aligned and of round size.
+//
+// An XOR in an address costs instructions, and registers that hold what it gives. With Swizzle = false rows are plain, and every address
+// in a product's loop is a register and a constant. Where 8 lanes meet 8 rows at one column, the caller pads the rows by 4 floats.
 #pragma once
 
 #include <fa/async.cuh>
@@ -33,13 +36,13 @@ template <class T, int Width> __device__ __forceinline__ int by_rows(int row, in
 }
 
 // Element (row, column) of a resident tile of N rows. A warp writes 8 rows by 4 chunks: 4 groups of 8 banks.
-template <class T, int N> __device__ __forceinline__ int transposed(int row, int column) {
-    return column * N + (row ^ (8 * (column / vec_width<T> % 4)));
+template <class T, int N, bool Swizzle = true> __device__ __forceinline__ int transposed(int row, int column) {
+    return column * N + (Swizzle ? row ^ (8 * (column / vec_width<T> % 4)) : row);
 }
 
 // P of one streamed and one resident row, N resident rows in all. Written 8 streamed rows at a time, 4 resident rows each: 8 quads.
-template <int N> __device__ __forceinline__ int score_at(int streamed, int resident) {
-    return streamed * N + (resident ^ (4 * (streamed % 8)));
+template <int N, bool Swizzle = true> __device__ __forceinline__ int score_at(int streamed, int resident) {
+    return streamed * N + (Swizzle ? resident ^ (4 * (streamed % 8)) : resident);
 }
 
 // N rows by Columns of a tensor, staged in registers between global and shared memory, into a tile Width columns wide: the part of
@@ -88,11 +91,12 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     }
 
     // In both stores, the part of an address that is a multiple of whole lines stays out of the XOR: it becomes an immediate offset.
+    template <bool Swizzle = true>
     __device__ __forceinline__ void store_transposed(float* smem /* [Width][N] */, int head_dim, float factor = 1.0f) {
         clear_beyond(head_dim);
 #pragma unroll
         for (int r = 0; r < row_steps; ++r) {
-            float* to = smem + transposed<T, N>(row() + r * row_step % 32, column()) + r * row_step / 32 * 32;
+            float* to = smem + transposed<T, N, Swizzle>(row() + r * row_step % 32, column()) + r * row_step / 32 * 32;
 #pragma unroll
             for (int c = 0; c < column_steps; ++c)
 #pragma unroll
@@ -116,35 +120,42 @@ template <class T, int Width, int Threads, int N, int Columns = Width> struct St
     }
 };
 
-// What Staged does, for float and without registers: cp.async (sm_80) brings N rows by Columns from global memory into a tile by rows.
-// They are there after cp_async_wait_group<0>. Zero beyond the tensor (row >= rows, column >= head_dim).
+// What Staged does, for float and without registers: cp.async (sm_80) brings N rows of Columns from global memory into plain rows. They
+// are there after cp_async_wait_group<0>. Zero beyond the tensor (row >= rows, column >= head_dim).
 template <int Width, int Threads, int N, int Columns>
 __device__ __forceinline__ void copy_by_rows(float* smem /* [N][Width] */, const float* from /* [rows][head_dim] */, int pitch, int rows,
                                              int head_dim) {
-    using Patch = Staged<float, Width, Threads, N, Columns>;
-    const int row = Patch::row(), column = Patch::column();
+    constexpr int in_row = Columns / 4, step = Threads / in_row;  // threads to a row; rows at a time
+    static_assert(in_row * step == Threads && N % step == 0, "the copies cover the tile exactly");
+    const int row = threadIdx.x / in_row, column = threadIdx.x % in_row * 4;
+    const uint32_t to = smem_u32(smem + row * Width + column);
+    const float* at = from + row * pitch + column;
+    if (rows >= N && head_dim >= Columns) {
 #pragma unroll
-    for (int c = 0; c < Columns; c += Patch::column_step) {
-        const uint32_t to = smem_u32(smem + by_rows<float, Width>(row, column + c % 32) + c / 32 * 32);
-        const int bytes = max(0, min(16, 4 * (head_dim - column - c)));
-#pragma unroll
-        for (int r = 0; r < N; r += Patch::row_step)
-            cp_async_16_upto(to + 4 * r * Width, from + (row + r) * pitch + column + c, row + r < rows ? bytes : 0);
+        for (int r = 0; r < N; r += step, at += step * pitch) cp_async_16(to + 4 * r * Width, at);
+    } else {  // the rare path: small code, no predicates kept in registers
+        const int bytes = max(0, min(16, 4 * (head_dim - column)));
+#pragma unroll 1
+        for (int r = 0; r < N; r += step, at += step * pitch) cp_async_16_upto(to + 4 * r * Width, at, row + r < rows ? bytes : 0);
     }
     cp_async_commit_group();
 }
 
 // score_reg[j][i] += sum over columns [first, last) of resident row (row + i) * streamed row (lane + Lanes j). Four columns at a
 // time: 8 + Count loads of 16 bytes for 32 * Count multiply-adds.
-template <class T, int Width, int Lanes, int N, int Count, int Unroll = 1>
+template <class T, int Width, int Lanes, int N, int Count, int Unroll = 1, bool Swizzle = true>
 __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident_rows],
                                               const float* resident_smem /* [Width][N] transposed */,
                                               const float* streamed_smem /* [Lanes * Count][Width] by rows */, int row, int lane,
                                               int first = 0, int last = Width) {
+    const float* a_from = resident_smem + first * N + row;
+    const float* b_from = streamed_smem + lane * Width + first;
 #pragma unroll Unroll
-    for (int column = first; column < last; column += 4) {
-        const float* a_from = resident_smem + transposed<T, N>(row, column);
-        const float* b_from = streamed_smem + by_rows<T, Width>(lane, column);
+    for (int column = first; column < last; column += 4, a_from += 4 * N, b_from += 4) {
+        if constexpr (Swizzle) {
+            a_from = resident_smem + transposed<T, N>(row, column);
+            b_from = streamed_smem + by_rows<T, Width>(lane, column);
+        }
         Vec<float, 4> b[Count];
 #pragma unroll
         for (int j = 0; j < Count; ++j) b[j] = load_vec<4>(b_from + j * Lanes * Width);
@@ -160,7 +171,7 @@ __device__ __forceinline__ void multiply_rows(float (&score_reg)[Count][resident
 }
 
 // Writes score_reg[j][i], or one of its Parts, to shared memory for the other lanes of the row: Count / Parts * 2 stores of 16 bytes.
-template <int Lanes, int N, int Parts = 1, int Count>
+template <int Lanes, int N, int Parts = 1, bool Swizzle = true, int Count>
 __device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count / Parts][N] */,
                                              const float (&score_reg)[Count][resident_rows], int row, int lane, int part = 0) {
 #pragma unroll
@@ -169,23 +180,28 @@ __device__ __forceinline__ void share_scores(float* score_smem /* [Lanes * Count
         for (int h = 0; h < resident_rows; h += 4) {
             const float (&of_key)[resident_rows] = score_reg[part * (Count / Parts) + j];
             Vec<float, 4> quad = {of_key[h], of_key[h + 1], of_key[h + 2], of_key[h + 3]};
-            store_vec(score_smem + score_at<N>(lane, row + h) + j * Lanes * N, quad);
+            store_vec(score_smem + score_at<N, Swizzle>(lane, row + h) + j * Lanes * N, quad);
         }
 }
 
 // tile_reg[i][c] += sum over streamed rows of P[streamed][row + i] * tile[streamed][output_column(c)]. The streamed rows are
 // taken 0, 8, 16 … then 1, 9, 17 …: in that order both XORs change every Streamed / 8 rows only. [first, last) of these 8 rounds.
-template <class T, int Width, int Lanes, int N, int Streamed>
+template <class T, int Width, int Lanes, int N, int Streamed, bool Swizzle = true>
 __device__ __forceinline__ void multiply_scores(float (&tile_reg)[resident_rows][Width / Lanes],
                                                 const float* score_smem /* [Streamed][N] */,
                                                 const float* streamed_smem /* [Streamed][Width] by rows */, int row, int lane,
                                                 int first = 0, int last = 8) {
     constexpr int columns = Width / Lanes, v = output_vec<columns>;
+    const float* p_low = score_smem + first * N + row;
+    const float* p_high = p_low + 4;
+    const float* b_from = streamed_smem + first * Width + output_column<columns, Lanes>(lane, 0);
 #pragma unroll 1
-    for (int round = first; round < last; ++round) {
-        const float* p_low = score_smem + score_at<N>(round, row);
-        const float* p_high = score_smem + score_at<N>(round, row + 4);
-        const float* b_from = streamed_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
+    for (int round = first; round < last; ++round, p_low += N, p_high += N, b_from += Width) {
+        if constexpr (Swizzle) {
+            p_low = score_smem + score_at<N>(round, row);
+            p_high = score_smem + score_at<N>(round, row + 4);
+            b_from = streamed_smem + by_rows<T, Width>(round, output_column<columns, Lanes>(lane, 0));
+        }
 #pragma unroll
         for (int m = 0; m < Streamed; m += 8) {
             Vec<float, 4> p[2] = {load_vec<4>(p_low + m * N), load_vec<4>(p_high + m * N)};
