@@ -91,15 +91,21 @@ BACKWARD_DRAWN = sample.sample("backward order", BACKWARD_FORMS, lambda form: se
 
 @pytest.mark.parametrize("form", sample.parameters(BACKWARD_FORMS, BACKWARD_DRAWN, str))
 def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bool, bool]) -> None:
-    """Exponentials, dS and reductions each have a product behind them; no local memory in the loop."""
+    """Exponentials, dS and reductions each have a product behind them; no local memory in the loop. Where dQ is staged a tile at a time, and
+    with AHEAD below 8 a text without a mask comes first, whose other exponentials stand behind the wait for dP."""
     dtype, dim, causal, deterministic = form
     problem = Problem.of(1, 1, 1024, dim, dtype=dtype, causal=causal)
     kernel = BACKWARD.made_deterministic() if deterministic else BACKWARD
-    found = nvrtc.compile_(kernel, kernel.plan(problem, SM_90A), SM_90A.arch)
+    found, tiles = nvrtc.compile_(kernel, kernel.plan(problem, SM_90A), SM_90A.arch), kernel.names(problem, SM_90A)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
     assert loop and not loop.local
     runs = [run.what for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG")]
     order = [key for key, _ in itertools.groupby("product" if what.startswith("HGMMA") else what for what in runs)]
+    if tiles["DQ_STAGED"]:
+        blended = ["DEPBAR 1", "MUFU.EX2", "DEPBAR 0", "MUFU.EX2"] * (tiles["AHEAD"] < 8)
+        scores = ["product", *blended, "DEPBAR 1", "MUFU.EX2", "DEPBAR 0"]  # S and dP: P, dS
+        assert order == [*scores, "product", "DEPBAR 1", "product", "DEPBAR 1", "DEPBAR 0"]  # dV and dQ; dV: dK; dQ; dK
+        return
     scores = ["DEPBAR 1", "MUFU.EX2", "product", "DEPBAR 1", "product", "DEPBAR 2", "product"]  # S: P; dV; dP: dS; dK and dQ; dV; next S
     late = ["REDG"] * (dim == 256 or (dim == 64 and not causal))  # half of dQ
     assert order == [*scores, "DEPBAR 1", "REDG", "product", *late]  # dK, dQ: all of dQ or half of it; the next dP
@@ -112,8 +118,8 @@ CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: set()
 
 @pytest.mark.parametrize("form", sample.parameters(CLUSTER_FORMS, CLUSTER_DRAWN, str))
 def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
-    """A tile that is sent, then an own one: the reductions of the first lie between dK's issue and its wait, in no other place; no local
-    memory in the loop."""
+    """A tile without a mask: half of the exponentials stand behind the wait for dP. Then one with it, whose dV is issued before that wait. Of
+    a tile that is sent the reductions lie between dK's issue and its wait, in no other place; no local memory in the loop."""
     dtype, causal = form
     found = nvrtc.compile_(CLUSTER, CLUSTER.plan(Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
@@ -121,10 +127,12 @@ def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG")]
     order = [(run.what, run.times) for run in hot]
     columns, scores = "HGMMA 64x128x16", ("HGMMA 64x32x16", 16)
-    assert order[:5] == [scores, scores, ("DEPBAR 1", 1), ("MUFU.EX2", 16), (columns, 4)], "S and dP; P; dV"
+    blended = [("DEPBAR 1", 1), ("MUFU.EX2", 8), ("DEPBAR 0", 1), ("MUFU.EX2", 8), (columns, 4)]
+    assert order[:7] == [scores, scores, *blended], "S and dP; half of P; dP's end; the other half and dS; dV"
+    assert order[7:10] == [("DEPBAR 1", 1), ("MUFU.EX2", 16), (columns, 4)], "with the mask: P; dV"
     sent = [("DEPBAR 1", 1), (columns, 8), ("DEPBAR 1", 1), (columns, 4), ("DEPBAR 1", 1), ("REDG", 16), ("DEPBAR 0", 1)]
-    assert order[5:12] == sent, "dS, dQ of the tile before, dV's end, dK, dQ's end and its reductions, dK's end"
-    assert order[12:] == [(columns, 4), ("DEPBAR 1", 1), ("DEPBAR 0", 1)], "without a tile before"
+    assert order[10:17] == sent, "dS, dQ of the tile before, dV's end, dK, dQ's end and its reductions, dK's end"
+    assert order[17:] == [(columns, 4), ("DEPBAR 1", 1), ("DEPBAR 0", 1)], "without a tile before"
 
 
 WIDE = find("hopper_wide", "backward")
