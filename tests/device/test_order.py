@@ -91,8 +91,8 @@ BACKWARD_DRAWN = sample.sample("backward order", BACKWARD_FORMS, lambda form: se
 
 @pytest.mark.parametrize("form", sample.parameters(BACKWARD_FORMS, BACKWARD_DRAWN, str))
 def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bool, bool]) -> None:
-    """Exponentials, dS and reductions each have a product behind them; no local memory in the loop. Where dQ is staged a tile at a time, and
-    with AHEAD below 8 a text without a mask comes first, whose other exponentials stand behind the wait for dP."""
+    """Exponentials, dS and reductions each have a product behind them; no local memory in the loop. Where dQ is staged a tile at a time,
+    and with AHEAD below 8 a text without a mask comes first, whose other exponentials stand behind the wait for dP."""
     dtype, dim, causal, deterministic = form
     problem = Problem.of(1, 1, 1024, dim, dtype=dtype, causal=causal)
     kernel = BACKWARD.made_deterministic() if deterministic else BACKWARD
@@ -118,8 +118,8 @@ CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: set()
 
 @pytest.mark.parametrize("form", sample.parameters(CLUSTER_FORMS, CLUSTER_DRAWN, str))
 def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
-    """A tile without a mask: half of the exponentials stand behind the wait for dP. Then one with it, whose dV is issued before that wait. Of
-    a tile that is sent the reductions lie between dK's issue and its wait, in no other place; no local memory in the loop."""
+    """A tile without a mask: half of the exponentials stand behind the wait for dP. Then one with it, whose dV is issued before that wait.
+    Of a tile that is sent the reductions lie between dK's issue and its wait, in no other place; no local memory in the loop."""
     dtype, causal = form
     found = nvrtc.compile_(CLUSTER, CLUSTER.plan(Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
