@@ -84,12 +84,24 @@ COLUMNS = (
     float p[32], ds[32];
     for (int i = 0; i < 32; ++i) p[i] = fa::widen(static_cast<const scalar*>(args.Q.data)[place(i)]);
     for (int i = 0; i < 32; ++i) ds[i] = fa::widen(static_cast<const scalar*>(args.K.data)[place(i)]);
-    fa::exponentiate_columns(p, 0.5f, numbers_smem);
-    for (int i = 0; i < 32; ++i) out[place(i)] = p[i];
-    fa::score_gradient(ds, p, numbers_smem + 64);
-    for (int i = 0; i < 32; ++i) out[4096 + place(i)] = ds[i];
     uint32_t whole[4][4], half[2][4];
-    fa::pack_operand<scalar>(whole, ds);
+    auto score = [&](auto masked) {  // all at once; or a quarter, then the others a step at a time
+        constexpr int ahead = masked.value ? 4 : 1;
+        fa::exponentiate_columns(p, 0.5f, numbers_smem, 0, ahead);
+        for (int step = 0; step < 4; ++step) {
+            if (step >= ahead) fa::exponentiate_columns(p, 0.5f, numbers_smem, step, step + 1);
+            fa::score_gradient(ds, p, numbers_smem + 64, step, step + 1);
+            fa::pack_operand<scalar>(whole, ds, step, step + 1);
+        }
+    };
+    if (args.causal_shift == 0) {
+        fa::exponentiate_columns(p, 0.5f, numbers_smem);
+        fa::score_gradient(ds, p, numbers_smem + 64);
+        fa::pack_operand<scalar>(whole, ds);
+    } else if (args.causal_shift < 0) score(fa::Masked<true>{});
+    else score(fa::Masked<false>{});
+    for (int i = 0; i < 32; ++i) out[place(i)] = p[i];
+    for (int i = 0; i < 32; ++i) out[4096 + place(i)] = ds[i];
     float first_32[16];
     for (int i = 0; i < 16; ++i) first_32[i] = ds[i];
     fa::pack_operand<scalar>(half, first_32);
@@ -108,7 +120,8 @@ COLUMNS = (
 
 
 def test_columns(backend: Backend, tmp_path: Path) -> None:
-    """Exponentials, gradients and masks of transposed scores take numbers by columns; operands lie swizzled, whole and in halves."""
+    """Exponentials, gradients and masks of transposed scores take numbers by columns, at once or a step at a time; operands lie swizzled,
+    whole and in halves."""
     draw = np.random.RandomState(6)
     x, dp = draw.randn(64, 64).astype(np.float16), draw.randn(64, 64).astype(np.float16)
     numbers = draw.randn(128).astype(np.float16)
