@@ -143,8 +143,9 @@
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
-// keys is one tile behind, and after the first tiles nobody waits. There even the first number of a block comes from the counter: those who
-// come before have taken theirs before, so they run. By blockIdx a block could wait for one that another kernel keeps from starting.
+// keys is one tile behind. So much was planned, but it takes 1.4 to 4.6 times as long as the fast form (NOTES.md says what was overlooked).
+// There even the first number of a block comes from the counter: those who come before have taken theirs before, so they run. By blockIdx a
+// block could wait for one that another kernel keeps from starting.
 //
 // Under the causal mask blocks take the longest tiles of keys first, and mask only at the diagonal. Where the second consumer's keys are
 // behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the diagonal are at different queries all the
