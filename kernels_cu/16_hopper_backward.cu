@@ -14,12 +14,12 @@
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
-// DQ_STAGED = "0 if deterministic or HEAD_DIM == 256 else causal if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
+// DQ_STAGED = "0 if HEAD_DIM == 256 else causal or deterministic if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
 // KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
 // AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of the exponentials that come before dP
-// BACKWARDS = "1 if deterministic or causal and HEAD_DIM == 128 and DQ_STAGED else 0"  # from the last tile of queries to the first
-// SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// BACKWARDS = "1 if causal and HEAD_DIM == 128 and DQ_STAGED and not deterministic else 0"  # from the last tile of queries to the first
+// SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -33,7 +33,7 @@
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
 // init = "none"
 // [workspace.turns]
-// dtype = "float32"  # integers: of each warp's part of a tile of dQ
+// dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
 // size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
 // init = "none"
 // [tensor_map.q]
@@ -176,7 +176,7 @@ constexpr bool SHARED_KEYS = BLOCK_K == 64;
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
 
 // dQ goes through shared memory, and each tile is finished before the next one begins.
-constexpr bool STAGED = DQ_STAGED && !DETERMINISTIC && !SHARED_KEYS;
+constexpr bool STAGED = DQ_STAGED && !SHARED_KEYS;
 
 // Some exponentials run among the arithmetic of dS. In steps of 16 queries:
 constexpr bool BLENDED = STAGED && AHEAD < 8;
@@ -188,20 +188,24 @@ constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8
 // there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
 constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
 
-// For a tile of queries, whose turn it is to add to the part of each of the 8 warps.
-__device__ __forceinline__ int* turns_of(const fa::Args& args, int number) {
-    return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number;
+// With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
+constexpr bool LAST_FIRST = DETERMINISTIC && !BACKWARDS;
+__device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
+    return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + 4 * consumer;
 }
 
-// Launch 1. With DETERMINISTIC the turn to add to each tile is that of the first keys.
+// Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     Tiles::prepare<scalar>(args);
-    const int query = blockIdx.x * 16;
-    if (DETERMINISTIC && query % BLOCK_Q == 0 && threadIdx.x < 8)
-        turns_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, query / BLOCK_Q))[threadIdx.x] = 0;
+    const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
+    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2)
+        *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) =
+            LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K : 0;
 }
 
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    return Tiles::work<BLOCK_K, SECTION, LAST_FIRST>(args, number);
+}
 
 // A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
 __device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * (SHARED_KEYS ? OWN_SLABS * K_SLAB : 64 * 128); }
@@ -250,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         if (threadIdx.x == 0) {
-            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
+            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond. With DETERMINISTIC, when the last
+            // copies of a work are on their way: works shall begin in the order of their numbers.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
             int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
@@ -260,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (number >= works) break;
                 const Work work = work_of(args, number);
                 Tiles::load<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-                number = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(counters, 1);
+                if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
                 Tiles::load<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
                 kv.next();
                 Walk at = Walk::begin(args, work);
@@ -273,30 +278,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     Tiles::load<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
                     q.next();
                 }
+                if (DETERMINISTIC) number = atomicAdd(counters, 1);
             }
             fa::mbarrier_arrive(k_full + kv.stage());
             // The last block to finish leaves the counters as it found them, for the next launch.
             if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
-            // stores have read it.
+            // A storer, one a consumer. It adds the staged dQ, and takes and passes the turns. The stage of K and V holds dK and dV in the
+            // end, and is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
+            int* held = nullptr;  // the turn that has been taken last, until it is passed
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
+                const int mine = work.k_first / BLOCK_K;
+                // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
+                auto pass = [&](bool later) {
+                    if (!DETERMINISTIC || !held) return;
+                    if (STAGED && later) fa::bulk_wait<1>();
+                    else if (STAGED) fa::bulk_wait<0>();
+                    if (STAGED) fa::fence_proxy_async();
+                    fa::pass_turn(held, LAST_FIRST ? mine - 1 : mine + 1);
+                    held = nullptr;
+                };
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1
-                for (int n = 0; STAGED && n < work.count; ++n, at.next(work), q.next()) {
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(
-                        Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
-                        dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
-                    fa::bulk_commit();
-                    fa::bulk_wait_read<0>();
+                for (int n = 0; (STAGED || DETERMINISTIC) && n < work.count; ++n, at.next(work), q.next()) {
+                    if (STAGED) {
+                        if (DETERMINISTIC && !fa::mbarrier_test_parity(dq_full + consumer, q.position % 2)) pass(false);
+                        fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    }
+                    const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
+                    int* turn = turn_of(args, number, consumer);
+                    if (DETERMINISTIC) {
+                        if (!fa::has_turn(turn, mine)) pass(false), fa::wait_for_turn(turn, mine);
+                        if (STAGED) fa::fence_proxy_async();
+                    }
+                    if constexpr (STAGED) {
+                        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_PARTS * PART, dq_smem + consumer * OWN_PARTS * PART,
+                                         OWN_PARTS * PART);
+                        fa::bulk_commit();
+                        fa::bulk_wait_read<0>();
+                    }
                     fa::mbarrier_arrive(dq_empty + consumer);
+                    pass(true);
+                    if (!STAGED) fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    held = turn;
                 }
+                pass(false);
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
@@ -383,10 +414,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
         }
         fa::clear_columns(p_reg, first);
-    };
-    int last_number = -1;  // of the tile of queries to whose dQ this warp has added last
-    auto pass_turn = [&]() {
-        if (DETERMINISTIC && last_number >= 0) fa::pass_turn(turns_of(args, last_number) + 4 * consumer + warp, work.k_first / BLOCK_K + 1);
     };
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
         fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
@@ -475,19 +502,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto begin_sum = [&]() {
         release(q_empty + (q.stage() ^ 1));
         const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
-        if (DETERMINISTIC) {
-            pass_turn();  // of the tile before: what it added has arrived by now
-            last_number = number;
-            fa::wait_for_turn(turns_of(args, number) + 4 * consumer + warp, work.k_first / BLOCK_K);
-        }
+        if (DETERMINISTIC) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2 ^ 1);  // the storer has this tile's turn
         at.next(work);
         return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
     };
-    // Adds some of its groups.
+    // Adds some of its groups; behind the last ones the storer may pass the turn.
     auto add = [&](float* dq, int first, int end, auto& values) {
 #pragma unroll
         for (int j = first; j < end; ++j)
             fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+        if (DETERMINISTIC && first < end && end == GROUPS) __syncwarp(), release(dq_full + consumer);
     };
 
     auto skip_tile = [&]() {
@@ -548,8 +572,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         if (end < work.count) skip_tile();
-        pass_turn();
-        last_number = -1;
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};

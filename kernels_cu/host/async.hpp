@@ -29,6 +29,8 @@ struct Box {  // what TMA copies
     unsigned phase;
     unsigned bytes, room;
     bool adds;  // floats, as they lie
+    bool read;  // a wait has seen that shared memory was read
+    const int* turn;  // of a reduction, that of the thread when it began
     unsigned char* image;  // of shared memory, twice
 };
 
@@ -149,6 +151,7 @@ struct Async {
             if (!copy[q.first].complete) check(w, copy[q.first]);
             pop_front(q);
         }
+        while (store[w.current].first >= 0 && copy[store[w.current].first].box->read) complete_store(store[w.current]);
         const int left = store[w.current].first;
         if (left >= 0) in_flight_at_end(w, "a thread ended with a TMA store in flight that it has not waited for", copy[left]);
         if (w.live > 1) return;
@@ -199,25 +202,40 @@ struct Async {
     void begin_store(Worker& w, const TensorMap& map, char* from, const int* at, const Copy& given, bool adds = false) {
         Copy& c = start(w, store[w.current], given);
         Box& box = boxed(w, c, map, at);
-        box.adds = adds;
+        box.adds = adds, box.read = false;
+        box.turn = w.turns[w.current].at[0];
         memcpy(box.image, from, box.bytes);
         if (w.race) w.race->access(from, box.bytes, false, c.code, own_clock(), read_begun);
         complete_some(w);
     }
 
-    // bulk_wait and bulk_wait_read: the stores of all but the latest `but` groups have read shared memory, at the latest moment now.
-    void wait_for_stores(Worker& w, unsigned but) {
+    // bulk_wait and bulk_wait_read: the stores of all but the latest `but` groups have read shared memory, at the latest moment now. A
+    // reduction that has only read it is complete when it is waited for, when its thread ends or when eight others are.
+    void wait_for_stores(Worker& w, unsigned but, bool only_read) {
         Queue& q = store[w.current];
-        while (q.first >= 0 && q.groups - copy[q.first].group > but) {
-            Copy& c = copy[q.first];
+        unsigned adds = 0;
+        for (int i = q.first; i >= 0 && q.groups - copy[i].group > but; i = copy[i].next) {
+            Copy& c = copy[i];
+            adds += c.box->adds;
+            if (c.box->read) continue;
             if (memcmp(c.to, c.box->image, c.box->bytes)) wrong(w, "shared memory was written while a TMA store from it was in flight", c);
             if (w.race) w.race->access(c.to, c.box->bytes, false, c.code, own_clock(), by_async_proxy);
-            const float* values = reinterpret_cast<const float*>(c.box->image);
-            float* to = reinterpret_cast<float*>(c.box->map.base);
             if (!c.box->adds) c.box->map.store(c.box->at, c.box->image);
-            for (unsigned i = 0; c.box->adds && i < c.box->bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
-            pop_front(q);
+            c.box->read = true;
         }
+        while (q.first >= 0 && copy[q.first].box->read && q.groups - copy[q.first].group > but) {
+            const bool add = copy[q.first].box->adds;
+            if (add && only_read && adds <= 8 && !(w.random && next_random(w) % 4 == 0)) break;
+            adds -= add;
+            complete_store(q);
+        }
+    }
+
+    // Whether a reduction that this thread has begun in a turn may be incomplete.
+    bool adds_under(const Worker& w, const int* turn) const {
+        for (int i = store[w.current].first; i >= 0; i = copy[i].next)
+            if (copy[i].box->adds && copy[i].box->turn == turn) return true;
+        return false;
     }
 
     // The load in flight to an address, for reports; null where there is none.
@@ -281,6 +299,15 @@ struct Async {
         if (w.race) w.race->tma_arrived(c.to, box.bytes);
         b.pending -= box.bytes;
         complete_if_whole(w, box.mbarrier);
+    }
+
+    // The first of a queue, which has read shared memory.
+    void complete_store(Queue& q) {
+        const Box& box = *copy[q.first].box;
+        const float* values = reinterpret_cast<const float*>(box.image);
+        float* to = reinterpret_cast<float*>(box.map.base);
+        for (unsigned i = 0; box.adds && i < box.bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
+        pop_front(q);
     }
 
     void pop_front(Queue& q) {

@@ -80,6 +80,12 @@ struct Warpgroup {
     const void* lanes[128];
 };
 
+// The turns that a thread has taken last and not passed on, and whether it has passed a proxy fence since.
+struct Turns {
+    const int* at[2];
+    bool fenced;
+};
+
 struct Race;   // race.hpp
 struct Async;  // async.hpp
 struct Wgmma;  // wgmma.hpp
@@ -112,6 +118,8 @@ struct Worker {
     unsigned parked[max_warps];  // lanes whose wait ends at the latest moment: when no thread is ready
     bool any_parked;
     unsigned idle_peeks;   // failed peeks at mbarriers since a thread last ran on
+    int await_turn;        // threads that wait for another block's turn
+    int only_turns;        // the times that nothing else was to be done; 0: there was
     uint64_t random;   // the state of the random schedule, 0 in index order
     bool fast_switch;  // index order, and no sanitizer that must be told of stack switches
     bool failed, faulted;
@@ -133,6 +141,7 @@ struct Worker {
     Barrier barrier[max_barriers];
     Warpgroup warpgroup[max_warpgroups];
     Fiber fiber[max_threads];
+    Turns turns[max_threads];
     Warp warp[max_warps];
     alignas(64) char scratch[max_warps][scratch_bytes];
 };

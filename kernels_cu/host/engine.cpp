@@ -150,6 +150,8 @@ static void init_block(Worker& w, uint64_t index) {
     new_block_barriers(w);
     w.live = w.threads;
     w.idle_peeks = 0;
+    w.await_turn = w.only_turns = 0;
+    for (int t = 0; t < w.threads; ++t) w.turns[t] = {{nullptr, nullptr}, true};
     w.any_parked = false;
     memset(w.parked, 0, sizeof w.parked);
     w.failed = false;
@@ -450,6 +452,11 @@ void fa_host_proxy_fence() {
     if (w.race) w.race->clocks->fence(own_clock());
 }
 
+void fa_host_proxy_fence_of_turns() {
+    this_worker->turns[this_worker->current].fenced = true;
+    fa_host_proxy_fence();
+}
+
 void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
@@ -489,6 +496,8 @@ void fa_host_bulk_add(float* to, const float* from, int count, const char* file,
                   line);
     if (!in_shared_memory(w, smem, 4 * size_t(count)) || reinterpret_cast<uintptr_t>(smem) % 16)
         tma_fault(w, "a bulk reduction from no 16-byte aligned place in shared memory", "bulk_add_f32", file, line);
+    if (!w.turns[w.current].fenced)
+        tma_fault(w, "a bulk reduction behind a turn without fence_proxy_async between them", "bulk_add_f32", file, line);
     TensorMap map{};
     map.base = reinterpret_cast<uint64_t>(to), map.rank = 1, map.element_bytes = 4, map.dim[0] = map.box[0] = uint32_t(count);
     const int at[1] = {0};
@@ -498,7 +507,7 @@ void fa_host_bulk_add(float* to, const float* from, int count, const char* file,
 
 void fa_host_bulk_commit() { ++Async::of(*this_worker)->store[this_worker->current].groups; }
 
-void fa_host_bulk_wait(int but) { Async::of(*this_worker)->wait_for_stores(*this_worker, unsigned(but)); }
+void fa_host_bulk_wait(int but, bool read) { Async::of(*this_worker)->wait_for_stores(*this_worker, unsigned(but), read); }
 
 // A thread arrives at a product; the last of its warpgroup issues it for all of them.
 Next fa_host_wgmma_arrive(const Product* mine, const char* word, const char* file, int line) {
@@ -631,22 +640,49 @@ int fa_host_atomic_max_i32(int* address, int value) {
     return old;
 }
 
-// The block waited for runs on another worker, or has run on this one. Where all workers wait, and go on doing so, it is one that has not
-// begun: on a GPU it might never begin either.
-void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line) {
-    __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
-    for (int alone = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine;) {
-        abort_if_interrupted(*this_worker);
-        const bool all = __atomic_load_n(&job->waiting, __ATOMIC_RELAXED) >= __atomic_load_n(&job->working, __ATOMIC_RELAXED);
-        alone = all ? alone + 1 : 0;
-        if (alone == 20000)
-            fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
-        usleep(100);
-    }
-    __atomic_fetch_sub(&job->waiting, 1, __ATOMIC_RELAXED);
+// Fails where a thread passes a turn that it does not have, or under a bulk reduction that it has begun with it and not waited for.
+int fa_host_has_turn(const int* turn, int mine) {
+    Worker& w = *this_worker;
+    if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) return false;
+    Turns& turns = w.turns[w.current];
+    if (turns.at[0] != turn) turns.at[1] = turns.at[0], turns.at[0] = turn;
+    turns.fenced = false;
+    return true;
 }
 
-void fa_host_pass_turn(int* turn, int next) { __atomic_store_n(turn, next, __ATOMIC_RELEASE); }
+static void somebody_goes_on(Worker& w) {
+    if (w.only_turns) __atomic_fetch_sub(&job->waiting, 1, __ATOMIC_RELAXED);
+    w.only_turns = 0;
+}
+
+// The block waited for runs on another worker, or has run on this one. Where all workers wait, and go on doing so, it is one that has not
+// begun: on a GPU it might never begin either.
+void fa_host_await_turn(const char* file, int line) {
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    w.idle_peeks = 0;
+    int others = 0;
+    for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
+    // Without others than those that wait for a turn too it is the latest moment for what is in flight.
+    if (others > w.await_turn++ || unpark(w) || deliver_one(w)) return somebody_goes_on(w);
+    if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = 1;
+    if (w.only_turns == 20000)
+        fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
+    usleep(100);
+}
+
+void fa_host_end_await() { --this_worker->await_turn; }
+
+void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
+    Worker& w = *this_worker;
+    Turns& turns = w.turns[w.current];
+    if (turns.at[0] != turn && turns.at[1] != turn) fa_host_fail("pass_turn: this thread has not waited for this turn", file, line);
+    turns.at[turns.at[0] != turn] = nullptr;
+    if (w.async && w.async->adds_under(w, turn))
+        fa_host_fail("pass_turn: a bulk reduction that began in this turn is not complete: bulk_wait comes before", file, line);
+    __atomic_store_n(turn, next, __ATOMIC_RELEASE);
+}
 
 int fa_host_run(const Launch* launch) {
     const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];

@@ -79,9 +79,11 @@ int fa_host_atomic_add_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
-// Blocks that take turns: one waits until another has passed the turn to it.
-void fa_host_wait_for_turn(const int* turn, int mine, const char* file, int line);
-void fa_host_pass_turn(int* turn, int next);
+// Blocks that take turns: whether another has passed the turn to this thread; before a thread that waits for it lets others run, and after.
+int fa_host_has_turn(const int* turn, int mine);
+void fa_host_await_turn(const char* file, int line);
+void fa_host_end_await();
+void fa_host_pass_turn(int* turn, int next, const char* file, int line);
 
 // Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);
@@ -100,6 +102,7 @@ void fa_host_yield();
 
 // What this thread has written, or knows to be written, to shared memory becomes visible to the asynchronous proxy (TMA, wgmma).
 void fa_host_proxy_fence();
+void fa_host_proxy_fence_of_turns();  // of all memory
 
 // TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
@@ -107,7 +110,7 @@ void fa_host_tma_store(const void* map, const void* from, const int* at, int ran
 void fa_host_tma_prefetch(const void* map, const char* file, int line);
 void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
-void fa_host_bulk_wait(int but);
+void fa_host_bulk_wait(int but, bool read);
 
 // Clusters (cluster.hpp). Addresses are those of map_shared. In fa_host_tma_multicast `blocks` has a bit for each rank that is sent the box.
 void fa_host_cluster_arrive(const char* file, int line);

@@ -152,9 +152,11 @@ TURNS = (
     + """) {
     int* turn = static_cast<int*>(args.O.data);
     if (threadIdx.x >= 32) return;
-    fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+    if (threadIdx.x == 5) fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+    __syncwarp();
     if (threadIdx.x == 7) turn[1] = 3 * turn[1] + int(blockIdx.x);
-    fa::pass_turn(turn, blockIdx.x);
+    __syncwarp();
+    if (threadIdx.x == 5) fa::pass_turn(turn, blockIdx.x);
 }
 """
 )

@@ -12,10 +12,11 @@ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float
     atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
 }
 
-__forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) { fa_host_wait_for_turn(turn, mine, file, line); }
-__forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) {
-    __syncwarp(full_warp, file, line);
-    if (lane_id() == 0) fa_host_pass_turn(turn, next);
+// A block takes turns by a thread at a time; the others go on while it waits.
+__forceinline__ bool has_turn(const int* turn, int mine) { return fa_host_has_turn(turn, mine); }
+__forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) {
+    while (!fa_host_has_turn(turn, mine)) fa_host_await_turn(file, line), fa_host_yield(), fa_host_end_await();
 }
+__forceinline__ void pass_turn(int* turn, int next, FA_HOST_HERE) { fa_host_pass_turn(turn, next, file, line); }
 
 }  // namespace fa

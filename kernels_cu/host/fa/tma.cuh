@@ -36,9 +36,9 @@ __forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count, 
     fa_host_bulk_add(to, from_smem, count, file, line);
 }
 
-// A store writes global memory when it has read shared memory: the two waits are one here.
+// A store writes global memory when it has read shared memory, a reduction later.
 __forceinline__ void bulk_commit() { fa_host_bulk_commit(); }
-template <int N> __forceinline__ void bulk_wait_read() { fa_host_bulk_wait(N); }
-template <int N> __forceinline__ void bulk_wait() { fa_host_bulk_wait(N); }
+template <int N> __forceinline__ void bulk_wait_read() { fa_host_bulk_wait(N, true); }
+template <int N> __forceinline__ void bulk_wait() { fa_host_bulk_wait(N, false); }
 
 }  // namespace fa

@@ -15,33 +15,22 @@ __device__ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, flo
 #endif
 }
 
-// Waits until another block has passed the turn to `mine`, and sees what the warps before it have added. For a whole warp. Who comes before
-// must be running or done: a block that waits for one which has not begun may wait for ever. After seconds it traps.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        ".reg .u32 tries;\n"
-        ".reg .s32 now;\n"
-        "mov.u32 tries, 0;\n"
-        "WAIT:\n"
-        "ld.acquire.gpu.global.s32 now, [%0];\n"
-        "setp.eq.s32 done, now, %1;\n"
-        "vote.sync.all.pred done, done, 0xffffffff;\n"
-        "@done bra DONE;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 done, tries, 10000000;\n"
-        "@done bra WAIT;\n"
-        "trap;\n"
-        "DONE:\n"
-        "}\n" ::"l"(turn),
-        "r"(mine)
-        : "memory");
+// Blocks that take turns: one thread of each waits until the turn is `mine`, and so sees what the blocks before it have added; behind a
+// barrier the other threads of its block do, too. Who comes before must be running or done, or come to run without this block: one that
+// waits for a block which cannot begin waits for ever. After seconds it traps.
+__device__ __forceinline__ bool has_turn(const int* turn, int mine) {
+    int now;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    return now == mine;
 }
-// The turn is `next`'s, behind all that this warp has added. One fence: it waits for the reductions that are still on their way.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+    for (uint32_t tries = 0; !has_turn(turn, mine);)
+        if (++tries == 10000000) asm volatile("trap;");
+}
+// The turn is `next`'s, behind all that this thread has added, and what others had added when they came to a barrier with it. The fence in
+// it waits for reductions that are still on their way. Of bulk reductions (fa/tma.cuh) only those that bulk_wait says are complete.
 __device__ __forceinline__ void pass_turn(int* turn, int next) {
-    __syncwarp();
-    if (lane_id() == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
 
 }  // namespace fa

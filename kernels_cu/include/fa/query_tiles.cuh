@@ -54,15 +54,15 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
 
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
-    // L2 cache.
-    template <int Keys, int Section> static __device__ __forceinline__ Work work(const Args& args, int number) {
+    // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers.
+    template <int Keys, int Section, bool LastFirst = false> static __device__ __forceinline__ Work work(const Args& args, int number) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
-#if CAUSAL
+#if CAUSAL || DETERMINISTIC
         // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its
-        // heads.
+        // heads. Blocks that take turns: so that neighbours of one head do not begin at the same time.
         const int heads = max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
         const Place place = place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
-        const int k_tile = place.tile, row = place.head;
+        const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
         const int row = number / k_tiles, k_tile = number - row * k_tiles;
 #endif
