@@ -287,47 +287,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // A storer, one a consumer. It adds the staged dQ, and takes and passes the turns. The stage of K and V holds dK and dV in the
             // end, and is empty when the stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
-            int* held = nullptr;  // the turn that has been taken last, until it is passed
+            int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
             while (true) {
                 fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
                 const int number = numbers[kv.stage()];
                 if (number < 0) break;
-                const Work work = work_of(args, number);
-                const int mine = work.k_first / BLOCK_K;
-                // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
-                auto pass = [&](bool later) {
-                    if (!DETERMINISTIC || !held) return;
-                    if (STAGED && later) fa::bulk_wait<1>();
-                    else if (STAGED) fa::bulk_wait<0>();
-                    if (STAGED) fa::fence_proxy_async();
-                    fa::pass_turn(held, LAST_FIRST ? mine - 1 : mine + 1);
-                    held = nullptr;
-                };
+                Work work = work_of(args, number);
+                if constexpr (DETERMINISTIC) {
+                    const int mine = work.k_first / BLOCK_K;
+                    // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
+                    auto pass = [&](bool later) {
+                        if (held < 0) return;
+                        if (STAGED && later) fa::bulk_wait<1>();
+                        else if (STAGED) fa::bulk_wait<0>();
+                        fa::pass_turn(turn_of(args, held, consumer), LAST_FIRST ? mine - 1 : mine + 1);
+                        held = -1;
+                    };
+                    auto at = Tiles::walk_numbers<bool(BACKWARDS)>(args, work);
+#pragma unroll 1
+                    for (int n = work.count; n > 0; --n, at.next(work), q.next()) {
+                        const int* turn = turn_of(args, at.number, consumer);
+                        // Nothing is held while it waits for long.
+                        if ((STAGED && !fa::mbarrier_test_parity(dq_full + consumer, q.position % 2)) || !fa::has_turn(turn, mine))
+                            pass(false), fa::wait_for_turn(turn, mine);
+                        if constexpr (STAGED) {
+                            fa::fence_proxy_async_global();
+                            fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                            fa::bulk_add_f32(Tiles::dq(args, at.number) + consumer * OWN_PARTS * PART,
+                                             dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                            fa::bulk_commit();
+                            fa::bulk_wait_read<0>();
+                        }
+                        fa::mbarrier_arrive(dq_empty + consumer);
+                        pass(true);
+                        if (!STAGED) fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                        held = at.number;
+                    }
+                    pass(false);
+                    work = work_of(args, numbers[kv.stage()]);  // again: in the loop there is no register for it
+                }
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1
-                for (int n = 0; (STAGED || DETERMINISTIC) && n < work.count; ++n, at.next(work), q.next()) {
-                    if (STAGED) {
-                        if (DETERMINISTIC && !fa::mbarrier_test_parity(dq_full + consumer, q.position % 2)) pass(false);
-                        fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    }
-                    const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
-                    int* turn = turn_of(args, number, consumer);
-                    if (DETERMINISTIC) {
-                        if (!fa::has_turn(turn, mine)) pass(false), fa::wait_for_turn(turn, mine);
-                        if (STAGED) fa::fence_proxy_async();
-                    }
-                    if constexpr (STAGED) {
-                        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_PARTS * PART, dq_smem + consumer * OWN_PARTS * PART,
-                                         OWN_PARTS * PART);
-                        fa::bulk_commit();
-                        fa::bulk_wait_read<0>();
-                    }
+                for (int n = 0; STAGED && !DETERMINISTIC && n < work.count; ++n, at.next(work), q.next()) {
+                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(
+                        Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
+                        dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
+                    fa::bulk_commit();
+                    fa::bulk_wait_read<0>();
                     fa::mbarrier_arrive(dq_empty + consumer);
-                    pass(true);
-                    if (!STAGED) fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    held = turn;
                 }
-                pass(false);
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
                 const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;

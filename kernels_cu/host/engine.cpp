@@ -452,10 +452,7 @@ void fa_host_proxy_fence() {
     if (w.race) w.race->clocks->fence(own_clock());
 }
 
-void fa_host_proxy_fence_of_turns() {
-    this_worker->turns[this_worker->current].fenced = true;
-    fa_host_proxy_fence();
-}
+void fa_host_proxy_fence_of_turns() { this_worker->turns[this_worker->current].fenced = true; }
 
 void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
     Worker& w = *this_worker;
@@ -497,7 +494,7 @@ void fa_host_bulk_add(float* to, const float* from, int count, const char* file,
     if (!in_shared_memory(w, smem, 4 * size_t(count)) || reinterpret_cast<uintptr_t>(smem) % 16)
         tma_fault(w, "a bulk reduction from no 16-byte aligned place in shared memory", "bulk_add_f32", file, line);
     if (!w.turns[w.current].fenced)
-        tma_fault(w, "a bulk reduction behind a turn without fence_proxy_async between them", "bulk_add_f32", file, line);
+        tma_fault(w, "a bulk reduction behind a turn without fence_proxy_async_global between them", "bulk_add_f32", file, line);
     TensorMap map{};
     map.base = reinterpret_cast<uint64_t>(to), map.rank = 1, map.element_bytes = 4, map.dim[0] = map.box[0] = uint32_t(count);
     const int at[1] = {0};

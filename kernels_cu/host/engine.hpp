@@ -102,7 +102,7 @@ void fa_host_yield();
 
 // What this thread has written, or knows to be written, to shared memory becomes visible to the asynchronous proxy (TMA, wgmma).
 void fa_host_proxy_fence();
-void fa_host_proxy_fence_of_turns();  // of all memory
+void fa_host_proxy_fence_of_turns();  // of global memory: between a turn and the bulk reductions behind it
 
 // TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);

@@ -34,6 +34,15 @@ template <bool Backwards> struct Walk {
     }
 };
 
+// The same walk by the numbers of the tiles (below), where there are few registers.
+template <bool Backwards> struct NumberWalk {
+    int number, left;  // left: of the head
+    __device__ __forceinline__ void next(const Work& work) {
+        if (--left > 0) number += Backwards ? -1 : 1;
+        else left = work.end - work.first, number += Backwards ? work.end + left - 1 : work.first + 1;
+    }
+};
+
 // Tiles of BlockQ queries, Width columns wide. Stats and Dq: the numbers of the workspaces that hold what belongs to each of them.
 template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     static_assert(BlockQ % 64 == 0 && Width % 64 == 0, "dQ lies in parts of 64 x 64");
@@ -43,6 +52,10 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // The number of a tile among those of all heads.
     static __device__ __forceinline__ int number(const Args& args, int batch, int head, int tile) {
         return (batch * args.heads_q + head) * of_head(args) + tile;
+    }
+    template <bool Backwards> static __device__ __forceinline__ NumberWalk<Backwards> walk_numbers(const Args& args, const Work& work) {
+        const Walk<Backwards> at = Walk<Backwards>::begin(args, work);
+        return {number(args, work.batch, at.head, at.queries(work)), work.end - work.first};
     }
     // log2(e) * logsumexp and delta of a tile: [2][BlockQ].
     static __device__ __forceinline__ float* stats(const Args& args, int number) {
