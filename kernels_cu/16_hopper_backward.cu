@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = "optional"
 // arithmetic = "p16"
-// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
