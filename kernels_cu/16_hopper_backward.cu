@@ -106,11 +106,11 @@
 // A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
 // that run are the other's.
 //
-// Under the causal mask at head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its
-// exponentials come behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe
-// multiplies dS. Before the wait that pipe has little to do. That is 4 % faster, and P, dS and their operands are never all in registers
-// at once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two,
-// and its second half begins behind dS. At head dim 128 it gains nothing (NOTES.md).
+// At head dim 64 with DQ_STAGED (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its exponentials come
+// behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies dS. Before the
+// wait that pipe has little to do. That is 4 % faster under the causal mask, and P, dS and their operands are never all in registers at
+// once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two, and its second half
+// begins behind dS. At head dim 128 it gains nothing (NOTES.md).
 //
 // Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
 // warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
@@ -125,10 +125,11 @@
 //     dP(n + 1)                       the rest of dQ(n) added
 //
 // That is for where shared memory has no room for dQ: at head dim 256, and at 128 where the next K and V must be there (KV_STAGES = 2),
-// since a tile of keys has few tiles of queries; and at head dim 64 without a mask, where it is as fast. Either takes registers: at head dim
-// 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand all the same, and the
-// compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they are dead. What is added
-// after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too many.
+// since a tile of keys has few tiles of queries; and in the fast form at head dim 64 without a mask, where it is as fast. Either takes
+// registers: at head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand
+// all the same, and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they
+// are dead. What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one
+// block too many.
 //
 // 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
@@ -142,15 +143,29 @@
 // 2560 of products, and twice as many reductions: without them it is half as fast again.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
-// turns, tile by tile, in the order of their keys (fa/atomic.cuh). All walk from the last query to the first: the block of the next
-// keys is one tile behind. So much was planned, but it takes 1.4 to 4.6 times as long as the fast form (NOTES.md says what was overlooked).
-// There even the first number of a block comes from the counter: those who come before have taken theirs before, so they run. By blockIdx a
-// block could wait for one that another kernel keeps from starting.
+// turns at each tile of queries (fa/atomic.cuh). Waiting for a turn and passing it takes as long as a tile. So no consumer does it, and no
+// block has to be in step with another:
 //
-// Under the causal mask blocks take the longest tiles of keys first, and mask only at the diagonal. Where the second consumer's keys are
-// behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the diagonal are at different queries all the
-// time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal: those that begin together meet at the same
-// tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096 queries on, at 64 it is slower (NOTES.md).
+// - The storer of a consumer takes the turn, adds what is staged and passes the turn when the reduction is complete. The consumer is up to
+//   a tile ahead. A storer that is behind starts the next reduction first (what it then waits for is the one before), if its turn has come;
+//   nothing is held while it waits. So the pace is bounded by a look at the turn, the read of shared memory and a fence, not by the way of
+//   a reduction there and of a turn back. Without DQ_STAGED consumers add when the storer says so, and it passes the turn behind them.
+// - The last tile of keys that sees a tile of queries adds first. The numbers that blocks take from the counter begin with the last tiles
+//   of keys, and each block walks from its diagonal on. Where all begin at once the block of the keys behind is a tile ahead in the same
+//   direction, and nobody waits; without a mask each begins the time of a turn behind the one before, once. Were the first keys first
+//   (BACKWARDS), under the mask all would begin at the same tile, too, and end together.
+// - Numbers go round over the heads of a section, without a mask too: blocks that begin at the same time are then of different heads.
+// - A number is taken at the end of the work before. Taken at its beginning, it would begin behind others that wait for it.
+//
+// Nobody waits for ever: a block waits only for smaller numbers, which other blocks have taken before and are at, or come to. The smallest
+// number that is not done waits for none. By blockIdx a block could wait for one that another kernel keeps from starting. A walk that
+// begins at another query in each block and goes round has no such order: it needs all blocks of a head at the same time.
+//
+// Under the causal mask blocks take the longest tiles of keys first (the shortest with --deterministic), and mask only at the diagonal.
+// Where the second consumer's keys are behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the
+// diagonal are at different queries all the time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal:
+// those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
+// queries on, at 64 it is slower (NOTES.md).
 //
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.

@@ -22,7 +22,7 @@ struct Work {
     int first, end, count;  // tiles of queries of each head; of all heads of the group together
 };
 
-// A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first, as blocks that take turns must.
+// A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first.
 template <bool Backwards> struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
