@@ -1,4 +1,4 @@
-"""Blocks that take turns (step 16's backward pass, --deterministic): dQ has the same bits however many blocks run and in whatever schedule."""
+"""Blocks that take turns (step 16 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
 
 from __future__ import annotations
 
