@@ -442,10 +442,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
         fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
     };
-    // Behind it what both consumers have shared is there, and both have read the other stage.
+    // Behind it what both consumers have shared is there, and both have read the other stage. One may come from a tile that the other skips.
     auto wait_for_other = [&]() {
         fa::fence_proxy_async_shared();
-        fa::bar_sync(1, 256);
+        fa::barrier_sync(1, 256);
     };
     auto issue_dp = [&]() {
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());

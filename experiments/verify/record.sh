@@ -2,7 +2,7 @@
 # Makes this folder's record on the GPU of this machine: bash experiments/verify/record.sh [FOLDER] (default: this one).
 # Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, repeat, run, sanitizer). A case that does not
 # fit its memory is left out, and verify.log says so. The fuzz runs in FUZZ_PROCESSES processes (4), each at most FUZZ_SECONDS (0: no limit).
-# KERNELS=14,16 restricts verify and fuzz to some.
+# KERNELS=14,16 restricts verify, fuzz and sanitizer to some.
 # While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -73,7 +73,8 @@ fi
 if want sanitizer; then
     export FA_CLI_NO_POOL=1
     for tool in memcheck racecheck initcheck synccheck; do
-        step 0 "part.1.$tool.log" compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all $python experiments/verify/sanitize.py &
+        step 0 "part.1.$tool.log" compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all \
+            $python experiments/verify/sanitize.py ${KERNELS:+${KERNELS//,/ }} &
     done
     for tool in memcheck racecheck; do # a planted fault: the tools are awake
         step 99 "part.2.$tool.log" compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \

@@ -1,6 +1,6 @@
 """Run every pass of every kernel on two small problems on the GPU: what compute-sanitizer is to watch (record.sh starts it).
 
-With `planted TOOL`, run instead the kernels of harness/selftest/faults.toml that the tool must find.
+KERNEL ... restricts it to some. With `planted TOOL`, run instead the kernels of harness/selftest/faults.toml that the tool must find.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from harness import choose
 from harness.backends import pick
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
-from harness.kernel import kernel
 from harness.problem import Problem
 from harness.selftest.mutant import mutants
 
@@ -28,7 +28,7 @@ def main() -> int:
     if sys.argv[1:2] == ["planted"]:
         kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(sys.argv[2]).values()]
     else:
-        kernels = kernel.catalogue()
+        kernels, _ = choose.kernels(sys.argv[1:] or ["00-99"], ("forward", "backward"))
     for chosen in kernels:
         dtypes = dict.fromkeys("float32" if d == "tf32" else d for d in chosen.dtypes)  # tf32 is arithmetic on float32 files
         forms = [chosen.made_deterministic() if deterministic else chosen for deterministic in chosen.forms]

@@ -56,7 +56,8 @@ RING = """\
             if (fa::elect_one()) fa::mbarrier_arrive(empty + i % 2);
         }
         sum_smem[t - 32] = sum;
-        fa::bar_sync(1, 96);
+        if (t < 64) fa::barrier_sync(1, 96);  // by two ways
+        else fa::barrier_sync(1, 96);
         const int other = sum_smem[(t + 40) % 96];
         fa::bar_sync(2, 128);
         out[t] = other + stage_smem[t % 32];

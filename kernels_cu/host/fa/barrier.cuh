@@ -29,6 +29,7 @@ __forceinline__ bool mbarrier_test_parity(uint64_t* barrier_smem, uint32_t parit
 }
 
 __forceinline__ void bar_sync(int id, int threads, FA_HOST_HERE) { fa_host_bar_sync(id, threads, file, line); }
+__forceinline__ void barrier_sync(int id, int threads, FA_HOST_HERE) { fa_host_bar_sync(id, threads, file, line); }
 __forceinline__ void bar_arrive(int id, int threads, FA_HOST_HERE) { fa_host_bar_arrive(id, threads, file, line); }
 
 __forceinline__ void fence_proxy_async_shared() { fa_host_proxy_fence(); }

@@ -67,8 +67,12 @@ __device__ __forceinline__ bool mbarrier_test_parity(uint64_t* barrier_smem, uin
 }
 
 // The named barriers 1 to 15 (0 is __syncthreads). `threads`: all that arrive or wait, a multiple of 32. sync arrives and waits; arrive
-// only arrives.
+// only arrives. All that wait at bar_sync wait at one instruction (PTX ISA: barrier.sync.aligned). Where they may come by different ways,
+// of which the compiler makes a copy each, barrier_sync is for that; it costs an instruction more.
 __device__ __forceinline__ void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Makes this thread's ordinary stores to shared memory visible to the asynchronous proxy: to wgmma operands and TMA stores. A barrier with
