@@ -19,7 +19,7 @@
 // EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
 // AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of the exponentials that come before dP
 // BACKWARDS = "1 if causal and HEAD_DIM == 128 and DQ_STAGED and not deterministic else 0"  # from the last tile of queries to the first
-// SECTION = "64 if BACKWARDS and not deterministic and seq_q > 2048 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// SECTION = "64 if BACKWARDS and seq_q > 2048 else 16 if deterministic and seq_q * HEAD_DIM <= 1048576 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
