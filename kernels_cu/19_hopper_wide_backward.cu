@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fa::bar_arrive(3 - consumer, 256);
     while (true) {
         fa::mbarrier_wait_parity(k_full, kv.parity());
-        const int number = __shfl_sync(fa::full_warp, *number_smem, 0);  // known to the compiler as the same in the whole warp
+        const int number = __shfl_sync(fa::full_warp, lane == 0 ? *number_smem : 0, 0);  // known to the compiler as the same in the whole warp
         if (number < 0) break;
         work = work_of(args, number);
         at = Walk::begin(args, work);
