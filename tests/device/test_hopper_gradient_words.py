@@ -145,14 +145,17 @@ def test_columns(backend: Backend, tmp_path: Path) -> None:
         assert np.array_equal(halves, np.concatenate([rounded[:, :32]] * 2, axis=1))
 
 
-#: Six blocks; the turn and the sum are O's first words, -1 at first.
+#: Six blocks; the turn and the sum are O's first words, -1 at first, then whether each has its turn and another.
 TURNS = (
     "#include <fa/atomic.cuh>\n"
     + entry()[: -len(", ) {\n")]
     + """) {
     int* turn = static_cast<int*>(args.O.data);
     if (threadIdx.x >= 32) return;
-    if (threadIdx.x == 5) fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+    if (threadIdx.x == 5) {
+        fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+        turn[2 + blockIdx.x] = fa::has_turn(turn, int(blockIdx.x) - 1) + 2 * fa::has_turn(turn, blockIdx.x);
+    }
     __syncwarp();
     if (threadIdx.x == 7) turn[1] = 3 * turn[1] + int(blockIdx.x);
     __syncwarp();
@@ -169,7 +172,7 @@ def test_turns(backend: Backend, tmp_path: Path) -> None:
         wanted = 3 * wanted + block
     for _ in range(3):
         got = with_fields(bound(backend, tmp_path, TURNS, {}, {}, grid=6)).view(np.int32)
-        assert got[:2].tolist() == [5, wanted]
+        assert got[:8].tolist() == [5, wanted, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
@@ -178,6 +181,38 @@ def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
     kernel = bound(pick("cpu"), tmp_path, backward, {}, {}, grid=6)
     with pytest.raises(KernelFault, match="all blocks that run wait, this one for the turn of one that has not begun"):
         with_fields(kernel)
+
+
+#: Six blocks add a number each to O's words from 32 on, which the first has cleared; the turn is its first word.
+ADD_IN_TURNS = (
+    "#include <fa/atomic.cuh>\n"
+    + entry()[: -len(", ) {\n")]
+    + """) {
+    int* turn = static_cast<int*>(args.O.data);
+    float *to = static_cast<float*>(args.O.data) + 32, *numbers_smem = reinterpret_cast<float*>(fa::dynamic_shared_1024());
+    const float numbers[6] = {1.0f, 1e8f, -1e8f, 2.0f, 4.0f, 8.0f};
+    if (threadIdx.x > 0) return;
+    for (int i = 0; i < 64; ++i) numbers_smem[i] = numbers[blockIdx.x];
+    fa::fence_proxy_async_shared();
+    fa::wait_for_turn(turn, int(blockIdx.x) - 1);
+    for (int i = 0; i < 64 && blockIdx.x == 0; ++i) to[i] = 0.0f;
+    fa::fence_proxy_async_global();
+    fa::bulk_add_f32(to, numbers_smem, 64);
+    fa::bulk_commit();
+    fa::bulk_wait<0>();
+    fa::pass_turn(turn, blockIdx.x);
+}
+"""
+)
+
+
+def test_bulk_reductions_in_turns(backend: Backend, tmp_path: Path) -> None:
+    """In the order of the turns, behind what the first block has stored: any block before its turn gives another sum, but for the last three."""
+    wanted = np.float32(0)
+    for number in (1, 1e8, -1e8, 2, 4, 8):
+        wanted += np.float32(number)
+    got = with_fields(bound(backend, tmp_path, ADD_IN_TURNS, {}, {}, grid=6)).view(np.float32)
+    assert wanted == 14 and (got[32:96] == wanted).all()
 
 
 ADD = (

@@ -21,31 +21,35 @@ BEFORE = "#include <fa/query_tiles.cuh>\n"
 FIELDS = {"batch": 7, "heads_q": 2, "heads_kv": 1, "seq_q": 150, "seq_kv": 400, "causal_shift": 30}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_works(causal: bool, backend: Backend, tmp_path: Path) -> None:
-    """fa::Work: every tile of keys of every head once, and the tiles of queries that see it; 1 MB are 6 heads of the 7."""
-    body = """\
-    const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, 1>(args, t);
-    const int all[6] = {work.k_first, work.kv_head, work.batch, work.first, work.end, work.count};
+@pytest.mark.parametrize(("causal", "turns"), [(False, False), (False, True), (True, False), (True, True)])
+def test_works(causal: bool, turns: bool, backend: Backend, tmp_path: Path) -> None:
+    """fa::Work: every tile of keys of every head once, and the tiles of queries that see it; 1 MB are 6 heads of the 7. turns: of blocks
+    that take turns, the last keys first."""
+    body = f"""\
+    const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, 1, {str(turns).lower()}>(args, t);
+    const int all[6] = {{work.k_first, work.kv_head, work.batch, work.first, work.end, work.count}};
     for (int i = 0; i < 6; ++i) out[6 * t + i] = all[i];"""
-    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=BEFORE)[: 28 * 6].reshape(28, 6)
+    before = f"#undef DETERMINISTIC\n#define DETERMINISTIC {turns:d}\n{BEFORE}"
+    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=before)[: 28 * 6].reshape(28, 6)
     first = {key: min(3, max(0, key - 30) // 64) if causal else 0 for key in range(0, 400, 128)}
-    sections = [range(6), range(6, 7)] if causal else [range(head, head + 1) for head in range(7)]
-    places = [(key, head) for heads in sections for key in first for head in heads]
+    sections = [range(6), range(6, 7)] if causal or turns else [range(head, head + 1) for head in range(7)]
+    places = [(key, head) for heads in sections for key in sorted(first, reverse=turns) for head in heads]
     assert got.tolist() == [[key, 0, head, first[key], 3, 2 * (3 - first[key])] for key, head in places]
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_walk(backwards: bool, backend: Backend, tmp_path: Path) -> None:
-    """fa::Walk: the tiles of queries of a work, head after head of its group, from either end."""
+    """fa::Walk: the tiles of queries of a work, head after head of its group, from either end; fa::NumberWalk: their numbers, 4 a head."""
     body = f"""\
-    const fa::Work work{{0, 2, 0, 1, 4, 9}};
+    const fa::Work work{{0, 2, 1, 1, 4, 9}};
     using Walk = fa::Walk<{str(backwards).lower()}>;
     Walk at = Walk::begin(args, work);
-    for (int n = 0; n < t; ++n) at.next(work);
-    out[2 * t] = at.head, out[2 * t + 1] = at.queries(work);"""
-    got = run(backend, tmp_path, body, fields={"heads_q": 12, "heads_kv": 4}, before=BEFORE)[:18].reshape(9, 2)
-    assert got.tolist() == [[head, tile] for head in (6, 7, 8) for tile in ((3, 2, 1) if backwards else (1, 2, 3))]
+    fa::NumberWalk<{str(backwards).lower()}> also = fa::QueryTiles<64, 64, 0, 1>::walk_numbers<{str(backwards).lower()}>(args, work);
+    for (int n = 0; n < t; ++n) at.next(work), also.next(work);
+    out[3 * t] = at.head, out[3 * t + 1] = at.queries(work), out[3 * t + 2] = also.number;"""
+    got = run(backend, tmp_path, body, fields={"heads_q": 12, "heads_kv": 4, "seq_q": 256}, before=BEFORE)[:27].reshape(9, 3)
+    places = [(head, tile) for head in (6, 7, 8) for tile in ((3, 2, 1) if backwards else (1, 2, 3))]
+    assert got.tolist() == [[head, tile, 4 * (12 + head) + tile] for head, tile in places]
 
 
 def test_places(backend: Backend, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Gpu()
 
 
+@pytest.fixture
+def left() -> Callable[[], set[threading.Thread]]:
+    """The threads that a test has started and not ended; other tests' libraries keep theirs."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
+
+
 def fa2(problem: Problem, backend: Backend) -> list[contenders.Contender]:
     return choose(["fa2"], PASSES, (problem,), backend.device())[0]
 
@@ -67,7 +74,7 @@ def test_small_keeps_what_kernels_depend_on() -> None:
     assert small(Problem.of(1, 8, 64, 59)) == Problem.of(1, 2, 64, 59)
 
 
-def test_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once(gpu: Any, left: Callable[[], set[threading.Thread]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A marker keeps the next run from it, unless a part failed or the problem is another kind."""
     ran, fails = list[str](), list[bool]()
 
@@ -81,20 +88,22 @@ def test_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         with ahead(gpu, fa2(shape, gpu), shape, PASSES) as compiling:
             compiling.checks()
             compiling.kernels()
-            assert threading.active_count() == 1
+            assert not left()
         assert len(ran) == runs
     assert sorted(set(gpu.loaded)) == ["fa2_backward", "fa2_forward"] and len(gpu.loaded) == 8
 
 
-def test_a_fault_ends_it(gpu: Any) -> None:
+def test_a_fault_ends_it(gpu: Any, left: Callable[[], set[threading.Thread]]) -> None:
     """What the block raises is raised, and no thread is left."""
     problem = SHAPES[0]
     with pytest.raises(ValueError, match="mine"), ahead(gpu, fa2(problem, gpu), problem, PASSES):
         raise ValueError("mine")
-    assert threading.active_count() == 1
+    assert not left()
 
 
-def test_a_kernel_that_does_not_load_is_a_fault(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_load_is_a_fault(
+    gpu: Any, left: Callable[[], set[threading.Thread]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, before anything is launched: it is not compiled twice."""
     problem, tried = SHAPES[0], list[str]()
 
@@ -105,17 +114,17 @@ def test_a_kernel_that_does_not_load_is_a_fault(gpu: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "load", load)
     with pytest.raises(KernelFault, match="it does not compile"), ahead(gpu, fa2(problem, gpu), problem, ("forward",)) as compiling:
         compiling.kernels()
-    assert tried == ["fa2_forward"] and threading.active_count() == 1
+    assert tried == ["fa2_forward"] and not left()
 
 
-def test_the_kernels_of_a_sweep(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_sweep(gpu: Any, left: Callable[[], set[threading.Thread]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each code once: lengths are no part of it. What does not compile, or refuses its problem, is left to its own row."""
     problems = [Problem.of(1, 2, seq, dim) for seq in (32, 64, 96) for dim in (32, 40)]
     wanted = [(each, problem) for problem in problems for each in fa2(problem, gpu)]
     load_all(gpu, wanted, PASSES)
     codes = {(k.path, k.plan(p, gpu.device(), each.tiles).macros) for each, p in wanted for k in each.kernels.values()}
     assert len(gpu.loaded) == len(codes) < len(wanted) * 2 and set(gpu.loaded) == {"fa2_backward", "fa2_forward"}
-    assert threading.active_count() == 1
+    assert not left()
 
     def load(kernel: Any, *_: Any) -> None:
         raise KernelFault("it does not compile")
