@@ -14,7 +14,8 @@
 //   writes to the source or the destination of an asynchronous copy in flight (async.hpp), to registers or operands of a wgmma in flight
 //   (wgmma.hpp);
 //   with the race check, accesses to shared memory that no barrier orders (race.hpp);
-//   in a cluster accesses to blocks that are not there, or have ended (cluster.hpp).
+//   in a cluster accesses to blocks that are not there, or have ended (cluster.hpp);
+//   turns that are passed by who does not have them or too early, and blocks that wait for one that has not begun (turns.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
 // It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
 //
@@ -28,7 +29,6 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "async.hpp"
 #include "barrier.hpp"
@@ -41,6 +41,7 @@
 #include "scheduler.hpp"
 #include "signals.hpp"
 #include "tma.hpp"
+#include "turns.hpp"
 #include "wgmma.hpp"
 #include "workers.hpp"
 
@@ -150,8 +151,7 @@ static void init_block(Worker& w, uint64_t index) {
     new_block_barriers(w);
     w.live = w.threads;
     w.idle_peeks = 0;
-    w.await_turn = w.only_turns = 0;
-    for (int t = 0; t < w.threads; ++t) w.turns[t] = {{nullptr, nullptr}, true};
+    new_block_turns(w);
     w.any_parked = false;
     memset(w.parked, 0, sizeof w.parked);
     w.failed = false;
@@ -452,8 +452,6 @@ void fa_host_proxy_fence() {
     if (w.race) w.race->clocks->fence(own_clock());
 }
 
-void fa_host_proxy_fence_of_turns() { this_worker->turns[this_worker->current].fenced = true; }
-
 void fa_host_tma_load(const void* given, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
@@ -635,50 +633,6 @@ int fa_host_atomic_max_i32(int* address, int value) {
     int old = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
-}
-
-// Fails where a thread passes a turn that it does not have, or under a bulk reduction that it has begun with it and not waited for.
-int fa_host_has_turn(const int* turn, int mine) {
-    Worker& w = *this_worker;
-    if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) return false;
-    Turns& turns = w.turns[w.current];
-    if (turns.at[0] != turn) turns.at[1] = turns.at[0], turns.at[0] = turn;
-    turns.fenced = false;
-    return true;
-}
-
-static void somebody_goes_on(Worker& w) {
-    if (w.only_turns) __atomic_fetch_sub(&job->waiting, 1, __ATOMIC_RELAXED);
-    w.only_turns = 0;
-}
-
-// The block waited for runs on another worker, or has run on this one. Where all workers wait, and go on doing so, it is one that has not
-// begun: on a GPU it might never begin either.
-void fa_host_await_turn(const char* file, int line) {
-    Worker& w = *this_worker;
-    abort_if_interrupted(w);
-    w.idle_peeks = 0;
-    int others = 0;
-    for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
-    // Without others than those that wait for a turn too it is the latest moment for what is in flight.
-    if (others > w.await_turn++ || unpark(w) || deliver_one(w)) return somebody_goes_on(w);
-    if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
-    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = 1;
-    if (w.only_turns == 20000)
-        fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
-    usleep(100);
-}
-
-void fa_host_end_await() { --this_worker->await_turn; }
-
-void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
-    Worker& w = *this_worker;
-    Turns& turns = w.turns[w.current];
-    if (turns.at[0] != turn && turns.at[1] != turn) fa_host_fail("pass_turn: this thread has not waited for this turn", file, line);
-    turns.at[turns.at[0] != turn] = nullptr;
-    if (w.async && w.async->adds_under(w, turn))
-        fa_host_fail("pass_turn: a bulk reduction that began in this turn is not complete: bulk_wait comes before", file, line);
-    __atomic_store_n(turn, next, __ATOMIC_RELEASE);
 }
 
 int fa_host_run(const Launch* launch) {

@@ -1,0 +1,79 @@
+// Turns: blocks that add to the same place in an order (fa/atomic.cuh). A turn is a number in global memory: who may add next.
+//
+// A thread that waits for a turn lets the others of its block run. What it has taken is kept until it passes it on: passed by a thread that
+// does not have it, under a bulk reduction that is not complete, or with a bulk reduction behind no proxy fence, it is a fault here, where a
+// GPU would add in another order now and then.
+#pragma once
+
+#include <stdint.h>
+#include <unistd.h>
+
+#include "async.hpp"
+#include "block.hpp"
+#include "engine.hpp"
+#include "report.hpp"
+#include "scheduler.hpp"
+
+namespace fa_host {
+
+static inline void new_block_turns(Worker& w) {
+    w.await_turn = w.only_turns = 0;
+    for (int t = 0; t < w.threads; ++t) w.turns[t] = {{nullptr, nullptr}, true};
+}
+
+static inline void somebody_goes_on(Worker& w) {
+    if (w.only_turns) __atomic_fetch_sub(&job->waiting, 1, __ATOMIC_RELAXED);
+    w.only_turns = 0;
+}
+
+}  // namespace fa_host
+
+// -- the functions that words call ------------------------------------------------------------------------------------
+
+extern "C" {
+
+void fa_host_proxy_fence_of_turns() { fa_host::this_worker->turns[fa_host::this_worker->current].fenced = true; }
+
+int fa_host_has_turn(const int* turn, int mine) {
+    using namespace fa_host;
+    Worker& w = *this_worker;
+    if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) return false;
+    Turns& turns = w.turns[w.current];
+    if (turns.at[0] != turn) turns.at[1] = turns.at[0], turns.at[0] = turn;
+    turns.fenced = false;
+    return true;
+}
+
+// The block waited for runs on another worker, or has run on this one. Where all workers wait, and go on doing so, it is one that has not
+// begun: on a GPU it might never begin either.
+void fa_host_await_turn(const char* file, int line) {
+    using namespace fa_host;
+    Worker& w = *this_worker;
+    abort_if_interrupted(w);
+    w.idle_peeks = 0;
+    int others = 0;
+    for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
+    // Without others than those that wait for a turn too it is the latest moment for what is in flight.
+    if (others > w.await_turn++ || unpark(w) || deliver_one(w)) return somebody_goes_on(w);
+    if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = 1;
+    if (w.only_turns == 20000)
+        fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
+    usleep(100);
+}
+
+void fa_host_end_await() { --fa_host::this_worker->await_turn; }
+
+// Fails where a thread passes a turn that it does not have, or under a bulk reduction that it has begun with it and not waited for.
+void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
+    using namespace fa_host;
+    Worker& w = *this_worker;
+    Turns& turns = w.turns[w.current];
+    if (turns.at[0] != turn && turns.at[1] != turn) fa_host_fail("pass_turn: this thread has not waited for this turn", file, line);
+    turns.at[turns.at[0] != turn] = nullptr;
+    if (w.async && w.async->adds_under(w, turn))
+        fa_host_fail("pass_turn: a bulk reduction that began in this turn is not complete: bulk_wait comes before", file, line);
+    __atomic_store_n(turn, next, __ATOMIC_RELEASE);
+}
+
+}  // extern "C"
