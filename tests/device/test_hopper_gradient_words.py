@@ -14,6 +14,8 @@ from word_kernel import integers
 from harness.backends import Backend, pick
 from harness.fault import KernelFault
 
+WITHOUT_MAPS = entry().replace(", ) {", ") {")
+
 #: D (64, N) = A^T (64, 64) B (64, N): A and B by rows, both transposed by their descriptors; D's registers hold NaN before.
 TRANSPOSED = (
     "template <int N> __device__ void product(float* out, uint64_t a, uint64_t b) {\n"
@@ -73,8 +75,8 @@ def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> 
 #: S and dP (64, 64) by rows in Q and K, the columns' numbers in V: reference, delta. O: P, dS, P with columns cleared, tiles of dS.
 COLUMNS = (
     "#include <fa/accumulator.cuh>\n"
-    + entry()[: -len(", ) {\n")]
-    + """) {
+    + WITHOUT_MAPS
+    + """\
     const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, pair = t % 4 * 2;
     float* out = static_cast<float*>(args.O.data);
     float* numbers_smem = reinterpret_cast<float*>(fa::dynamic_shared_1024() + 16384);
@@ -148,8 +150,8 @@ def test_columns(backend: Backend, tmp_path: Path) -> None:
 #: Six blocks; the turn and the sum are O's first words, -1 at first, then whether each has its turn and another.
 TURNS = (
     "#include <fa/atomic.cuh>\n"
-    + entry()[: -len(", ) {\n")]
-    + """) {
+    + WITHOUT_MAPS
+    + """\
     int* turn = static_cast<int*>(args.O.data);
     if (threadIdx.x >= 32) return;
     if (threadIdx.x == 5) {
@@ -186,8 +188,8 @@ def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
 #: Six blocks add a number each to O's words from 32 on, which the first has cleared; the turn is its first word.
 ADD_IN_TURNS = (
     "#include <fa/atomic.cuh>\n"
-    + entry()[: -len(", ) {\n")]
-    + """) {
+    + WITHOUT_MAPS
+    + """\
     int* turn = static_cast<int*>(args.O.data);
     float *to = static_cast<float*>(args.O.data) + 32, *numbers_smem = reinterpret_cast<float*>(fa::dynamic_shared_1024());
     const float numbers[6] = {1.0f, 1e8f, -1e8f, 2.0f, 4.0f, 8.0f};
