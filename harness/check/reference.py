@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..array import Array, ArrayModule
+from ..array import Array, ArrayModule, every
 from ..dataset.storage import round_to, tf32, through, widen
 from ..problem import Problem
 from . import alike
@@ -49,6 +49,7 @@ class Reference:
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
+    finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
     """
 
     values: Mapping[str, Array]
@@ -61,6 +62,7 @@ class Reference:
     alike: float = 0.0
     typical: float = 0.0
     drift: float = 0.0
+    finite: bool = True
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -119,8 +121,8 @@ class _Math:
         return self.xp.matmul(self.operand(a), self.operand(b))
 
     def key_order(self, keys: Array | None) -> Array:
-        every = self.xp.arange(self.problem.seq_kv) if keys is None else keys
-        return every[::-1] if self.reverse else every
+        order = self.xp.arange(self.problem.seq_kv) if keys is None else keys
+        return order[::-1] if self.reverse else order
 
     def note(self, name: str, squares: Array, factor: Array) -> None:
         """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
@@ -258,13 +260,13 @@ class _Math:
     def backward(self, x: Mapping[str, Array], out: Array, row_max: Array, row_sum: Array) -> dict[str, Array]:
         """dQ, dK, dV, sampled as :func:`sample` says, from O, row_max and row_sum of all query rows."""
         delta = (x["dO"] * out).sum(axis=-1)
-        picked, every = sample(self.problem), self.xp.arange(self.problem.seq_q)
+        picked, whole = sample(self.problem), self.xp.arange(self.problem.seq_q)
         if picked is None:
-            dq, dk, dv = self.gradients(x, row_max, row_sum, delta, every, None)
+            dq, dk, dv = self.gradients(x, row_max, row_sum, delta, whole, None)
         else:
             queries, keys = (self.xp.asarray(i) for i in picked)
             dq = self.gradients(x, row_max, row_sum, delta, queries, None)[0]
-            _, dk, dv = self.gradients(x, row_max, row_sum, delta, every, keys)
+            _, dk, dv = self.gradients(x, row_max, row_sum, delta, whole, keys)
         return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
 
     def shaped(self, name: str, array: Array) -> Array:
@@ -286,8 +288,8 @@ def sample(problem: Problem) -> tuple[Array, Array] | None:
     random = np.random.RandomState(0)
 
     def rows(count: int) -> Array:
-        every = np.arange(count)
-        edges = every[(every % EDGE == 0) | (every % EDGE == EDGE - 1) | (every == count - 1)]
+        whole = np.arange(count)
+        edges = whole[(whole % EDGE == 0) | (whole % EDGE == EDGE - 1) | (whole == count - 1)]
         return np.union1d(edges, random.choice(count, min(count, SAMPLE), replace=False))
 
     return rows(problem.seq_q), rows(problem.seq_kv)
@@ -295,12 +297,12 @@ def sample(problem: Problem) -> tuple[Array, Array] | None:
 
 def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dict[str, Array] | None]:
     """The query rows that a forward pass must compute, and the rows of each tensor that are returned (None: all)."""
-    picked, every = sample(problem), xp.arange(problem.seq_q)
+    picked, whole = sample(problem), xp.arange(problem.seq_q)
     if picked is None:
-        return every, None
+        return whole, None
     queries, keys = (xp.asarray(i) for i in picked)
     rows = {"O": queries, "logsumexp": queries, "dQ": queries, "dK": keys, "dV": keys}
-    return every if backward else queries, rows  # dK and dV need logsumexp and delta of every query
+    return whole if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 
 def reference(
@@ -328,7 +330,8 @@ def reference(
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
-    return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift)
+    finite = all(every(xp.isfinite(array)) for array in x.values())
+    return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:

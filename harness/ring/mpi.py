@@ -19,8 +19,8 @@ from typing import Any
 from ..fault import EnvironmentFault, install_extra
 from .transport import Arrival, Clock, HostClock, Stuck
 
-#: Tags of gather's messages; exchanges have 0.
-_TO_FIRST, _FROM_FIRST = 1, 2
+#: Tags of gather's messages, and of the first rank's last one; exchanges have 0.
+_TO_FIRST, _FROM_FIRST, _ENDED = 1, 2, 3
 #: Exit code of a rank that aborts: the environment's.
 _ABORTED = EnvironmentFault.exit_code
 
@@ -110,11 +110,20 @@ class Mpi:
         return nullcontext()
 
     def close(self, failed: bool = False) -> None:
-        """Finalise. A rank that failed does so at its exit, by aborting all: what it raises is told first."""
-        if not failed and not self._closed:
-            self._closed = True
-            with _watchdog(self.timeout):
-                self.mpi.Finalize()
+        """Finalise, all ranks at the first's time, which may have minutes of judging before it: MPI_Finalize waits, and has a limit here.
+
+        A rank that failed does so at its exit, by aborting all, also those that wait here: what it raises is told first."""
+        if failed or self._closed:
+            return
+        if self.rank:
+            while not self.comm.iprobe(0, _ENDED):
+                time.sleep(1e-3)
+            self.comm.recv(None, 0, _ENDED)
+        else:
+            self.mpi.Request.waitall([self.comm.isend(None, rank, _ENDED) for rank in range(1, self.size)])
+        self._closed = True
+        with _watchdog(self.timeout):
+            self.mpi.Finalize()
 
     def _abort(self) -> None:
         if not self._closed:

@@ -114,7 +114,7 @@ class Store:
     def gather(self, value: Any, patience: float = 1) -> list[Any]:
         """Every rank's value."""
         self._count += 1
-        prefix = f"fa_cli/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self._count}"
+        prefix = f"{_keys()}/{self._count}"
         data = pickle.dumps(value)
         pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
         for number, piece in enumerate(pieces):
@@ -131,9 +131,20 @@ class Store:
         return found
 
     def close(self, failed: bool = False) -> None:
-        """Wait for all, since the store is in the first rank's process."""
-        if not failed:
-            self.gather(None)
+        """The first rank waits for all, since the store is in its process; the others go: it may have minutes of judging before it."""
+        if failed:
+            return
+        self._store.set(f"{_keys()}/closed/{self.rank}", "")
+        for rank in range(1, self.size if self.rank == 0 else 0):
+            try:
+                self._store.get(f"{_keys()}/closed/{rank}")
+            except RuntimeError:
+                raise Stuck(self.rank, rank, self.timeout) from None
+
+
+def _keys() -> str:
+    """What the names of a run's values begin with: torchrun starts ranks again beside the same store."""
+    return f"fa_cli/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def control(place: Place, timeout: float) -> Control:

@@ -229,3 +229,28 @@ def test_a_sample_of_rows_is_no_input_of_a_backward_pass(monkeypatch: pytest.Mon
     with pytest.raises(UsageFault, match="a backward pass alone") as caught:
         Oracle(problem, generate(problem, 1)).inputs_of("backward")
     assert "--mode both" in caught.value.hint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_a_row_outside_the_sample_must_be_written(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element of poison in a row that float64 is not computed for fails its tensor; masked rows, whose logsumexp is -inf, do not."""
+    problem = Problem.of(1, 2, 300, 4, seq_kv=200, causal=True, dtype=dtype)
+    tensors = generate(problem, 7)
+    whole = reference(np, problem, tensors)
+    assert np.isneginf(whole["logsumexp"][:, :, :100]).all()
+    outputs = {name: round_to(np, whole[name], problem.tensor_dtype(name)) for name in whole.values}
+    monkeypatch.setattr(ref, "DENSE_SCORES", 1000)
+    monkeypatch.setattr(ref, "SAMPLE", 50)
+    oracle = Oracle(problem, tensors)
+    assert all(verdict.passed for verdict in oracle.judge(outputs, "f32", 64).values())
+    for name, array in outputs.items():
+        rows = oracle.reference.rows
+        assert rows is not None
+        last = array.shape[2] - 1
+        row = max(set(range(last)) - set(rows[name].tolist()))
+        torn = array.copy()
+        torn[0, 1, row : row + 1].reshape(-1).view(np.uint8)[-array.itemsize :] = 0xFF
+        verdict = oracle.judge({**outputs, name: torn}, "f32", 64)[name]
+        assert not verdict.passed
+        assert verdict.worst[:3] == (0, 1, row)
+        assert "1 values of this head are not finite" in verdict.reason

@@ -28,3 +28,18 @@ def test_a_value_larger_than_the_store_takes_arrives_whole() -> None:
     large = bytes(range(256)) * (20 << 12)
     assert store.gather(large) == [large]
     assert store.gather({"small": 1}) == [{"small": 1}]
+
+
+def test_only_the_first_rank_waits_at_the_end() -> None:
+    """It judges for minutes before it closes, longer than --timeout: the others leave the store, which is in its process, before it."""
+    values = Values()
+    stores = []
+    for rank in range(2):
+        store = object.__new__(place.Store)
+        store.rank, store.size, store.timeout, store._count, store._store = rank, 2, 5.0, 0, values
+        stores.append(store)
+    stores[1].close()
+    closed = set(values)
+    assert len(closed) == 1
+    stores[0].close()
+    assert set(values) > closed
