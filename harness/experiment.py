@@ -29,7 +29,7 @@ from .measure import ceilings
 from .measure.sampling import POLICY, Policy, Ready
 from .peers.base import installed
 from .problem import MODES, PASSES, Problem
-from .row import CEILING, TYPES, Row, Rows, read_rows
+from .row import CEILING, Row, Rows, read_rows
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches, with_options
 
@@ -260,13 +260,7 @@ def _survived(
 
 def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
     """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
-    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim, problem.dtype, problem.causal)
-    found = [
-        row.timing
-        for row in rows
-        if (row.Test, row.Kernel, row.Type) == (test, contender.name, TYPES[mode])
-        and (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.dtype.replace("tf32", "float32"), row.causal) == shape
-    ]
+    found = [row.timing for row in rows if results.is_of(row, test, contender, mode, problem)]
     return bool(found) and (found[0] is None or set(timings) <= {*found, "energy"})
 
 

@@ -65,6 +65,13 @@ def cell(row: Row) -> Cell:
     return (row.Test, row.Kernel, row.Type, row.dtype.replace("tf32", "float32"), *shape)
 
 
+def is_of(row: Row, test: str, contender: Contender, mode: str, problem: Problem) -> bool:
+    """Whether a row is a contender's, of a test, mode and problem, in the form (deterministic or not) that the contender has."""
+    of = _of_problem(test, contender.name, list(contender.kernels.values()), mode, problem, contender.deterministic)
+    names = of.keys() - {"dtype", "arithmetic"}  # tf32 is written for float32 files
+    return row.dtype.replace("tf32", "float32") == of["dtype"] and all(getattr(row, name) == of[name] for name in names)
+
+
 def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -> bytes:
     """samples.jsonl without the lines of a run whose cell is not to be kept; nothing where there is no such file.
 

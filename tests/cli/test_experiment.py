@@ -24,6 +24,7 @@ from harness.check.contender import Contender
 from harness.choose import contender
 from harness.measure import alone
 from harness.problem import Problem
+from harness.row import Row
 from harness.selftest.mutant import edited
 from harness.sweep import load
 
@@ -143,6 +144,30 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     assert after[: len(before)] == before
     assert len({(r["Test"], r["Kernel"]) for r in after}) == len(after) == 18
     assert len({r["run_id"] for r in after}) == 1
+
+
+@needs_compiler
+def test_a_resumed_sweep_measures_what_differs(sweep: Path, tmp_path: Path) -> None:
+    """A shape of the same test with other key heads, keys or scale, and the other form of a kernel, are not done; they are afterwards."""
+
+    def resumed(deterministic: bool = False) -> list[Row]:
+        options = experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", deterministic=deterministic, resume=True)
+        return experiment.run_sweep(options).rows
+
+    one = "{ test = 'gqa', batch = 1, heads = 2, seq = 32, dim = 64, dtype = 'float16', causal = true"
+    head = "mode = 'backward'\nkernels = ['mma_qreg_async']\npeers = []\n"
+    sweep.write_text(f"{head}shapes = [{one}, heads_kv = 2 }}]")
+    first = resumed()
+    sweep.write_text(f"{head}shapes = [{one}, heads_kv = 2 }}, {one}, heads_kv = 1 }}, {one}, seq_kv = 48 }}, {one}, scale = 0.5 }}]")
+    rows = resumed()
+    assert [(r.heads_kv, r.seq_kv, r.scale) for r in rows] == [(2, 32, 0.125), (1, 32, 0.125), (2, 48, 0.125), (2, 32, 0.5)]
+    assert rows[0] == first[0]
+    assert resumed() == rows
+    assert {r.deterministic for r in rows} == {False}
+    again = resumed(deterministic=True)
+    assert len(again) == 4
+    assert {(r.deterministic, r.Status) for r in again} == {(True, "PASS")}
+    assert resumed(deterministic=True) == again
 
 
 @needs_compiler
