@@ -26,6 +26,8 @@ SPELLINGS = {
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+#: The least of float32 that is not subnormal.
+FLOAT32_MIN = 2.0**-126
 
 PASSES = ("forward", "backward")
 
@@ -101,7 +103,7 @@ class Problem:
             raise UsageFault(f"unknown dtype {dtype!r}", known, "use --dtype float32")
         if not isinstance(causal, bool):
             raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
-        scale = dim**-0.5 if scale is None else _scale(scale)
+        scale = dim**-0.5 if scale is None else _scale(scale, dtype)
         return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, _shift(seq, seq_kv, causal, causal_shift))
 
     # -- names --------------------------------------------------------------------------------------------------------
@@ -218,13 +220,16 @@ def _size(name: str, value: object) -> int:
     raise UsageFault(f"{name} is {value!r:.40}", f"every size of an attention problem is {kind}", f"use --{option} 1 or more")
 
 
-def _scale(value: object) -> float:
-    """A softmax scale. Raises UsageFault where it is no number, or not finite in float32, in which kernels take it."""
+def _scale(value: object, dtype: str) -> float:
+    """A softmax scale. Raises UsageFault where it is no number, or not finite in float32, in which kernels take it.
+
+    Subnormals of float32 are 0 to a GPU. Here they are before a kernel looks at it: 0 is a case of its own, since 0 times the -inf of a
+    masked score is NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
         raise UsageFault(
             f"scale is {value!r:.40}", "the softmax scale must be finite, also in float32", "leave --scale out for 1/sqrt(dim)"
         )
-    return float(value)
+    return 0.0 if abs(value) < FLOAT32_MIN and dtype != "float64" else float(value)
 
 
 def _shift(seq_q: int, seq_kv: int, causal: bool, given: int | None) -> int:

@@ -132,11 +132,11 @@ def _size(path: Path) -> int:
     return found.st_size
 
 
-def _apply(folder: Path, entries: Sequence[Json]) -> None:
-    """Rename and append what is staged. It may be done again: an append starts at its offset."""
+def _apply(folder: Path, entries: Sequence[Json], again: bool = False) -> None:
+    """Rename and append what is staged. again: a process that was killed may have done a part of it; an append starts at its offset."""
     for entry in entries:
         if entry["offset"] is None:
-            with suppress(FileNotFoundError):  # renamed before the process was killed
+            with suppress(*([FileNotFoundError] if again else [])):  # renamed before
                 os.replace(folder / entry["staged"], folder / entry["name"])
             continue
         data = (folder / entry["staged"]).read_bytes()
@@ -298,7 +298,7 @@ def _recover(folder: Path) -> None:
     try:
         entries = _journal(folder)
         if entries and all(_ready(folder, entry) for entry in entries):
-            _apply(folder, entries)
+            _apply(folder, entries, again=True)
         (folder / JOURNAL).unlink(missing_ok=True)
     except OSError as error:
         raise disk_fault(folder, error) from None

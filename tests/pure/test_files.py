@@ -13,6 +13,7 @@ import pytest
 
 from harness import files
 from harness.fault import DataFault, DiskFault
+from harness.files import writing
 
 
 class Killed(BaseException):
@@ -170,3 +171,17 @@ def test_gathered_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
             if ask:
                 made.result()
         assert contents(tmp_path) == {}
+
+
+def test_a_file_that_is_cleared_away_before_its_rename_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer without a lock, as of figures in plots/, beside a run that settles the folder: it says so, and does not end as if all were well."""
+    right = writing._sync
+
+    def settled(folder: Path) -> None:
+        right(folder)
+        files.settle(folder)
+
+    monkeypatch.setattr(writing, "_sync", settled)
+    with pytest.raises(DiskFault, match="cannot write in"):
+        files.write_files(tmp_path, {"figure.png": b"whole"})
+    assert not list(tmp_path.iterdir())

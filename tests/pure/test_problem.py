@@ -136,3 +136,11 @@ def test_faults_say_what_why_and_hint() -> None:
     assert str(Fault("what")) == "what"
     kinds = [UsageFault, DataFault, EnvironmentFault, KernelFault, DiskFault]
     assert [kind.exit_code for kind in kinds] == [2, 3, 4, 5, 6]
+
+
+def test_a_scale_that_float32_has_only_as_a_subnormal_is_zero() -> None:
+    """Kernels multiply by it in float32, on a GPU without subnormals, and 0 times the -inf of a masked score is NaN."""
+    for scale in (2.0**-127, -1e-46, 5e-324):
+        assert Problem.of(scale=scale, dtype="float16").scale == 0
+        assert Problem.of(scale=scale, dtype="float64").scale == scale
+    assert Problem.of(scale=-(2.0**-126)).scale == -(2.0**-126)
