@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from . import peers
 from .check.contender import Contender
@@ -50,7 +52,34 @@ def choose(
         several = [contender(name, passes, deterministic=deterministic, tiles=tiles) for name in names]
         found += [each for each in several if not {kernel.path for kernel in each.kernels.values()} <= there]
         notes += some
-    return found, notes
+    return named_apart(found), notes
+
+
+def named_apart(found: Sequence[Contender]) -> list[Contender]:
+    """The contenders, each name for the files of one kernel only: two versions of a kernel in two folders are mine and mine@folder.
+
+    Tables, figures and resumed runs know a kernel by its name. A peer, then a kernel of the tree, then the first keeps it.
+    """
+    owners: dict[str, tuple[Path, ...]] = {}
+    for each in sorted(found, key=lambda each: any(not kernel.in_tree for kernel in each.kernels.values())):
+        owners.setdefault(each.name, _files(each))
+    apart = []
+    for each in found:
+        number = 0
+        while owners.setdefault(name := _other(each, number), _files(each)) != _files(each):
+            number += 1
+        apart.append(replace(each, name=name))
+    return apart
+
+
+def _files(each: Contender) -> tuple[Path, ...]:
+    return tuple(kernel.path for kernel in each.kernels.values())
+
+
+def _other(each: Contender, number: int) -> str:
+    """The name of a contender where it is free, and what it is called where it is not: name@folder, name@folder-2, ..."""
+    folder = f"@{_files(each)[0].parent.name}" if number else ""
+    return each.name + folder + (f"-{number}" if number > 1 else "")
 
 
 def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, tiles: Mapping[str, int] | None = None) -> Contender:

@@ -22,7 +22,7 @@ from .backends import Backend, ContextLost
 from .check.ahead import load_all
 from .check.contender import Contender
 from .check.oracle import Oracle, oracle_for
-from .choose import AUTO, choose
+from .choose import AUTO, choose, named_apart
 from .fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from .kernel import catalogue
 from .measure import ceilings
@@ -315,7 +315,7 @@ def _contenders(
             with suppress(UsageFault):  # a range none of which takes this shape
                 several_of_it, _ = choose([spec], passes, [problem], backend.device(), deterministic=options.deterministic)
                 able += [each for each in several_of_it if each not in able]
-        found.append(able)
+        found.append(named_apart(able))
     return found, notes
 
 

@@ -66,7 +66,7 @@ def cell(row: Row) -> Cell:
 
 
 def is_of(row: Row, test: str, contender: Contender, mode: str, problem: Problem) -> bool:
-    """Whether a row is a contender's, of a test, mode and problem, in the form (deterministic or not) that the contender has."""
+    """Whether a row is a contender's, of a test, mode and problem, of the source and in the form (deterministic or not) that it has now."""
     of = _of_problem(test, contender.name, list(contender.kernels.values()), mode, problem, contender.deterministic)
     names = of.keys() - {"dtype", "arithmetic"}  # tf32 is written for float32 files
     return row.dtype.replace("tf32", "float32") == of["dtype"] and all(getattr(row, name) == of[name] for name in names)
@@ -152,6 +152,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "scale": p.scale,
         "repro": _repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
+        "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
     }
 
 
@@ -195,7 +196,6 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
         shared_bytes=most("shared_bytes"),
         deterministic=all(k.deterministic for k in kernels) if kernels else (result.deterministic and mode != "forward") or None,
         torch_backend="+".join(dict.fromkeys(p.ran for p in passes if p.ran)) or None,
-        source_hash="+".join(dict.fromkeys(k.source_hash for k in kernels)) or None,
         run_id=run_id,
         recipe=recipe(problem),
         **of_tensors,

@@ -133,7 +133,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     Work work;
 #if CAUSAL
     // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
-    const int kv_heads = max(1, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv)));
+    const int kv_heads = max(1, min(args.heads_kv * args.batch, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv))));
     const int heads = kv_heads * (args.heads_q / args.heads_kv);
     const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
     const int q_tile = q_tiles - 1 - place.tile, row = place.head;

@@ -116,7 +116,12 @@ class Kernel:
     @property
     def spec(self) -> str:
         """Its text for --compute: the name of a kernel of the tree, the path of any other."""
-        return str(self.path) if self.number is None else self.name
+        return self.name if self.in_tree else str(self.path)
+
+    @property
+    def in_tree(self) -> bool:
+        """Whether it is of the tree, so that its name finds it: a file elsewhere may have a number too."""
+        return self.path.parent == KERNELS
 
     @property
     def entries(self) -> dict[str, tuple[str, ...]]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
 from ..kernel.expression import round_up
-from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, find, is_path
+from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
@@ -181,7 +182,7 @@ class Ready:
         if self.plain:
             return View(tensor.data_ptr(), *tensor.stride()[:3]) if tensor.is_contiguous() else None
         address, (batch, head, row, step) = tensor.data_ptr(), tensor.stride()
-        if step != 1 or (address | (batch | head | row) * self.size) & 15:
+        if step != 1 or (address | (batch | head | row) * self.size) & 15 or row >= _FAR:
             return None
         if mapped and _overlaps(tensor.shape, tensor.stride()):
             return None
@@ -200,7 +201,7 @@ class Ready:
 def ready(
     pass_: str,
     spec: str,
-    stamp: tuple[int, ...],
+    stamp: tuple[tuple[str, tuple[int, ...]], ...],
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...], ...],
     dtypes: tuple[Any, ...],
@@ -268,11 +269,15 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
 
 
+#: Elements from row to row from which on a tensor is copied: kernels index a tile, of at most 256 rows, with 32 bits.
+_FAR = 2**31 // 256
+
+
 def _fits(shape: tuple[int, ...], strides: tuple[int, ...], size: int, plain: bool) -> bool:
     """Whether a kernel takes these strides as they are: contiguous where its parameters are plain, else rows at multiples of 16 bytes."""
     if plain:
         return all(count == 1 or stride == want for count, stride, want in zip(shape, strides, (*_contiguous(shape), 1), strict=True))
-    return strides[3] == 1 and not any(stride * size & 15 for stride in strides[:3])
+    return strides[3] == 1 and strides[2] < _FAR and not any(stride * size & 15 for stride in strides[:3])
 
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -293,10 +298,28 @@ def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices
         raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
 
 
-def edited(spec: str) -> tuple[int, ...]:
-    """When the files of a path were written, so that a kernel that is being written is taken as it is now; nothing for a name."""
+#: By the path of a kernel: the files that it is made of, headers too, each with its :func:`_stamp` when they were looked up.
+_made_of: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
+
+
+def edited(spec: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The files of a path and their stamps, so that a kernel that is being written is taken as it is now; nothing for a name."""
     if not is_path(spec):
         return ()
-    stem = spec.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
-    files = dict.fromkeys((spec, f"{stem}_forward.cu", f"{stem}_backward.cu"))
-    return tuple(os.stat(file).st_mtime_ns for file in files if os.path.isfile(file))
+    path = os.path.abspath(spec)
+    found = _made_of.get(path)
+    if found is None or any(_stamp(file) != stamp for file, stamp in found):
+        stem = path.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
+        files = dict.fromkeys((path, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
+        there = (str(each) for file in files if os.path.isfile(file) for each in include_closure(Path(file)))
+        found = _made_of[path] = tuple((file, _stamp(file)) for file in dict.fromkeys((*files, *there)))
+    return found
+
+
+def _stamp(file: str) -> tuple[int, ...]:
+    """What differs after a file was written or replaced; nothing where there is none."""
+    try:
+        about = os.stat(file)
+    except OSError:
+        return ()
+    return about.st_mtime_ns, about.st_size, about.st_ino

@@ -148,11 +148,10 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_resumed_sweep_measures_what_differs(sweep: Path, tmp_path: Path) -> None:
-    """A shape of the same test with other key heads, keys or scale, and the other form of a kernel, are not done; they are afterwards."""
+    """A shape of the same test with other key heads, keys or scale, the other form of a kernel, and one that was edited, are not done."""
 
-    def resumed(deterministic: bool = False) -> list[Row]:
-        options = experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", deterministic=deterministic, resume=True)
-        return experiment.run_sweep(options).rows
+    def resumed(**more: Any) -> list[Row]:
+        return experiment.run_sweep(experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", resume=True, **more)).rows
 
     one = "{ test = 'gqa', batch = 1, heads = 2, seq = 32, dim = 64, dtype = 'float16', causal = true"
     head = "mode = 'backward'\nkernels = ['mma_qreg_async']\npeers = []\n"
@@ -168,6 +167,44 @@ def test_a_resumed_sweep_measures_what_differs(sweep: Path, tmp_path: Path) -> N
     assert len(again) == 4
     assert {(r.deterministic, r.Status) for r in again} == {(True, "PASS")}
     assert resumed(deterministic=True) == again
+
+
+@needs_compiler
+def test_a_resumed_sweep_measures_an_edited_kernel_again(sweep: Path, tmp_path: Path) -> None:
+    """A row of the text before is no row of the text now: the wrong one is found, and the right one's row is gone."""
+    mine, text = tmp_path / "mine_forward.cu", (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
+    sweep.write_text("shapes = [{ batch = 1, heads = 2, seq = 16, dim = 16 }]")
+    for edits, status in ((), "PASS"), ([(": 1 / ", ": 1.001f / ")], "FAIL"):
+        mine.write_text(edited(text, *edits))
+        options = experiment.Options(
+            str(sweep), device="cpu", output_dir=tmp_path / "out", resume=True, computes=(str(mine),), peers=(), no_figures=True
+        )
+        rows = experiment.run_sweep(options).rows
+        assert [(row.Kernel, row.Status) for row in rows] == [("mine", status)]
+        assert [row["Status"] for row in rows_of(tmp_path / "out" / "s")] == [status]
+
+
+@needs_compiler
+def test_two_kernels_of_one_name_are_two_in_every_table(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """The old and the new version of a kernel, in two folders, and one with the name and number of the tree's: no verdict hides another."""
+    text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
+    for folder, edits in ("a", []), ("b", [(": 1 / ", ": 1.001f / ")]):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "05_fa2_naive_forward.cu").write_text(edited(text, *edits))
+    sweep.write_text("shapes = [{ batch = 1, heads = 2, seq = 16, dim = 16 }]")
+    named = "./b/05_fa2_naive_forward.cu,./a/05_fa2_naive_forward.cu,fa2_naive"
+    result = fa_cli("experiment", sweep, "--compute", named, "--peers", "none")
+    assert result.exit_code == 1
+    rows = rows_of(tmp_path / "experiment_results" / "s")
+    assert [(row["Kernel"], row["Status"]) for row in rows] == [
+        ("fa2_naive@b", "FAIL"),
+        ("fa2_naive@a", "PASS"),
+        ("fa2_naive", "PASS"),
+    ]
+    for row, path in zip(rows, ("/b/05_fa2_naive_forward.cu ", "/a/05_fa2_naive_forward.cu ", " fa2_naive "), strict=True):
+        assert path in row["repro"]
+    summary = (tmp_path / "experiment_results" / "s" / "summary.md").read_text()
+    assert all(row["Kernel"] in summary for row in rows)
 
 
 @needs_compiler

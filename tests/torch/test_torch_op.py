@@ -305,3 +305,10 @@ def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(cell.replace("from fa_cli ", "from harness.torch_op "), names)
     assert names["o"].shape == names["q"].grad.shape and torch.nn.functional.scaled_dot_product_attention is names["sdpa"]
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
+    """64 rows of a sequence 2^26 elements apart, as between the layers of a cache: a tile's index is beyond 2^31. Few pages are touched."""
+    q = torch.empty(64 << 26, dtype=torch.float16).as_strided((1, 1, 64, 64), (64, 64, 1 << 26, 1)).normal_()
+    with torch.no_grad():
+        assert torch.equal(attention(q, q, q, kernel="fa2"), attention(*[q.contiguous()] * 3, kernel="fa2"))

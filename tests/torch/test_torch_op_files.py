@@ -104,6 +104,24 @@ def test_a_file_that_is_edited_is_another_kernel(device: Any, tmp_path: Path) ->
     assert torch.allclose(attention(q, q, q, kernel=file), mean, atol=1e-6)
 
 
+def test_an_edited_header_and_another_folder_are_another_kernel(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header beside the file counts as the file does, and a relative path is of the folder that one stands in."""
+    source = (ROOT / "kernels_cu" / "00_naive_forward.cu").read_text()
+    including = source.replace("args.scale", "FACTOR").replace("#include", '#include "mine.cuh"\n#include', 1)
+    q = torch.randn(1, 1, 4, 8, device=device)
+    mean = q.mean(2, keepdim=True).expand_as(q)
+    for folder, factor in ("a", "1.0f"), ("b", "0.0f"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine_forward.cu").write_text(including)
+        (tmp_path / folder / "mine.cuh").write_text(f"#define FACTOR {factor}\n")
+        for file in (tmp_path / folder).iterdir():
+            os.utime(file, ns=(1, 1))
+        monkeypatch.chdir(tmp_path / folder)
+        assert torch.allclose(attention(q, q, q, kernel="./mine_forward.cu"), mean, atol=1e-6) == (folder == "b")
+    (tmp_path / "b" / "mine.cuh").write_text("#define FACTOR 1.0f\n")
+    assert not torch.allclose(attention(q, q, q, kernel="./mine_forward.cu"), mean, atol=1e-3)
+
+
 def test_a_file_that_does_not_compile_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:
     """The compiler's log with the file's own line, as a RuntimeError; without a backward pass, what to write."""
     named = '// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim"]\n'
