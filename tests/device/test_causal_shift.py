@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import run
+from harness import backends, run
 from harness.backends import Backend
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
@@ -77,3 +77,13 @@ def test_a_backward_run_needs_the_forward_of_its_shift(tmp_path: Path) -> None:
     with pytest.raises(DataFault, match="another run's forward") as caught:
         run.run(["naive"], "backward", problem=top_left.with_(causal_shift=None), **options)
     assert "causal_shift was 0 then and is 11 now" in caught.value.why
+
+
+@pytest.mark.slow
+def test_sections_are_of_no_more_heads_than_there_are() -> None:
+    """Of one key 2^22 heads have SECTION megabytes; times 1024 tiles of the heads of a group that is 2^32, and zero in 32 bits."""
+    problem = Problem.of(1, 128, 1024, 64, 1, 1, "float16", True)
+    made = Oracle(problem, generate(problem, 42))
+    given = {tensor: made.inputs[tensor] for tensor in READS["forward"]}
+    result = run_kernel(backends.pick("cpu"), find("hopper", "forward"), made, given, {"SECTION": 1024})
+    assert all(verdict.passed for verdict in result.verdicts.values())
