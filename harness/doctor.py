@@ -241,7 +241,8 @@ def _mpi() -> Check:
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
     lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"
-    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", install_extra("ring"))
+    what = f"no {lacks}: no `mpiexec fa-cli ring`, no ranks on a CPU (--gpus N on GPUs needs none)"
+    return Check("mpi", WARN, what, install_extra("ring"))
 
 
 # -- tools and the process --------------------------------------------------------------------------------------------

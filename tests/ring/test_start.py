@@ -233,6 +233,13 @@ def test_a_rank_without_mpi_that_fails(what: str, kind: type[Fault], said: str) 
     assert caught.value.what == said
 
 
+def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
+    """By what the ring has not, not by the name of a kernel of its own."""
+    done = fa_cli("ring", "--simulate", "2", "--compute", "naive", "--dtype", "float64", "--seq", "16", "--dim", "8", "--device", "cpu")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: a ring has no float64\n")
+
+
 def test_half_a_place_is_refused() -> None:
     """A rank without a size is somebody's variable, not a launcher."""
     with pytest.raises(EnvironmentFault):
