@@ -302,7 +302,7 @@ def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> N
 
 
 def test_gradients_of_an_output_in_tf32_are_refused(fa_cli: Run) -> None:
-    """float32 files: O of tf32 tensor cores is too coarse for a backward pass in float32, which would be called wrong. 16 bits are alike."""
+    """O of tf32 tensor cores is too coarse for a backward pass in float32, which would be called wrong. 16 bits are alike."""
     words = ("run", "mma+fa2", "--mode", "both", "--batch", 1, "--heads", 1, "--seq", 32, "--dim", 32, "--device", "cpu")
     done = fa_cli(*words)
     assert done.exit_code == 2
