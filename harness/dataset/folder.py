@@ -183,7 +183,9 @@ def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[st
 
 
 def _holds_data(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (META, "Q.bin"))
+    """Whether a folder has anything of a name that gen-data or the run after it would write, a dangling link among them."""
+    names = (*INPUTS, *WRITES["forward"], *WRITES["backward"])
+    return any(os.path.lexists(folder / name) for name in (META, OUTPUTS, *(f"{name}.bin" for name in names)))
 
 
 def _make(folder: Path) -> bool:

@@ -144,6 +144,27 @@ def test_other_data_is_not_overwritten(fa_cli: Run, data: Path) -> None:
     assert json.loads((data / "meta.json").read_text())["seed"] == 7
 
 
+@pytest.mark.parametrize("left", ["Q", "K", "dO", "O", "dQ"])
+def test_tensors_of_a_users_own_are_not_overwritten(left: str, fa_cli: Run, data: Path) -> None:
+    """A part of a set, without meta.json: gen-data and a run that would make data there refuse it; --force replaces it."""
+    (data / f"{left}.bin").write_bytes(b"mine")
+    for path in data.iterdir():
+        if path.stem != left:
+            path.unlink()
+    refused(fa_cli, 3, "unknown origin", "gen-data", *SHAPE)
+    refused(fa_cli, 3, "--force", "run", "--compute", "naive", *SHAPE)
+    assert fa_cli("gen-data", *SHAPE, "--force").exit_code == 0 and (data / "meta.json").exists()
+
+
+def test_a_dangling_link_is_not_overwritten(fa_cli: Run, data: Path) -> None:
+    """Its target may lie on a disk that is not mounted."""
+    shutil.rmtree(data)
+    data.mkdir()
+    (data / "Q.bin").symlink_to("/nowhere/Q.bin")
+    refused(fa_cli, 3, "--force", "gen-data", *SHAPE)
+    assert os.readlink(data / "Q.bin") == "/nowhere/Q.bin"
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
