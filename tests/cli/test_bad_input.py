@@ -201,6 +201,18 @@ def test_a_dangling_link_is_not_overwritten(fa_cli: Run, data: Path) -> None:
     assert os.readlink(data / "Q.bin") == "/nowhere/Q.bin"
 
 
+def test_a_folder_where_a_file_is_written_is_exit_3(fa_cli: Run, data: Path) -> None:
+    """outputs.json or Q.bin: no tensor is replaced, and the next command finds no half of a set."""
+    (data / "outputs.json").mkdir()
+    refused(fa_cli, 3, "outputs.json is a folder", "run", "--compute", "naive", "--data", data)
+    (data / "outputs.json").rmdir()
+    replace(data, lambda path: path.mkdir())
+    refused(fa_cli, 3, "Q.bin is a folder", "gen-data", *SHAPE, "--force")
+    (data / "Q.bin").rmdir()
+    assert fa_cli("gen-data", *SHAPE, "--force").exit_code == 0
+    assert fa_cli("run", "--compute", "naive", "--data", data).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
