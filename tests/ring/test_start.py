@@ -199,6 +199,22 @@ def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result
     assert done.exit_code == 2 and "out holds an experiment" in done.stderr and "--output-dir" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", 2, "--simulate", 2), "--gpus and --simulate together"),
+        (("--simulate", 2, "--bandwidth", "nan"), "--bandwidth is nan"),
+        (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
+        (("--simulate", 2, "--timeout", "nan"), "--timeout is nan"),
+        (("--gpus", 2, "--timeout", "inf"), "--timeout is inf"),
+    ],
+)
+def test_what_a_ring_cannot_mean_is_exit_2(words: tuple[object, ...], said: str, fa_cli: Callable[..., Result]) -> None:
+    """Before a rank begins: one of two options would be ignored, and nothing can be compared with what is no number."""
+    done = fa_cli("ring", *words, "--seq", 64, "--dim", 32)
+    assert done.exit_code == 2 and said in done.stderr and "hint: " in done.stderr and done.stdout == "", done.output
+
+
 PLACES = [
     ({}, None),
     ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, place.Place(3, 4, 1, "mpi")),
