@@ -247,7 +247,7 @@ def holds_a_run(folder: Path) -> bool:
 
 def refuse_table(path: Path, header: str) -> None:
     """Raise where another verb's rows do not belong into a table, so that they are refused before they are measured: UsageFault where an
-    experiment is in its folder, whose env.json the other verb's would replace, DataFault where it has another header. A torn one is none."""
+    experiment is in its folder, whose env.json would be replaced, DataFault where it has another header. A torn one is none."""
     if holds_a_run(path.parent):
         why = f"the env.json there says of what machine and run, and that of {path.name} would replace it"
         raise UsageFault(f"{path.parent} holds an experiment", why, "use another --output-dir")

@@ -249,10 +249,6 @@ def _refuse(contenders: Sequence[Contender], problem: Problem, passes: Sequence[
     """Raise UsageFault, before a byte is written, where one does not take the problem or they do not fit the memory together."""
     for each in contenders:
         each.refuse(problem, passes, backend)
-        classes = [arithmetic_of(problem, kernel) for kernel in each.kernels.values()]
-        if len(classes) == 2 and classes[0] == "tf32" != classes[1]:  # the second reads what the first wrote
-            why = f"its backward pass is judged as {classes[1]}, and would read an O with the error of tf32"
-            raise UsageFault(f"{each.name} has its forward pass in tf32", why, "another kernel for one of the passes: fa-cli list")
     if backend.name == "cpu":  # all of them have their tensors at once
         memory.check(problem, passes, [each.workspace_bytes(problem, backend) for each in contenders])
 

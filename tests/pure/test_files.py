@@ -201,7 +201,7 @@ def test_gathered_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_that_is_cleared_away_before_its_rename_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer without a lock, as of figures in plots/, beside a run that settles the folder: it says so, and does not end as if all were well."""
+    """A writer without a lock, as of figures in plots/, beside a run that settles the folder: it does not end as if all were well."""
     right = writing._sync
 
     def settled(folder: Path) -> None:
