@@ -325,6 +325,7 @@ def ring(
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
     spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
     step = harness.terminal.progress.teller(context.obj["verbosity"])
+    harness.ring.record.refuse(output_dir)
     outcome = harness.ring.start.ring(spec, gpus, simulate, step)
     step("")
     files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []

@@ -16,14 +16,14 @@ from .array import Array
 from .backends import Backend, pick
 from .check import budget, memory
 from .check.ahead import ahead
-from .check.contender import Contender, PassResult
+from .check.contender import Contender, PassResult, arithmetic_of
 from .check.oracle import Oracle, oracle_for, small
 from .dataset.generate import INPUTS
 from .fault import UsageFault
 from .files import disk_fault, locked
 from .measure import alone
 from .measure import sampling as measure
-from .problem import MODES, PASSES, Problem
+from .problem import MODES, PASSES, WRITES, Problem
 from .row import html_table
 
 
@@ -211,7 +211,7 @@ def run(
         held.enter_context(locked(found.folder))
         progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
-        forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
+        forward = _forward(found, problem, contenders) if mode == "backward" else None
         if not small(problem):
             compiling.checks(progress)
         oracle = Oracle(problem, inputs, tolerance, np if small(problem) else backend.xp, progress)
@@ -237,6 +237,12 @@ def run(
             dataset.write_outputs(found, outputs, _record(done[0]))
     progress("")
     return Results(done)
+
+
+def _forward(found: dataset.Dataset, problem: Problem, contenders: Sequence[Contender]) -> dict[str, Array]:
+    """The folder's O and logsumexp for kernels of a backward pass. Raises DataFault where they are not for these."""
+    readers = {each.name: arithmetic_of(problem, each.kernels["backward"]) for each in contenders if not each.peer}
+    return dict(zip(WRITES["forward"], dataset.read_forward(found, problem, readers), strict=True))
 
 
 def _refuse(contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], backend: Backend) -> None:
@@ -287,6 +293,8 @@ def _record(result: Result) -> dict[str, object]:
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",
+        "verdicts": {name: "PASS" if p.passed else "FAIL" for name, p in result.passes.items()},
+        "arithmetic": {name: p.arithmetic for name, p in result.passes.items()},
         "source_hash": {name: p.kernel.source_hash if p.kernel else p.ran for name, p in result.passes.items()},
     }
 
