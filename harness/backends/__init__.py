@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..fault import UsageFault
 from .nvml import nvidia_driver as nvidia_driver
 from .protocol import Backend as Backend
@@ -20,7 +22,7 @@ def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, 
     auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
     kind, _, index = spec.partition(":")
-    if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not index.isdigit())):
+    if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not re.fullmatch("[0-9]{1,9}", index))):
         raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the host backend")
     if kind == "cuda" or (kind == "auto" and nvidia_driver()):
         from .cuda import Cuda

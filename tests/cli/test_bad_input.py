@@ -216,6 +216,10 @@ def test_a_folder_where_a_file_is_written_is_exit_3(fa_cli: Run, data: Path) -> 
     ("words", "why"),
     [
         (("--compute", "nosuch"), "unknown kernel"),
+        (("--compute", "²"), "unknown kernel"),
+        (("--compute", "٠-٧"), "unknown kernel"),
+        (("--compute", "fa2+nosuch"), "unknown kernel 'nosuch'"),
+        (("--device", "cuda:²"), "unknown device"),
         (("--compute", "nosuch.cu"), "no kernel file"),
         (("--dim", 257), "head dim"),
         (("--seq", 0), "at least 1"),
