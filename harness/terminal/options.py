@@ -153,6 +153,16 @@ def explain(error: Exception, verbosity: int) -> int:
     return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
 
 
+class _Range(click.FloatRange):
+    """A range that NaN is not in; click asks what is outside, and NaN never is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
+
+
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """Several click options as one decorator, in the order of --help."""
 
@@ -307,14 +317,10 @@ ring = options(
         "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, a process each.  [default: 2, or the launcher's]"
     ),
     click.option("--partition", type=click.Choice(["contiguous", "zigzag"]), help="[default: zigzag where causal]"),
-    click.option(
-        "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."
-    ),
+    click.option("--timeout", type=_Range(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."),
     click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys beside the launches, or after them."),
     click.option("--simulate", type=click.IntRange(1), metavar="N", help="N ranks take turns on one device; times are predicted."),
-    click.option(
-        "--bandwidth", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."
-    ),
+    click.option("--bandwidth", type=_Range(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -367,7 +373,7 @@ sampled = options(
     click.option(
         "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"
     ),
-    click.option("--min-time", type=click.FloatRange(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
+    click.option("--min-time", type=_Range(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
 )
 tile_lists = click.option(
     "--tile",

@@ -247,6 +247,20 @@ def test_usage_is_exit_2(words: tuple[Any, ...], why: str, fa_cli: Run) -> None:
     refused(fa_cli, 2, why, "run", *(word for pair in given.items() for word in pair))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("experiment", "seqlen", "--min-time", "nan"),
+        ("ring", "--timeout", "nan"),
+        ("ring", "--bandwidth", "NaN"),
+        ("doctor", "--device", "tpu"),
+    ],
+)
+def test_an_option_of_other_verbs_is_exit_2(words: tuple[str, ...], fa_cli: Run) -> None:
+    """NaN lies in no range, and no device is one that is not there, for a verb that runs nothing too."""
+    refused(fa_cli, 2, words[-1], *words)
+
+
 @pytest.mark.parametrize(("words", "why"), [(("--tile", "NOSUCH=4"), "NOSUCH"), (("--device", "tpu"), "tpu")])
 def test_usage_with_data_is_exit_2(words: tuple[str, str], why: str, fa_cli: Run, data: Path) -> None:
     """What only the kernel or the machine can refuse leaves the data folder as it was."""
