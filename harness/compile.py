@@ -101,10 +101,7 @@ def compile_all(
     """
     found: list[Kernel] = []
     for spec in computes:
-        if is_path(spec):
-            some, left_out = [Kernel.read(Path(spec).resolve())], []
-        else:
-            some, left_out = kernels([spec], PASSES)
+        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if is_path(spec) else kernels([spec], PASSES)
         if not any(_cases(kernel, _architectures(arch), False, False) for kernel in some):
             rules = ", ".join(dict.fromkeys(kernel.arch_for(dtype) for kernel in some for dtype in kernel.dtypes))
             why = f"its header takes {rules}; asked for: {', '.join(_architectures(arch))}"
