@@ -219,10 +219,9 @@ def ready(
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
-    None where a tensor is empty and there is nothing to launch.
-
-    stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not
-    belong together, UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
+    None where a tensor is empty and there is nothing to launch. stamp is part of the key only (:func:`edited`): a file that was written is
+    read again. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
+    :func:`backends.launch.launcher` does.
     """
     _check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
