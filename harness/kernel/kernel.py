@@ -351,13 +351,11 @@ def _find(spec: str, pass_: str) -> Kernel:
         return _from_path(Path(spec), pass_)
     parts = [_of_name(part) for part in spec.split("+", 1)]  # also of the part that this pass does not need
     same = parts[-1 if pass_ == "backward" else 0]
-    for kernel in same:
-        if kernel.pass_ == pass_:
-            return kernel
-    passes = ", ".join(k.pass_ for k in same)
+    if found := next((k for k in same if k.pass_ == pass_), None):
+        return found
     other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
     hint = f"use --mode {same[0].pass_}, or {other}: fa-cli list"
-    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
+    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {', '.join(k.pass_ for k in same)}", hint)
 
 
 def _of_name(spec: str) -> list[Kernel]:
