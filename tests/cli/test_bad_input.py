@@ -216,6 +216,10 @@ def test_a_folder_where_a_file_is_written_is_exit_3(fa_cli: Run, data: Path) -> 
     ("words", "why"),
     [
         (("--compute", "nosuch"), "unknown kernel"),
+        (("--compute", "²"), "unknown kernel"),
+        (("--compute", "٠-٧"), "unknown kernel"),
+        (("--compute", "fa2+nosuch"), "unknown kernel 'nosuch'"),
+        (("--device", "cuda:²"), "unknown device"),
         (("--compute", "nosuch.cu"), "no kernel file"),
         (("--dim", 257), "head dim"),
         (("--seq", 0), "at least 1"),
@@ -241,6 +245,20 @@ def test_usage_is_exit_2(words: tuple[Any, ...], why: str, fa_cli: Run) -> None:
     """What cannot be meant is refused before anything is written."""
     given = dict(zip(SHAPE[::2], SHAPE[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
     refused(fa_cli, 2, why, "run", *(word for pair in given.items() for word in pair))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("experiment", "seqlen", "--min-time", "nan"),
+        ("ring", "--timeout", "nan"),
+        ("ring", "--bandwidth", "NaN"),
+        ("doctor", "--device", "tpu"),
+    ],
+)
+def test_an_option_of_other_verbs_is_exit_2(words: tuple[str, ...], fa_cli: Run) -> None:
+    """NaN lies in no range, and no device is one that is not there, for a verb that runs nothing too."""
+    refused(fa_cli, 2, words[-1], *words)
 
 
 @pytest.mark.parametrize(("words", "why"), [(("--tile", "NOSUCH=4"), "NOSUCH"), (("--device", "tpu"), "tpu")])
