@@ -2,7 +2,8 @@
 
     title = "Time over the sequence length"
     mode = "forward"                  # unless --mode says otherwise
-    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range: its kernels that take the shape
+    kernels = ["naive", "08-14"]      # optional: every kernel with the passes and the dtype; a range: its kernels that take the shape;
+                                      # a path ("./mine_forward.cu") is from the file's folder
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic; peers too, where they have such a form
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
@@ -29,6 +30,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +40,7 @@ from typing import Any, ParamSpec, TypeVar
 from .fault import DataFault, Fault, UsageFault
 from .files import JSON_LIMIT, TEXT, Kind, read_text
 from .kernel.header import Table
-from .kernel.kernel import KERNELS
+from .kernel.kernel import KERNELS, is_path
 from .problem import PASSES, SPELLINGS, Problem
 
 P = ParamSpec("P")
@@ -162,9 +164,9 @@ def sweeps() -> dict[str, str]:
 
 def load(spec: str) -> Sweep:
     """The sweep a name or a .toml path means. Raises UsageFault for an unknown name, DataFault for a file that is no sweep."""
-    is_path = spec.endswith(".toml")
-    path = Path(spec) if is_path else SWEEPS / spec / "sweep.toml"
-    if not is_path and (not path.is_file() or Path(spec).name != spec):
+    own = spec.endswith(".toml")
+    path = Path(spec) if own else SWEEPS / spec / "sweep.toml"
+    if not own and (not path.is_file() or Path(spec).name != spec):
         known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
         raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
     try:
@@ -189,7 +191,7 @@ def _parse(path: Path, data: Table) -> Sweep:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise wrong(f"{key} is a name, a range or a list of them; is {value!r:.60}")
-        return tuple(value)
+        return tuple(os.path.join(path.parent, name) if key == "kernels" and is_path(name) else name for name in value)
 
     def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):

@@ -201,6 +201,8 @@ def test_two_kernels_of_one_name_are_two_in_every_table(fa_cli: Run, sweep: Path
         ("fa2_naive@a", "PASS"),
         ("fa2_naive", "PASS"),
     ]
+    (tmp_path / "a" / "own.toml").write_text(f"kernels = './05_fa2_naive_forward.cu'\npeers = []\n{sweep.read_text()}")
+    assert fa_cli("experiment", "a/own.toml").exit_code == 0  # a path in a sweep is from its folder
     for row, path in zip(rows, ("/b/05_fa2_naive_forward.cu ", "/a/05_fa2_naive_forward.cu ", " fa2_naive "), strict=True):
         assert path in row["repro"]
     summary = (tmp_path / "experiment_results" / "s" / "summary.md").read_text()

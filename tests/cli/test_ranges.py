@@ -308,3 +308,11 @@ def test_gradients_of_an_output_in_tf32_are_refused(fa_cli: Run) -> None:
     assert done.exit_code == 2
     assert "an O in tf32" in done.stderr
     assert fa_cli(*words, "--dtype", "float16").exit_code == 0
+
+
+@needs_compiler
+def test_names_of_an_argument_may_be_joined_by_commas(fa_cli: Run) -> None:
+    """As those of --compute."""
+    done = fa_cli("run", "fa2_naive,05", "naive", "--batch", 1, "--heads", 1, "--seq", 16, "--dim", 16, "--device", "cpu", "--json")
+    assert done.exit_code == 0
+    assert [row["compute"] for row in json.loads(done.stdout)["rows"]] == ["fa2_naive", "fa2_naive", "naive"]
