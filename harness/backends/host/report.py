@@ -35,7 +35,8 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
             f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
-    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), f"see {kernel.path}")
+    hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
+    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), hint)
 
 
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
