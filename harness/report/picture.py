@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Keywords of a matplotlib call, which checks them itself.
 Keywords = dict[str, Any]
 
-RC: Keywords = {
+RC: Any = {  # of rcParams, whose names matplotlib lists as literals
     "font.size": 7,
     "axes.titlesize": 7.5,
     "axes.labelsize": 7,
