@@ -325,6 +325,7 @@ def ring(
     given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
     spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
     step = harness.terminal.progress.teller(context.obj["verbosity"])
+    harness.ring.record.refuse(output_dir)
     outcome = harness.ring.start.ring(spec, gpus, simulate, step)
     step("")
     files = harness.ring.record.write(output_dir, outcome) if outcome and output_dir else []
@@ -378,7 +379,7 @@ def list_(context: Context, json: bool) -> int:
 @click.pass_context
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor()
+    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor(device)
     return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 

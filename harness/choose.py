@@ -19,7 +19,7 @@ from .fault import UsageFault
 from .kernel import Device, Kernel, NoSuchPass, catalogue, find
 from .problem import MODES, Problem
 
-_RANGE = re.compile(r"(\d{1,2})-(\d{1,2})")
+_RANGE = re.compile("([0-9]{1,2})-([0-9]{1,2})")
 AUTO = "auto"
 
 

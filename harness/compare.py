@@ -106,7 +106,8 @@ class Comparison:
 def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool = False) -> Comparison:
     """Compare two folders of `experiment` (or their results.csv). The last row of a kernel, shape, pass and timing counts.
 
-    fail_if: "slower:5%" lists as failures the rows that are SLOWER by more than 5%, and those that passed in A but not in B.
+    fail_if: "slower:5%" lists as failures the rows that are SLOWER by more than 5%, and those that passed in A but not in B, or are not
+    there.
     Raises UsageFault for another fail_if, for runs on different GPUs unless ignore_device, and where no row is in both;
     DataFault where a file is not what fa-cli writes.
     """
@@ -137,6 +138,8 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
             untimed.append(Untimed(*name, row_a.Status, row_b.Status))
             if limit is not None and row_a.Status == "PASS" != row_b.Status:
                 failures.append(f"{' '.join(name)}: PASS became {row_b.Status}")
+    if limit is not None:
+        failures += [f"{label}: B has no such row" for label, row in zip(_labels(only_a), only_a, strict=True) if row.Status == "PASS"]
     kernels = dict.fromkeys(pair.kernel for pair in pairs)
     return Comparison(
         tuple(pairs),

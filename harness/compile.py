@@ -15,7 +15,7 @@ from pathlib import Path
 from .backends import CompileError, nvrtc, sass
 from .backends.instead import instead
 from .choose import kernels
-from .fault import UsageFault
+from .fault import UsageFault, clipped
 from .kernel import Device, Kernel, catalogue, is_path
 from .kernel.expression import ExpressionError, evaluate
 from .problem import PASSES, Problem
@@ -96,17 +96,19 @@ def compile_all(
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
-    note is told what a range leaves out. Raises UsageFault for a kernel that does not exist, and as :func:`compile_kernels` does.
+    note is told what a range leaves out. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
+    a range: for none), and as :func:`compile_kernels` does.
     """
     found: list[Kernel] = []
     for spec in computes:
-        if is_path(spec):
-            found.append(Kernel.read(Path(spec).resolve()))
-        else:
-            some, left_out = kernels([spec], PASSES)
-            found += some
-            for text in left_out:
-                note(text)
+        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if is_path(spec) else kernels([spec], PASSES)
+        if not any(_cases(kernel, _architectures(arch), False, False) for kernel in some):
+            rules = ", ".join(dict.fromkeys(kernel.arch_for(dtype) for kernel in some for dtype in kernel.dtypes))
+            why = f"its header takes {rules}; asked for: {', '.join(_architectures(arch))}"
+            raise UsageFault(f"{clipped(spec, 80)} cannot be compiled as asked", why, "use another --arch")
+        found += some
+        for text in left_out:
+            note(text)
     return compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
 
 
@@ -124,12 +126,7 @@ def compile_kernels(
     the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
     NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
-    if arch is not None and arch not in nvrtc.architectures():
-        why = f"NVRTC {nvrtc.version()} compiles for {', '.join(nvrtc.architectures())}"
-        if arch in nvrtc.SHARED_LIMIT:
-            raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
-        raise UsageFault(f"unknown architecture {arch!r}", why, "choose one of these")
-    archs = nvrtc.architectures() if arch is None else (arch,)
+    archs = _architectures(arch)
     if order:
         sass.program()  # raises before anything is compiled
     cases = [case for kernel in wanted for case in _cases(kernel, archs, everything, order)]
@@ -141,6 +138,16 @@ def compile_kernels(
             progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtype} {row.arch}")
     progress("")
     return rows
+
+
+def _architectures(arch: str | None) -> tuple[str, ...]:
+    """The one that was asked for, or all. Raises UsageFault as :func:`compile_kernels` does."""
+    if arch is not None and arch not in nvrtc.architectures():
+        why = f"NVRTC {nvrtc.version()} compiles for {', '.join(nvrtc.architectures())}"
+        if arch in nvrtc.SHARED_LIMIT:
+            raise UsageFault(f"this NVRTC has no {arch}", why, "install the cuda12 extra for older architectures, cuda13 for newer ones")
+        raise UsageFault(f"unknown architecture {arch!r}", why, "choose one of these")
+    return nvrtc.architectures() if arch is None else (arch,)
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from .backends import cache_dir, nvidia_driver, nvrtc
+from .backends import cache_dir, nvidia_driver, nvrtc, parsed
 from .backends.cuda import Cuda, pip_line
 from .backends.host.backend import compiler
 from .backends.nvml import driver_cuda
@@ -43,14 +43,16 @@ class Check:
     hint: str = ""
 
 
-def doctor() -> list[Check]:
-    """Check everything that the verbs rely on. Raises nothing: what goes wrong is a line of its own."""
-    gpu, gpu_checks = _gpu()
+def doctor(device: str = "auto") -> list[Check]:
+    """Check everything that the verbs rely on, with this --device. What goes wrong is a line of its own; raises UsageFault for a device
+    that is none."""
+    kind, index = parsed(device)
+    gpu, gpu_checks = _gpu(index)
     return [
-        _runs(gpu),
+        _runs(gpu, kind),
         Check("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         _fa_cli(),
-        _compiler(gpu is not None),
+        _compiler(gpu is not None and kind != "cpu"),
         _driver(),
         *gpu_checks,
         _cupy_wheel(),
@@ -106,14 +108,14 @@ def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -
 # -- what kernels run on ----------------------------------------------------------------------------------------------
 
 
-def _gpu() -> tuple[Cuda | None, list[Check]]:
+def _gpu(index: int) -> tuple[Cuda | None, list[Check]]:
     """The CUDA backend if it works, and its check; no check where there is no driver, which `_driver` reports."""
     if not nvidia_driver():
         return None, []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy's own about two wheels: `_cupy_wheel` says it
-            backend = Cuda(0)
+            backend = Cuda(index)
             count = backend.xp.cuda.runtime.getDeviceCount()
     except Fault as fault:
         return None, [Check("gpu", FAIL, f"{fault.what}: {fault.why}", fault.hint)]
@@ -124,13 +126,16 @@ def _gpu() -> tuple[Cuda | None, list[Check]]:
     return backend, [Check("gpu", OK, f"{count} x {device.name}, {device.arch}, {sizes}")]
 
 
-def _runs(gpu: Cuda | None) -> Check:
-    if gpu is not None:
+def _runs(gpu: Cuda | None, kind: str) -> Check:
+    if gpu is None and kind == "cuda":
+        return Check("kernels", FAIL, "cannot run as asked: --device cuda, and no GPU that works", "use --device cpu")
+    if gpu is not None and kind != "cpu":
         return Check("kernels", OK, "run on the GPU (--device cuda), and checked on the CPU (--device cpu) where there is a C++ compiler")
     try:
         compiler()
     except Fault as fault:
-        return Check("kernels", FAIL, "can run nowhere here: no GPU that works, and no C++ compiler", fault.hint)
+        where = "nowhere here: no GPU that works" if kind == "auto" else "not run as asked: --device cpu"
+        return Check("kernels", FAIL, f"can {where}, and no C++ compiler", fault.hint)
     return Check("kernels", OK, "run on the CPU (--device cpu)")
 
 
@@ -241,7 +246,8 @@ def _mpi() -> Check:
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
     lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"
-    return Check("mpi", WARN, f"no {lacks}: no `mpiexec fa-cli ring` (--gpus N needs none)", install_extra("ring"))
+    what = f"no {lacks}: no `mpiexec fa-cli ring`, no ranks on a CPU (--gpus N on GPUs needs none)"
+    return Check("mpi", WARN, what, install_extra("ring"))
 
 
 # -- tools and the process --------------------------------------------------------------------------------------------

@@ -176,8 +176,10 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
         files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
     from .report import training as figure
 
-    picture = figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")
-    return Outcome([], [folder / "speed.csv", folder / "env.json", picture], [*notes, *left_out], speeds)
+    written = [folder / "speed.csv", folder / "env.json"]
+    if not options.no_figures:
+        written += [figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")]
+    return Outcome([], written, [*notes, *left_out], speeds)
 
 
 def _shape(

@@ -66,4 +66,4 @@ def clipped(text: str, most: int = 300) -> str:
 
 def install_extra(name: str) -> str:
     """The hint that installs an optional dependency group of this package. No index has the package: its source is a path."""
-    return f"pip install '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"
+    return f"pip install -e '.[{name}]' in a checkout, or 'FILE.whl[{name}]'"

@@ -6,6 +6,7 @@ Every room may import it. It imports nothing of ours but the faults that it rais
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import re
 from dataclasses import dataclass, replace
@@ -31,8 +32,14 @@ FLOAT32_MIN = 2.0**-126
 
 PASSES = ("forward", "backward")
 
-#: Modes of a run and the passes each consists of.
-MODES = {"forward": ("forward",), "backward": ("backward",), "both": PASSES}
+
+class _Modes(dict[str, tuple[str, ...]]):
+    def __missing__(self, mode: object) -> tuple[str, ...]:
+        raise UsageFault(f"unknown mode {mode!r:.40}", f"known: {', '.join(self)}", "use one of these")
+
+
+#: Modes of a run and the passes each consists of. An unknown one raises UsageFault.
+MODES = _Modes({"forward": ("forward",), "backward": ("backward",), "both": PASSES})
 
 #: The tensors that each pass reads and writes, in the order of tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
@@ -84,8 +91,8 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype or a scale that is
-        not finite in float32.
+        Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
+        not finite in float32 or a causal_shift that is no integer.
         """
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
@@ -225,15 +232,23 @@ def _scale(value: object, dtype: str) -> float:
 
     Subnormals of float32 are 0 to a GPU. Here they are before a kernel looks at it: 0 is a case of its own, since 0 times the -inf of a
     masked score is NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
+    try:
+        scale = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # of an integer
+        scale = math.inf
+    if not abs(scale) <= FLOAT32_MAX:
         raise UsageFault(
             f"scale is {value!r:.40}", "the softmax scale must be finite, also in float32", "leave --scale out for 1/sqrt(dim)"
         )
-    return 0.0 if abs(value) < FLOAT32_MIN and dtype != "float64" else float(value)
+    return 0.0 if abs(scale) < FLOAT32_MIN and dtype != "float64" else scale
 
 
-def _shift(seq_q: int, seq_kv: int, causal: bool, given: int | None) -> int:
-    """The causal_shift a problem stores: see :meth:`Problem.of`."""
-    if given is None or not causal:
+def _shift(seq_q: int, seq_kv: int, causal: bool, given: object) -> int:
+    """The causal_shift a problem stores: see :meth:`Problem.of`. Raises UsageFault where it is no integer."""
+    if given is None:
         return seq_kv - seq_q
-    return max(-seq_q, min(int(given), seq_kv - 1))
+    try:
+        shift = operator.index(given)  # type: ignore[arg-type]  # that is what it tells
+    except TypeError:
+        raise UsageFault(f"causal_shift is {given!r:.40}", "a mask is shifted by whole keys", "use an integer, or leave it out") from None
+    return max(-seq_q, min(shift, seq_kv - 1)) if causal else seq_kv - seq_q

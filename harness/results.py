@@ -126,7 +126,7 @@ def rows_without(
     """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     kernels = list(contender.kernels.values())
-    message = " ".join(why.split())
+    message = "; ".join(" ".join(line.split()) for line in why.splitlines() if line.strip())
     facts: Json = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
     return [
         Row(**_of_problem(test, contender.name, kernels, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)

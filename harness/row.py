@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .fault import DataFault, Dropped, Fault, clipped
+from .fault import DataFault, Dropped, Fault, UsageFault, clipped
 from .files import TABLE_LIMIT, read_exact, write_files
 from .problem import DTYPE_BYTES, Problem
 
@@ -126,6 +126,9 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 #: The columns that identify a row's problem.
 SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
 
+#: A folder with one of these holds a run of an experiment.
+TABLES = ("results.csv", "speed.csv")
+
 #: The prefix of a measured ceiling's name: ceiling-gemm-bfloat16, ceiling-copy.
 CEILING = "ceiling-"
 
@@ -234,6 +237,26 @@ def mend(path: Path, quoted: bool = False) -> None:
         if dropped:
             write_files(path.parent, {path.name: kept})
             warnings.warn(f"{path}: {_torn(dropped)}", Dropped, stacklevel=2)
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a folder has a table of an experiment that is not empty, or something of that name that is no file."""
+    tables = [folder / name for name in TABLES if os.path.lexists(folder / name)]
+    return any(not table.is_file() or table.stat().st_size for table in tables)  # what is no file is refused where it is read
+
+
+def refuse_table(path: Path, header: str) -> None:
+    """Raise where another verb's rows do not belong into a table, so that they are refused before they are measured: UsageFault where an
+    experiment is in its folder, whose env.json would be replaced, DataFault where it has another header. A torn one is none."""
+    if holds_a_run(path.parent):
+        why = f"the env.json there says of what machine and run, and that of {path.name} would replace it"
+        raise UsageFault(f"{path.parent} holds an experiment", why, "use another --output-dir")
+    if not os.path.lexists(path):
+        return
+    first, newline, _ = read_exact(path, limit=TABLE_LIMIT).tobytes().partition(b"\n")
+    first, head = first.rstrip(b"\r\0"), header.encode()
+    if first != head if newline else not head.startswith(first):
+        raise DataFault(f"{path} has other columns", "its first line is another version's", "write to another folder: --output-dir")
 
 
 def whole_records(data: bytes, quoted: bool = False) -> tuple[bytes, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +17,14 @@ from .array import Array
 from .backends import Backend, pick
 from .check import budget, memory
 from .check.ahead import ahead
-from .check.contender import Contender, PassResult
+from .check.contender import Contender, PassResult, arithmetic_of
 from .check.oracle import Oracle, oracle_for, small
 from .dataset.generate import INPUTS
 from .fault import UsageFault
 from .files import disk_fault, locked
 from .measure import alone
 from .measure import sampling as measure
-from .problem import MODES, PASSES, Problem
+from .problem import MODES, PASSES, WRITES, Problem
 from .row import html_table
 
 
@@ -168,13 +169,13 @@ def open_backend(device: str, check: str | None = None, schedule_seed: int | Non
 
 
 def run(
-    computes: str | Sequence[str] = "fa2",
+    computes: str | Path | Sequence[str | Path] = "fa2",
     mode: str = "forward",
     *,
-    data_folder: Path | None = None,
+    data_folder: Path | str | None = None,
     problem: Problem | None = None,
     seed: int = 42,
-    data_root: Path = Path("data"),
+    data_root: Path | str = Path("data"),
     device: str = "auto",
     tolerance: float | None = None,
     allow_nonfinite: bool = False,
@@ -195,23 +196,23 @@ def run(
     being done, with N/M before it where it is known how much is done. Raises Fault: usage, data, environment, kernel or disk; a failed
     check is no exception, it is Result.passed.
     """
-    backend = open_backend(device, check, schedule_seed, debug)
-    found = dataset.open_(data_folder) if data_folder else None
+    specs, backend = _asked(computes, tolerance), open_backend(device, check, schedule_seed, debug)
+    found = dataset.open_(Path(data_folder)) if data_folder else None
     shape = found.problem if found else problem or Problem.of()
     problem = shape.with_(causal=shape.causal if causal is None else causal, scale=shape.scale if scale is None else scale)
     dataset.check_size(problem)
-    computes = [computes] if isinstance(computes, str) else computes
-    contenders, notes = choose.choose(computes, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
-    _refuse(contenders, problem, MODES[mode], backend)
+    contenders, notes = choose.choose(specs, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
+    only_ours = {"--check": check, "--schedule-seed": schedule_seed, "--debug": debug, "--tile": tiles}
+    _refuse(contenders, problem, MODES[mode], backend, only_ours)
     with ExitStack() as held:
         compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))
-        found = found or dataset.write(problem, seed, data_root, progress=progress)
+        found = found or dataset.write(problem, seed, Path(data_root), progress=progress)
         if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
             raise disk_fault(found.folder, PermissionError(13, "permission denied"))
         held.enter_context(locked(found.folder))
         progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
-        forward = dict(zip(("O", "logsumexp"), dataset.read_forward(found, problem), strict=True)) if mode == "backward" else None
+        forward = _forward(found, problem, contenders) if mode == "backward" else None
         if not small(problem):
             compiling.checks(progress)
         oracle = Oracle(problem, inputs, tolerance, np if small(problem) else backend.xp, progress)
@@ -239,8 +240,31 @@ def run(
     return Results(done)
 
 
-def _refuse(contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], backend: Backend) -> None:
-    """Raise UsageFault, before a byte is written, where one does not take the problem or they do not fit the memory together."""
+def _forward(found: dataset.Dataset, problem: Problem, contenders: Sequence[Contender]) -> dict[str, Array]:
+    """The folder's O and logsumexp for kernels of a backward pass. Raises DataFault where they are not for these."""
+    readers = {each.name: arithmetic_of(problem, each.kernels["backward"]) for each in contenders if not each.peer}
+    return dict(zip(WRITES["forward"], dataset.read_forward(found, problem, readers), strict=True))
+
+
+def _asked(computes: str | Path | Sequence[str | Path], tolerance: float | None) -> list[str]:
+    """What is to be run, as texts. Raises UsageFault where it is nothing, and for a tolerance that is no absolute error."""
+    specs = [str(each) for each in ([computes] if isinstance(computes, (str, Path)) else computes)]
+    if not specs:
+        raise UsageFault("no kernel to run", "the list of them is empty", "fa-cli list")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UsageFault(f"tolerance is {tolerance}", "an absolute error is a number of at least 0", "leave it out for the budget alone")
+    return specs
+
+
+def _refuse(
+    contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], backend: Backend, only_ours: Mapping[str, object]
+) -> None:
+    """Raise UsageFault, before a byte is written, where one does not take the problem, they do not fit the memory together, or an option
+    that only kernels of ours have is given to peers alone."""
+    asked = [name for name, given in only_ours.items() if given]
+    if asked and all(each.peer for each in contenders):
+        names = ", ".join(each.name for each in contenders)
+        raise UsageFault(f"{asked[0]} has no effect on {names}", "it is for kernels, and these are libraries", "name a kernel too")
     for each in contenders:
         each.refuse(problem, passes, backend)
     if backend.name == "cpu":  # all of them have their tensors at once
@@ -287,6 +311,8 @@ def _record(result: Result) -> dict[str, object]:
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",
+        "verdicts": {name: "PASS" if p.passed else "FAIL" for name, p in result.passes.items()},
+        "arithmetic": {name: p.arithmetic for name, p in result.passes.items()},
         "source_hash": {name: p.kernel.source_hash if p.kernel else p.ran for name, p in result.passes.items()},
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 import warnings
 from collections.abc import Iterator
@@ -17,14 +16,11 @@ from typing import TYPE_CHECKING
 
 from . import environment, files, results
 from .fault import Dropped, UsageFault, clipped
-from .row import Row, encoded, mend, read_rows
+from .row import Row, encoded, holds_a_run, mend, read_rows
 from .sweep import ROOT, SWEEPS, Options
 
 if TYPE_CHECKING:
     from .backends import Backend
-
-#: A folder with one of these holds a run.
-TABLES = ("results.csv", "speed.csv")
 
 
 def place(name: str, options: Options, backend: Backend) -> tuple[Path, Path]:
@@ -101,7 +97,7 @@ def _run(name: str, options: Options, backend: Backend) -> Path:
     """The folder to write into, below options.output_dir."""
     before: Path | None = None
     for folder in _numbered(options.output_dir, name):
-        if not _holds_a_run(folder):
+        if not holds_a_run(folder):
             break
         _refuse_another(folder, name, backend)
         before = folder
@@ -116,11 +112,6 @@ def _numbered(root: Path, name: str) -> Iterator[Path]:
     yield root / name
     for number in itertools.count(2):
         yield root / f"{name}-{number}"
-
-
-def _holds_a_run(folder: Path) -> bool:
-    tables = [folder / name for name in TABLES if os.path.lexists(folder / name)]
-    return any(not table.is_file() or table.stat().st_size for table in tables)  # what is no file is refused where it is read
 
 
 def _refuse_another(folder: Path, name: str, backend: Backend) -> None:

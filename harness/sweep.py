@@ -66,6 +66,7 @@ _KINDS: dict[str, Kind] = {
 }
 #: The most shapes that the lists of one shape may stand for: more is a mistake, and would not end in a week.
 MOST_SHAPES = 10_000
+LONGEST_TEST = 200  # characters of a shape's `test`, which is a cell of results.csv
 SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
@@ -252,6 +253,10 @@ def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, P
     label = item.get("test", "")
     if not isinstance(label, str):
         raise wrong(f"test is {label!r:.60}; it is a text")
+    if len(label) > LONGEST_TEST or not label.isprintable():
+        raise wrong(f"test is {label!r:.60} ({len(label)} characters); it is printable text of at most {LONGEST_TEST}")
+    if {"batch", "tokens"} <= set(item):
+        raise wrong(f"shape {item!r:.200}: it gives tokens in place of batch, or batch; not both")
     lists = {key: value if isinstance(value, list) else [value] for key, value in item.items() if key != "test"}
     if (count := math.prod(len(values) for values in lists.values())) > MOST_SHAPES:
         raise wrong(f"the lists of a shape combine to {count} shapes; at most {MOST_SHAPES}")

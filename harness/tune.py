@@ -27,11 +27,12 @@ from .check.oracle import oracle_for
 from .choose import choose
 from .compare import ratio_interval
 from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
-from .files import json_bytes, locked, make_folder, read_text, write_files
+from .files import json_bytes, locked, make_folder, write_files
 from .kernel import Kernel, Plan
 from .measure import alone
 from .measure.sampling import POLICY, Ready, Timing, measure
 from .problem import Problem
+from .row import read_records, refuse_table
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
@@ -71,6 +72,11 @@ class Variant:
     power_w: float | None = None
     sm_clock_mhz: float | None = None
     pj_per_flop: float | None = None
+
+
+#: The table of variants, what it has of each beside them, and its first line.
+TABLE, _FACTS = "tune.csv", ("device_name", "causal", "deterministic", "source_hash")
+_HEADER = ",".join((*(field.name.rstrip("_") for field in fields(Variant)), *_FACTS))
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,12 @@ def tune(
 
     The default is among them, as the baseline. one_by_one: a value at a time in place of the product, all others at their defaults. by:
     one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json beside. Raises UsageFault for an unknown or
-    refused kernel or tile, EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant
-    loses the CUDA context, DiskFault.
+    refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
+    EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
+    DiskFault.
     """
+    if output_dir:
+        refuse_table(output_dir / TABLE, _HEADER)
     backend = pick(device)
     if by == "energy" and backend.meter() is None:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
@@ -286,20 +295,21 @@ def _metered(row: Variant, timing: Timing, problem: Problem) -> Variant:
 
 
 def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
-    """Add the variants to tune.csv, a row each (several kernels may share the table), and write env.json."""
-    facts = {"device_name": tuned.device_name, "causal": tuned.problem.causal, "deterministic": tuned.kernel.deterministic}
-    facts["source_hash"] = tuned.kernel.source_hash
+    """Add the variants to tune.csv, a row each (several kernels may share the table), and write env.json.
+
+    Of a torn table the whole rows are kept, with the warning Dropped. Raises DataFault where it has another header by now, DiskFault.
+    """
+    kernel = tuned.kernel
+    facts = dict(zip(_FACTS, (tuned.device_name, tuned.problem.causal, kernel.deterministic, kernel.source_hash), strict=True))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*(field.name.rstrip("_") for field in fields(Variant)), *facts])
-    head = out.getvalue()
     for row in tuned.rows:
         values = vars(row) | {"tiles": " ".join(f"{name}={value}" for name, value in row.tiles.items())} | facts
         writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
-    path = folder / "tune.csv"
+    path = folder / TABLE
     make_folder(folder)
     record = environment.environment(**backend.environment())
     with locked(folder, "use another --output-dir"):
-        before = read_text(path) if path.exists() else ""
-        text = before + out.getvalue().removeprefix(head) if before.startswith(head) else out.getvalue()
-        write_files(folder, {path.name: text.encode(), "env.json": json_bytes(record)})
+        refuse_table(path, _HEADER)
+        before = (read_records(path, quoted=True) if os.path.lexists(path) else "") or f"{_HEADER}\n"
+        write_files(folder, {path.name: (before + out.getvalue()).encode(), "env.json": json_bytes(record)})

@@ -177,7 +177,7 @@ def measure(device: str, large: bool) -> None:
     """The table and what is below it."""
     on, mine = ("--device", device), "mine_forward.cu"
     kernel = (ROOT / "kernels_cu" / "07_fa2_forward.cu").read_text()
-    click.echo(f"{'seconds':>60}{'programs':>10}{'of NVRTC':>8}{'any':>8}")
+    click.echo(f"{'seconds':>60}{'programs':>10}{'NVRTC':>8}{'any':>8}")
     with empty_caches() as folder:
         first = step("run, everything empty", ("run", *on), folder)
         warm = step("run again", ("run", *on), folder)

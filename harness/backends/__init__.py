@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..fault import UsageFault
 from .nvml import nvidia_driver as nvidia_driver
 from .protocol import Backend as Backend
@@ -14,18 +16,24 @@ from .protocol import Step as Step
 from .protocol import cache_dir as cache_dir
 
 
+def parsed(spec: str) -> tuple[str, int]:
+    """The kind of a --device auto|cuda|cuda:N|cpu, and the number of its GPU. Raises UsageFault for another spec."""
+    kind, _, index = spec.partition(":")
+    if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not re.fullmatch("[0-9]{1,9}", index))):
+        raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the host backend")
+    return kind, int(index or 0)
+
+
 def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False) -> Backend:
     """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host); debug: code for a debugger.
 
     auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
-    kind, _, index = spec.partition(":")
-    if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not index.isdigit())):
-        raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the host backend")
+    kind, index = parsed(spec)
     if kind == "cuda" or (kind == "auto" and nvidia_driver()):
         from .cuda import Cuda
 
-        return Cuda(int(index or 0), debug)
+        return Cuda(index, debug)
     from .host.backend import Host
 
     return Host(seed, check, debug)

@@ -164,7 +164,7 @@ def compare(
         limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
         verdict = _judge(xp, problem, tensor, array, reference, limit, tile)
         if reference.rows is not None and reference.finite and math.isfinite(verdict.max_abs):
-            verdict = _elsewhere(xp, problem, tensor, array, reference, tile) or verdict
+            verdict = _elsewhere(*of, array, limit, tile) or verdict
         if limits.may and math.isfinite(verdict.max_abs):
             its = _moments(*of, array, baselines, limits.may, limits)
             reason = verdict.reason or its.reason(tensor)
@@ -214,7 +214,9 @@ def _judge(xp: ArrayModule, problem: Problem, tensor: str, array: Array, referen
     )
 
 
-def _elsewhere(xp: ArrayModule, problem: Problem, tensor: str, array: Array, reference: Reference, tile: int) -> Verdict | None:
+def _elsewhere(
+    xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, array: Array, limit: float, tile: int
+) -> Verdict | None:
     """The verdict of a tensor that is not finite somewhere in the rows that the reference's sample leaves out, as where none is written.
 
     For finite inputs: then only logsumexp of fully masked rows is -inf. Where the sample comes near to the largest value that is stored,
@@ -232,8 +234,8 @@ def _elsewhere(xp: ArrayModule, problem: Problem, tensor: str, array: Array, ref
         at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
         index, got = (batch, head, first + at[0], *at[1:]), float(values[at])
         reason = f"{int(xp.count_nonzero(wrong))} values of this head are not finite, in rows that the sample of the reference leaves out"
-        wide = (math.inf, math.inf, math.inf, math.inf, math.nan)
-        return Verdict(tensor, *wide, False, index, got, math.nan, _place(problem, tensor, index, tile), reason)
+        place = _place(problem, tensor, index, tile)
+        return Verdict(tensor, math.inf, math.inf, math.inf, math.inf, limit, False, index, got, math.nan, place, reason)
     return None
 
 

@@ -112,6 +112,13 @@ class Contender:
                 raise EnvironmentFault(f"{self.name} is not here", *absent)
             for pass_ in passes:
                 self.peer.refuse(problem, pass_)
+        classes = {pass_: arithmetic_of(problem, kernel) for pass_, kernel in self.kernels.items()}
+        if classes.get("forward") == "tf32" != classes.get("backward", "tf32"):
+            raise UsageFault(
+                f"{self.name} would compute gradients from an O in tf32",
+                f"its backward pass computes in {classes['backward']}, and is judged by that",
+                "choose another forward pass: fa-cli list",
+            )
         workspaces = self.workspace_bytes(problem, backend)  # refuses what a header does
         if backend.name == "cpu":  # on a GPU an allocation that does not fit is refused
             memory.check(problem, passes, [workspaces])

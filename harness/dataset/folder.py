@@ -63,6 +63,12 @@ _META_OPTIONAL: dict[str, Kind] = {
     "recipe": or_null(TEXT),
 }
 _OUTPUTS: dict[str, Kind] = {"inputs": TEXTS, "outputs": TEXTS}
+_OUTPUTS_OPTIONAL: dict[str, Kind] = {
+    "verdict": TEXT,
+    "verdicts": TEXTS,  # by pass, as the arithmetic; records of earlier versions have neither
+    "arithmetic": TEXTS,
+    "forward": (lambda v: isinstance(v, dict) and TEXTS[0](v.get("arithmetic", {})), "an object"),
+}
 #: The hash of a dO.bin that is not there. Data folders of an earlier harness have none: their dO is all ones.
 ONES = "ones"
 
@@ -183,7 +189,9 @@ def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[st
 
 
 def _holds_data(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (META, "Q.bin"))
+    """Whether a folder has anything of a name that gen-data or the run after it would write, a dangling link among them."""
+    names = (*INPUTS, *WRITES["forward"], *WRITES["backward"])
+    return any(os.path.lexists(folder / name) for name in (META, OUTPUTS, *(f"{name}.bin" for name in names)))
 
 
 def _make(folder: Path) -> bool:
@@ -280,9 +288,9 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
     """Write a run's outputs (host storage arrays) beside its inputs, and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, source_hash; the hashes of inputs and outputs are added here. A
-    backward run keeps the forward's O and logsumexp in the list, and their record under "forward". Pictures of the errors of earlier
-    outputs are removed. Raises DiskFault, DataFault.
+    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, and by pass verdicts, arithmetic, source_hash; the hashes of inputs
+    and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward".
+    Pictures of the errors of earlier outputs are removed. Raises DiskFault, DataFault.
     """
     files: dict[str, bytes | memoryview] = {
         f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for name, array in outputs.items()
@@ -291,7 +299,8 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     whole = dict(record)
     if record["mode"] == "backward":
         earlier = read_json(dataset.folder / OUTPUTS, required=_OUTPUTS)
-        whole["forward"] = earlier.get("forward", {key: earlier.get(key) for key in ("kernel", "source_hash")})
+        kept = {key: earlier[key] for key in ("arithmetic",) if key in earlier}
+        whole["forward"] = earlier.get("forward", {key: earlier.get(key) for key in ("kernel", "source_hash")} | kept)
         listed |= {name: digest for name, digest in earlier["outputs"].items() if name in ("O.bin", "logsumexp.bin")}
     inputs = READS["forward"] if record["mode"] == "forward" else INPUTS
     whole |= {"inputs": {f"{name}.bin": dataset.digest(name) for name in inputs}, "outputs": listed}
@@ -302,14 +311,16 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
                 picture.unlink()
 
 
-def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
+def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] | None = None) -> tuple[Array, Array]:
     """The folder's O and logsumexp, in the problem's shapes and storage types, for a backward pass on the dataset's inputs.
 
-    Raises DataFault where they are missing, not listed in outputs.json, of another hash, or of other inputs, causal, causal_shift, scale
-    or dtype. A record without causal_shift, from an earlier version, has the default.
+    readers: the kernels that read them, name -> class of arithmetic. Raises DataFault where they are missing, not listed in outputs.json,
+    of another hash, of other inputs, causal, causal_shift, scale or dtype, wrong, or in tf32 for a kernel that is judged as f32. A record
+    without causal_shift, from an earlier version, has the default.
     """
     hint, folder = "run both passes: --mode both, or before it the forward pass of any kernel: --mode forward", dataset.folder
-    record = read_json(folder / OUTPUTS, hint, _OUTPUTS)
+    record = read_json(folder / OUTPUTS, hint, _OUTPUTS, _OUTPUTS_OPTIONAL)
+    _refuse_forward(folder, record, readers or {}, hint)
     inputs, listed = record["inputs"], record["outputs"]
     record = {"causal_shift": problem.default_shift} | record
     for what, made, wanted in (
@@ -328,6 +339,18 @@ def read_forward(dataset: Dataset, problem: Problem) -> tuple[Array, Array]:
             raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
         found.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
     return found[0], found[1]
+
+
+def _refuse_forward(folder: Path, record: Json, readers: Mapping[str, str], hint: str) -> None:
+    """Raise DataFault where a forward pass failed its check, or is coarser than its readers: their gradients would be called wrong."""
+    made = record.get("forward", record)  # a backward run keeps it there; its own verdict says nothing of the forward pass
+    verdict = record.get("verdicts", {}).get("forward", record.get("verdict", "PASS")) if made is record else "PASS"
+    if verdict != "PASS":
+        raise DataFault(f"{folder} holds a wrong forward pass", f"{made.get('kernel')} wrote it, and its verdict was {verdict}", hint)
+    finer = next((name for name, arithmetic in readers.items() if arithmetic != "tf32"), None)
+    if finer and made.get("arithmetic", {}).get("forward") == "tf32":
+        why = f"{made.get('kernel')} wrote it; {finer} is judged as {readers[finer]}, and its gradients would have the error of tf32"
+        raise DataFault(f"{folder} holds a forward pass in tf32", why, f"before it the forward pass in {readers[finer]}: --mode forward")
 
 
 # -- size -------------------------------------------------------------------------------------------------------------

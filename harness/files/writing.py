@@ -39,7 +39,8 @@ def write_files(folder: Path, contents: Mapping[str, bytes | memoryview]) -> Non
     """Write several files (name -> bytes) of a folder, in the order given: all of them, or none.
 
     A full disk leaves every old file unchanged. A process killed at any moment leaves the old files or, once the folder is locked again
-    (:func:`locked`), the new ones; so the caller holds that lock where there is more than one file. Raises DiskFault.
+    (:func:`locked`), the new ones; so the caller holds that lock where there is more than one file. Raises DiskFault, and DataFault where
+    one is a folder.
     """
     _commit(folder, contents, append=False)
 
@@ -96,6 +97,8 @@ def _committed(
         return path.name
 
     def entry(name: str, data: bytes | memoryview, offset: int | None) -> Json:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():  # no rename replaces it: a journal could not be completed
+            raise DataFault(f"{folder / name} is a folder", "a file of that name is to be written", "move it away")
         view = memoryview(data).cast("B")
         return {"name": name, "staged": stage(name, view), "sha256": sha256(view), "offset": offset}
 
@@ -203,6 +206,8 @@ def make_folder(folder: Path) -> None:
 def disk_fault(place: Path, error: OSError) -> DiskFault:
     """The fault for an OSError of a write in a folder, with what a user can do about it."""
     reason = error.strerror or str(error)
+    if error.errno == errno.EISDIR and (path := error.filename2 or error.filename):
+        return DiskFault(f"cannot write {path}", "it is a folder, where a file is to be", "move it away")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFault(f"no room to write in {place}", reason, f"free some space: df -h {place}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

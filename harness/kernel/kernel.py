@@ -254,8 +254,9 @@ class Kernel:
                 f"its [tile] has {', '.join(self.tile) or 'nothing'}",
                 "--tile takes NAME=VALUE for a name of the header's [tile]",
             )
+        macros = {"DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in self.workspace)}
         for name, value in self.tile.items():
-            if name in names:
+            if name in names or name in macros:
                 raise UsageFault(
                     f"{self.path}: tile {name} is taken", "the harness gives that name a value", "choose another name in [tile]"
                 )
@@ -348,24 +349,23 @@ def is_path(spec: str) -> bool:
 def _find(spec: str, pass_: str) -> Kernel:
     if is_path(spec):
         return _from_path(Path(spec), pass_)
-    if "+" in spec:
-        spec = spec.split("+", 1)[pass_ == "backward"]
-    wanted = spec.lower().replace("-", "_")
-    same = [
-        k
-        for k in catalogue()
-        if wanted in (k.name, *(a.lower().replace("-", "_") for a in k.aliases)) or (spec.isdigit() and k.number == int(spec))
-    ]
+    parts = [_of_name(part) for part in spec.split("+", 1)]  # also of the part that this pass does not need
+    same = parts[-1 if pass_ == "backward" else 0]
+    if found := next((k for k in same if k.pass_ == pass_), None):
+        return found
+    other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
+    hint = f"use --mode {same[0].pass_}, or {other}: fa-cli list"
+    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {', '.join(k.pass_ for k in same)}", hint)
+
+
+def _of_name(spec: str) -> list[Kernel]:
+    """The passes of a name, number or alias. Raises UsageFault where there is none."""
+    wanted, number = spec.lower().replace("-", "_"), int(spec) if re.fullmatch("[0-9]{1,9}", spec) else -1
+    same = [k for k in catalogue() if k.number == number or wanted in (a.lower().replace("-", "_") for a in (k.name, *k.aliases))]
     if not same:
         names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
         raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
-    for kernel in same:
-        if kernel.pass_ == pass_:
-            return kernel
-    passes = ", ".join(k.pass_ for k in same)
-    other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
-    hint = f"use --mode {same[0].pass_}, or {other}: fa-cli list"
-    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {passes}", hint)
+    return same
 
 
 def _from_path(path: Path, pass_: str) -> Kernel:

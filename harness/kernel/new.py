@@ -12,7 +12,7 @@ from .kernel import Kernel, NoSuchPass, catalogue, find
 from .plain import text as plain_text
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_HEADER_END = "// ///\n"
+_HEADER = re.compile(r"^// /// kernel *\n(?://.*\n)*?// /// *$", re.M)
 #: A header key with its value; an array may span lines.
 _KEY = r"^//[ ]*{key}[ ]*=[ ]*(?:\[[^\]]*\]|[^\n]*?)[^\n\]]*\n"
 
@@ -35,7 +35,7 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     if plain:
         text = plain_text(pass_, _plain_opening(name, pass_, path))
     else:
-        text = _rename(kernel.path.read_text(encoding="utf-8"), kernel, name, path)
+        text = _rename(kernel.path.read_text(encoding="utf-8-sig"), kernel, name, path)
     make_folder(folder)
     write_files(folder, {path.name: text.encode()})
     return path
@@ -76,10 +76,11 @@ def _check_name(name: str) -> None:
 
 def _rename(text: str, kernel: Kernel, name: str, path: Path) -> str:
     """The source under its new name: a header without aliases, its own title, an opening paragraph before the source's own."""
-    head, rest = text.split(_HEADER_END, 1)
+    end = next(_HEADER.finditer(text)).end()
+    head, rest = text[:end].rstrip(" ") + "\n", text[end:].removeprefix("\n")
     head = re.sub(_KEY.format(key="aliases"), "", head, flags=re.M)
     head = re.sub(_KEY.format(key="title"), f'// title = "my kernel, from {kernel.name}"\n', head, count=1, flags=re.M)
-    return head + _HEADER_END + _opening(kernel, name, path) + "//\n" + rest.removeprefix("//\n")
+    return head + _opening(kernel, name, path) + "//\n" + rest.removeprefix("//\n")
 
 
 def _opening(kernel: Kernel, name: str, path: Path) -> str:

@@ -8,6 +8,7 @@ criterion, throttling check and L2 flush are the model of those here. The host's
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -138,21 +139,33 @@ class Timing:
 
 
 def together(timings: Sequence[Timing]) -> Timing:
-    """The timing of several passes as one: sums of their samples, as many as the pass with the fewest has."""
+    """The timing of several passes as one: sums of their samples, turn by turn, as many as the pass with the fewest has in each."""
     first = timings[0]
     if len(timings) == 1:
         return first
     energies = [t.energy for t in timings if t.energy]
+    turns = tuple(min(counts) for counts in zip(*(t.turns for t in timings), strict=False))
     return Timing(
         first.timing,
-        tuple(sum(each) for each in zip(*(t.seconds for t in timings), strict=False)),
+        _sums([t.seconds for t in timings], [t.turns for t in timings]),
         tuple(sum(each) for each in zip(*(t.call_seconds for t in timings), strict=False)),
         "graph" if all(t.launch == "graph" for t in timings) else "direct",
         "; ".join(dict.fromkeys(t.throttled for t in timings if t.throttled)),
         first.before,
         timings[-1].after,
+        turns,
         energy=Energy.together(energies) if len(energies) == len(timings) else None,
     )
+
+
+def _sums(samples: Sequence[Sequence[float]], turns: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Sums of the passes' samples, first with first in each turn; where a pass has no turns, of all."""
+    if not all(turns):
+        return tuple(sum(each) for each in zip(*samples, strict=False))
+    several = [itertools.pairwise(itertools.accumulate(counts, initial=0)) for counts in turns]
+    ends = zip(*several, strict=False)
+    parts = ([pass_[start:stop] for pass_, (start, stop) in zip(samples, turn, strict=True)] for turn in ends)
+    return tuple(sum(each) for part in parts for each in zip(*part, strict=False))
 
 
 class Stage(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..check.oracle import Oracle
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
-from ..fault import EnvironmentFault, Fault, KernelFault
+from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..measure import sampling
 from ..problem import MODES, PASSES, WRITES, Problem
 from . import timing
@@ -33,7 +34,7 @@ _COMPILING = 5
 
 @dataclass(frozen=True)
 class Spec:
-    """What a ring is asked for: the same on every rank."""
+    """What a ring is asked for: the same on every rank. Raises UsageFault where timeout or bandwidth is not a number above 0."""
 
     compute: str
     mode: str
@@ -47,6 +48,11 @@ class Spec:
     tiles: Mapping[str, int] | None = None
     tolerance: float | None = None
     bandwidth: float = 300e9  # of a simulated link, bytes a second each way
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "bandwidth"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise UsageFault(f"--{name} is {value}", "it is a finite number above 0", f"leave out --{name}, or give a number")
 
 
 @dataclass(frozen=True)

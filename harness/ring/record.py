@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..environment import environment
-from ..fault import DataFault
-from ..files import json_bytes, locked, make_folder, read_text, write_files
+from ..files import json_bytes, locked, make_folder, write_files
 from ..problem import MODES
+from ..row import read_records, refuse_table
 from .job import Outcome
 
 #: What tells a ring from another: the first columns of both tables.
@@ -31,10 +32,18 @@ _TENSORS = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
 Cell = str | int | float | bool | None
 
 
+def refuse(folder: Path | None) -> None:
+    """Raise DataFault where a table in a folder has other columns, UsageFault where an experiment is in it: before a ring begins."""
+    if folder:
+        for name, columns in {"ring.csv": RING, "ring_steps.csv": STEPS, "ring_timeline.csv": TIMELINE}.items():
+            refuse_table(folder / name, ",".join(columns))
+
+
 def write(folder: Path, outcome: Outcome) -> list[Path]:
     """Add an outcome to the tables of a folder, and write env.json: the files. A ring that failed its check has no times.
 
-    Raises DataFault where a table has other columns, DiskFault where the folder cannot be written.
+    Of a torn table the whole rows are kept, with the warning Dropped. Raises as :func:`refuse`, DiskFault where the folder cannot be
+    written.
     """
     make_folder(folder)
     facts = environment(device=outcome.device, device_name=outcome.device_name, ranks=outcome.ranks)
@@ -96,10 +105,9 @@ def _timeline(outcome: Outcome) -> list[dict[str, Cell]]:
 
 
 def _added(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Cell]]) -> bytes:
-    """The table with the rows behind what it holds."""
-    there = read_text(path) if path.exists() else ""
-    if there and there.partition("\n")[0] != ",".join(columns):
-        raise DataFault(f"{path} has other columns", "its first line is another version's", "write to another folder: --output-dir")
+    """The table with the rows behind its whole lines."""
+    refuse_table(path, ",".join(columns))
+    there = read_records(path, quoted=True) if os.path.lexists(path) else ""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     if not there:

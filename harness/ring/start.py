@@ -38,8 +38,10 @@ def ring(
 
     progress is told what is being done; ranks with a process of their own tell nothing.
 
-    Raises EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
+    Raises UsageFault for both, EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
     """
+    if simulated and gpus:
+        raise UsageFault("--gpus and --simulate together", "one starts ranks, the other takes turns on one device", "leave out one of them")
     if simulated and not found():
         return simulate(spec, simulated, progress)
     if simulated:

@@ -8,8 +8,8 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,15 +17,12 @@ import click
 
 from ..fault import DiskFault, Dropped, Fault, UsageFault
 from ..problem import MODES, Problem
-from . import complete, interrupt
+from . import complete, interrupt, streams
 from .progress import clear
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
 F = TypeVar("F", bound=Callable[..., object])
-
-#: The exit code where the reader of stdout is gone (fa-cli list | head -1): the shell's for SIGPIPE. No verdict was delivered, so not 0.
-CLOSED_PIPE = 141
 
 #: Letters of a line of a message at most: a compiler's command line fits.
 LINE = 4000
@@ -66,6 +63,7 @@ class FaCli(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         obj: dict[str, Value] = {"verbosity": 0, "arguments": list(arguments)}
+        streams.prepare()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("always", Dropped)
@@ -81,40 +79,19 @@ class FaCli(click.Group):
             code = _interrupted(error, obj["arguments"])
         except Exception as error:
             code = explain(error, obj["verbosity"])
-        sys.exit(_flushed() or code or 0)
+        sys.exit(streams.flushed() or code or 0)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         complete.attach(cmd)
         super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _open_pipe():
+        with streams.open_pipe():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _open_pipe():
+        with streams.open_pipe():
             return super().invoke(ctx)
-
-
-@contextmanager
-def _open_pipe() -> Iterator[None]:
-    """Exit code CLOSED_PIPE where the reader of stdout goes away; click and rich would say 1."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise click.exceptions.Exit(CLOSED_PIPE) from None
-    except SystemExit as end:  # rich's
-        raise click.exceptions.Exit(CLOSED_PIPE) if isinstance(end.__context__, BrokenPipeError) else end from None
-
-
-def _flushed() -> int:
-    """Flush stdout; CLOSED_PIPE where its reader is gone. Python would flush at its end, and then complain."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE
-    return 0
 
 
 def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
@@ -165,12 +142,25 @@ def explain(error: Exception, verbosity: int) -> int:
         traceback.print_exception(error)
     if isinstance(error, Fault):
         return complain(error.what, error.why, error.hint, error.exit_code)
+    if isinstance(error, FileNotFoundError) and not error.filename:  # os.getcwd's
+        why = "it was removed since the shell went there"
+        return complain("the working folder is gone", why, "cd to a folder that exists", DiskFault.exit_code)
     if isinstance(error, OSError) and error.errno:  # a disk fault that no module names; without a file name it is stdout's
         what = f"{error.filename or 'output'}: {error.strerror}"
         return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
     if isinstance(error, MemoryError):
         return complain("out of memory", str(error), "use a smaller --batch, --heads or --seq", UsageFault.exit_code)
     return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
+
+
+class _Range(click.FloatRange):
+    """A range that NaN is not in; click asks what is outside, and NaN never is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -327,14 +317,10 @@ ring = options(
         "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, a process each.  [default: 2, or the launcher's]"
     ),
     click.option("--partition", type=click.Choice(["contiguous", "zigzag"]), help="[default: zigzag where causal]"),
-    click.option(
-        "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."
-    ),
+    click.option("--timeout", type=_Range(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."),
     click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys beside the launches, or after them."),
     click.option("--simulate", type=click.IntRange(1), metavar="N", help="N ranks take turns on one device; times are predicted."),
-    click.option(
-        "--bandwidth", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."
-    ),
+    click.option("--bandwidth", type=_Range(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -387,7 +373,7 @@ sampled = options(
     click.option(
         "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"
     ),
-    click.option("--min-time", type=click.FloatRange(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
+    click.option("--min-time", type=_Range(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
 )
 tile_lists = click.option(
     "--tile",

@@ -1,4 +1,4 @@
-"""Ways to print: tables (plain text where stdout is no terminal), one JSON document, notes. Verbs use them through show.py.
+"""Ways to print: tables (plain text where stdout is no terminal), one JSON document, notes. Verbs use them through show/.
 
 Results go to stdout, the rest to stderr. Verdicts are words, never only colours. What is printed first takes the line of progress away.
 """

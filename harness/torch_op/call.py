@@ -60,24 +60,29 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
     return found.kernels[pass_]
 
 
-def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
-    """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
+def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
+    """The kernels of a name or path by pass. Raises UsageFault where there is none, for a peer, and where one has no such pass."""
     try:
         found = choose.contender(spec, passes)
     except NoSuchPass as fault:
-        backward = [k.name for k in catalogue() if k.pass_ == "backward" and problem.dtype in k.dtypes]
+        backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
         able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
         lone = able and not is_path(spec) and "+" not in spec
         if lone and "forward" in fault.what:
-            pair = f", or {able[-1]}+{spec}" if problem.dtype in find(spec, "backward").dtypes else ""
+            pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
         else:
             pair = f", or {spec}+{able[-1]}" if lone else ""
         hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    return found.kernels
+
+
+def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
+    """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
     made = {}
-    for pass_, kernel in found.kernels.items():
+    for pass_, kernel in _found(spec, passes, problem.dtype).items():
         if deterministic and True not in kernel.forms:
             raise UsageFault(
                 f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
@@ -214,19 +219,19 @@ def ready(
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
-    None where a tensor is empty and there is nothing to launch.
-
-    stamp is part of the key only (:func:`edited`): a file that was written is read again. Raises ValueError for tensors that do not
-    belong together, UsageFault for what the kernel does not take, and as :func:`backends.launch.launcher` does.
+    None where a tensor is empty and there is nothing to launch. stamp is part of the key only (:func:`edited`): a file that was written is
+    read again. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
+    :func:`backends.launch.launcher` does.
     """
     _check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
+    dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
+        if spec != choose.AUTO:
+            _found(spec, passes, dtype)
         return None
-    dtype = str(dtypes[0]).removeprefix("torch.")
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
     backend = _backend(devices[0])
-    passes = PASSES if trains or pass_ == "backward" else ("forward",)
     made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
     starts, room = [], 0
     for space in made.loaded.plan.workspaces:
@@ -293,6 +298,8 @@ def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices
     if k != v or q[0] != k[0] or q[3] != k[3]:
         text = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"q, k and v do not belong together: {text}; v is like k, and has the batch and head_dim of q")
+    if q[1] % k[1] if k[1] else q[1]:
+        raise ValueError(f"{q[1]} query heads cannot share {k[1]} key heads evenly: heads_kv divides heads_q")
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
         raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")

@@ -44,7 +44,7 @@ def sdpa(
         return _TORCH_SDPA(query, key, value, **options)
     shape = query.shape
     if query.dim() != 4:  # leading dims are heads of one batch
-        query, key, value = (t.reshape(1, -1, *t.shape[-2:]) for t in (query, key, value))
+        query, key, value = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (query, key, value))  # reshape's -1 takes none of 0
     shift = 0 if is_causal else None
     o = attention(query, key, value, causal=is_causal, scale=scale, kernel=kernel, deterministic=deterministic, causal_shift=shift)
     return o if len(shape) == 4 else o.reshape(shape)

@@ -2,6 +2,7 @@
 // their own (workers.hpp), for a fiber's may be what has overflowed.
 #pragma once
 
+#include <errno.h>
 #include <signal.h>
 #include <stdint.h>
 #include <time.h>
@@ -17,14 +18,23 @@ namespace fa_host {
 constexpr int handled_signals[] = {SIGINT, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, handlers = 6;
 static struct sigaction previous[handlers];  // the handlers installed before the launch
 
-// Ctrl-C asks the launch to end, then calls the previous handler (Python's). A second one ends the process: the launch did not end.
-// One within 0.3 s is taken for the same Ctrl-C sent twice.
+// Ctrl-C asks the launch to end, then calls the previous handler (Python's). A second one ends the process: the launch did not end, as
+// in a loop without a barrier. On a terminal the first one says so, as nothing else might. One within 0.3 s is the same one sent twice.
 static inline void on_interrupt(int number, siginfo_t* info, void* context) {
     static timespec first;
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    if (!interrupt_requested) first = now;
-    else if (now.tv_sec - first.tv_sec + (now.tv_nsec - first.tv_nsec) * 1e-9 > 0.3) _exit(130);
+    auto say = [](const char* text, size_t letters) { (void)!write(2, text, letters); };
+    constexpr char again[] = "\ninterrupted; again to end at once\n", end[] = "error: interrupted\n";
+    if (!interrupt_requested) {
+        first = now;
+        const int kept = errno;
+        if (isatty(2)) say(again, sizeof again - 1);
+        errno = kept;
+    } else if (now.tv_sec - first.tv_sec + (now.tv_nsec - first.tv_nsec) * 1e-9 > 0.3) {
+        say(end, sizeof end - 1);
+        _exit(130);
+    }
     interrupt_requested = 1;
     previous[0].sa_flags& SA_SIGINFO ? previous[0].sa_sigaction(number, info, context) : previous[0].sa_handler(number);
 }

@@ -22,6 +22,7 @@ Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 16, "--dim", 16)
 FOLDER = "B1_H2_S16_D16"
+BACKWARD = ("run", "--compute", "naive", "--mode", "backward")
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2  # linux/prctl.h, linux/capability.h
 
 
@@ -134,6 +135,40 @@ def test_backward_needs_a_forward(fa_cli: Run, data: Path) -> None:
     assert fa_cli("run", "--compute", "naive", "--mode", "backward", "--data", data).exit_code == 0
 
 
+def test_backward_refuses_a_wrong_forward(fa_cli: Run, data: Path, wrong: str) -> None:
+    """Right gradients of a wrong O would be called wrong. A backward pass that fails, alone or behind a right forward, does not count."""
+    assert fa_cli("run", "--compute", wrong, "--data", data).exit_code == 1
+    refused(fa_cli, 3, "wrong wrote it, and its verdict was FAIL", *BACKWARD, "--data", data)
+    assert fa_cli("run", "--compute", "naive", "--data", data).exit_code == 0
+    assert fa_cli(*BACKWARD, "--data", data, "--tolerance", 1e-12).exit_code == 1
+    assert fa_cli(*BACKWARD, "--data", data).exit_code == 0
+    record = json.loads((data / "outputs.json").read_text())
+    assert record["forward"]["arithmetic"] == {"forward": "f32"} and record["verdicts"] == {"backward": "PASS"}
+    both = record | {"verdict": "FAIL", "verdicts": {"forward": "PASS", "backward": "FAIL"}}
+    del both["forward"]
+    (data / "outputs.json").write_text(json.dumps(both))
+    assert fa_cli(*BACKWARD, "--data", data).exit_code == 0
+    del both["verdicts"]  # an earlier version's: which pass failed is not known
+    (data / "outputs.json").write_text(json.dumps(both))
+    refused(fa_cli, 3, "its verdict was FAIL", *BACKWARD, "--data", data)
+    for change in ({"verdicts": 1}, {"arithmetic": {"forward": 1}}, {"forward": {"arithmetic": "tf32"}}):
+        (data / "outputs.json").write_text(json.dumps(record | change))
+        refused(fa_cli, 3, f"for '{next(iter(change))}'", *BACKWARD, "--data", data)
+
+
+def test_backward_refuses_a_forward_in_tf32(fa_cli: Run, data: Path) -> None:
+    """What is judged as f32 would be called wrong for the error of its O; a record of an earlier version does not say its class."""
+    assert fa_cli("run", "--compute", "mma", "--data", data).exit_code == 0
+    record = json.loads((data / "outputs.json").read_text())
+    assert record["arithmetic"] == {"forward": "tf32"} and record["verdicts"] == {"forward": "PASS"}
+    refused(fa_cli, 3, "mma wrote it; naive is judged as f32", *BACKWARD, "--data", data)
+    del record["arithmetic"]
+    (data / "outputs.json").write_text(json.dumps(record))
+    assert fa_cli(*BACKWARD, "--data", data).exit_code == 1
+    half = (*SHAPE, "--dtype", "bfloat16")  # p16: its O has no error that bfloat16 has not
+    assert fa_cli("run", "--compute", "mma", *half).exit_code == 0 and fa_cli(*BACKWARD, *half).exit_code == 0
+
+
 def test_other_data_is_not_overwritten(fa_cli: Run, data: Path) -> None:
     """gen-data leaves the same data alone, refuses another seed, and replaces it with --force."""
     before = listing(data)
@@ -144,10 +179,47 @@ def test_other_data_is_not_overwritten(fa_cli: Run, data: Path) -> None:
     assert json.loads((data / "meta.json").read_text())["seed"] == 7
 
 
+@pytest.mark.parametrize("left", ["Q", "K", "dO", "O", "dQ"])
+def test_tensors_of_a_users_own_are_not_overwritten(left: str, fa_cli: Run, data: Path) -> None:
+    """A part of a set, without meta.json: gen-data and a run that would make data there refuse it; --force replaces it."""
+    (data / f"{left}.bin").write_bytes(b"mine")
+    for path in data.iterdir():
+        if path.stem != left:
+            path.unlink()
+    refused(fa_cli, 3, "unknown origin", "gen-data", *SHAPE)
+    refused(fa_cli, 3, "--force", "run", "--compute", "naive", *SHAPE)
+    assert fa_cli("gen-data", *SHAPE, "--force").exit_code == 0 and (data / "meta.json").exists()
+
+
+def test_a_dangling_link_is_not_overwritten(fa_cli: Run, data: Path) -> None:
+    """Its target may lie on a disk that is not mounted."""
+    shutil.rmtree(data)
+    data.mkdir()
+    (data / "Q.bin").symlink_to("/nowhere/Q.bin")
+    refused(fa_cli, 3, "--force", "gen-data", *SHAPE)
+    assert os.readlink(data / "Q.bin") == "/nowhere/Q.bin"
+
+
+def test_a_folder_where_a_file_is_written_is_exit_3(fa_cli: Run, data: Path) -> None:
+    """outputs.json or Q.bin: no tensor is replaced, and the next command finds no half of a set."""
+    (data / "outputs.json").mkdir()
+    refused(fa_cli, 3, "outputs.json is a folder", "run", "--compute", "naive", "--data", data)
+    (data / "outputs.json").rmdir()
+    replace(data, lambda path: path.mkdir())
+    refused(fa_cli, 3, "Q.bin is a folder", "gen-data", *SHAPE, "--force")
+    (data / "Q.bin").rmdir()
+    assert fa_cli("gen-data", *SHAPE, "--force").exit_code == 0
+    assert fa_cli("run", "--compute", "naive", "--data", data).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--compute", "nosuch"), "unknown kernel"),
+        (("--compute", "²"), "unknown kernel"),
+        (("--compute", "٠-٧"), "unknown kernel"),
+        (("--compute", "fa2+nosuch"), "unknown kernel 'nosuch'"),
+        (("--device", "cuda:²"), "unknown device"),
         (("--compute", "nosuch.cu"), "no kernel file"),
         (("--dim", 257), "head dim"),
         (("--seq", 0), "at least 1"),
@@ -173,6 +245,20 @@ def test_usage_is_exit_2(words: tuple[Any, ...], why: str, fa_cli: Run) -> None:
     """What cannot be meant is refused before anything is written."""
     given = dict(zip(SHAPE[::2], SHAPE[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
     refused(fa_cli, 2, why, "run", *(word for pair in given.items() for word in pair))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("experiment", "seqlen", "--min-time", "nan"),
+        ("ring", "--timeout", "nan"),
+        ("ring", "--bandwidth", "NaN"),
+        ("doctor", "--device", "tpu"),
+    ],
+)
+def test_an_option_of_other_verbs_is_exit_2(words: tuple[str, ...], fa_cli: Run) -> None:
+    """NaN lies in no range, and no device is one that is not there, for a verb that runs nothing too."""
+    refused(fa_cli, 2, words[-1], *words)
 
 
 @pytest.mark.parametrize(("words", "why"), [(("--tile", "NOSUCH=4"), "NOSUCH"), (("--device", "tpu"), "tpu")])

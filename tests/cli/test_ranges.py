@@ -299,3 +299,12 @@ def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> N
         {test.removesuffix("_causal") for test, problem in found.shapes if "D64" in test and problem.causal == causal} for causal in (0, 1)
     ]
     assert masks[0] == masks[1] == {f"D64-S{512 << i}" for i in range(6)}
+
+
+def test_gradients_of_an_output_in_tf32_are_refused(fa_cli: Run) -> None:
+    """O of tf32 tensor cores is too coarse for a backward pass in float32, which would be called wrong. 16 bits are alike."""
+    words = ("run", "mma+fa2", "--mode", "both", "--batch", 1, "--heads", 1, "--seq", 32, "--dim", 32, "--device", "cpu")
+    done = fa_cli(*words)
+    assert done.exit_code == 2
+    assert "an O in tf32" in done.stderr
+    assert fa_cli(*words, "--dtype", "float16").exit_code == 0

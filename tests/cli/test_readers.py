@@ -16,6 +16,7 @@ from click.testing import Result
 from rows import append_row, row
 
 from harness.problem import Problem
+from harness.sweep import load
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,6 +25,10 @@ GOOD = "seq = 16, dim = 16, batch = 1, heads = 1"
 
 BAD_SWEEPS = {
     "test = 5": f"shapes = [{{ test = 5, {GOOD} }}]",
+    "test of 201": f"shapes = [{{ test = '{'x' * 201}', {GOOD} }}]",
+    "test of NUL": f'shapes = [{{ test = "a\\u0000b", {GOOD} }}]',
+    "test of two lines": f'shapes = [{{ test = "a\\nb", {GOOD} }}]',
+    "batch and tokens": f"shapes = [{{ tokens = 32, {GOOD} }}]",
     "cpu = 0": f"cpu = 0\nshapes = [{{ {GOOD} }}]",
     "title = 3": f"title = 3\nshapes = [{{ {GOOD} }}]",
     "ceilings = 1": f"ceilings = 1\nshapes = [{{ {GOOD} }}]",
@@ -49,6 +54,13 @@ def test_values_of_a_sweep_have_types(case: str, fa_cli: Run, tmp_path: Path) ->
     result = fa_cli("experiment", "mine.toml")
     assert result.exit_code == 3 and "internal" not in result.stderr and "hint: " in result.stderr, result.stderr
     assert os.listdir(tmp_path) == ["mine.toml"]
+
+
+def test_a_name_of_a_test_is_read_again(tmp_path: Path) -> None:
+    """The longest that there may be, with what a line of text may hold."""
+    (tmp_path / "mine.toml").write_text(f"shapes = [{{ test = 'ü, \"{'x' * 196}', tokens = 64, seq = 16, dim = 16, heads = 1 }}]")
+    ((test, problem),) = load(str(tmp_path / "mine.toml")).shapes
+    assert len(test) == 200 and problem.batch == 4
 
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-inf", "1e400", "1e39"])

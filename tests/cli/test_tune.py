@@ -73,6 +73,41 @@ def test_pruned_wrong_and_right(fa_cli: Run, planted: str, tmp_path: Path) -> No
 
 
 @needs_compiler
+def test_a_torn_table_keeps_its_whole_rows(fa_cli: Run, planted: str, tmp_path: Path) -> None:
+    """The next run's rows stand behind them, and what was dropped is said; of a torn header nothing is left."""
+    words = ("tune", planted, *SHAPE, "--tile", "HOW=2,6", "--output-dir", "out", "-q")
+    assert fa_cli(*words).exit_code == 0
+    table = tmp_path / "out" / "tune.csv"
+    whole = table.read_bytes()
+    for torn, kept in ((whole[:-30], 2), (whole[:-40] + bytes(40), 2), (whole + bytes(4096), 3), (whole[:50], 0)):
+        table.write_bytes(torn)
+        done = fa_cli(*words)
+        assert done.exit_code == 0 and "no whole line" in done.stderr, done.stderr
+        lines = table.read_text().splitlines(keepends=True)
+        assert lines[:kept] == whole.decode().splitlines(keepends=True)[:kept] and len(lines) == max(kept, 1) + 2
+        assert all(row["status"] == "PASS" and len(row["source_hash"]) > 8 and None not in row for row in csv.DictReader(lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "why"),
+    [
+        ("tune.csv", "kernel,ms\nmine,1\n", 3, "other columns"),
+        ("tune.csv", "notes", 3, "other columns"),
+        ("results.csv", "Test,Kernel\n", 2, "holds an experiment"),
+        ("speed.csv", "kernel\n", 2, "holds an experiment"),
+    ],
+)
+def test_a_folder_of_others_is_refused(name: str, content: str, code: int, why: str, fa_cli: Run, planted: str, tmp_path: Path) -> None:
+    """Before anything is compiled: a table with another header is not replaced, nor is an experiment's env.json."""
+    (tmp_path / "out").mkdir()
+    for path, text in ((name, content), ("env.json", "{}")):
+        (tmp_path / "out" / path).write_text(text)
+    result = fa_cli("tune", planted, *SHAPE, "--tile", "NOSUCH=3", "--output-dir", "out")
+    assert result.exit_code == code and why in result.stderr and "hint: " in result.stderr and "NOSUCH" not in result.stderr
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {name: content, "env.json": "{}"}
+
+
+@needs_compiler
 def test_the_table_says_whose_times(fa_cli: Run, planted: str) -> None:
     """CPU ms, the note, no header lines to paste; two --tile options are every combination."""
     result = fa_cli("tune", planted, *SHAPE, "--tile", "HOW=2,6", "--tile", "MORE=7,8,9")

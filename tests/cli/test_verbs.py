@@ -303,14 +303,6 @@ def test_verify_takes_other_scales_than_the_default(fa_cli: Run, tmp_path: Path)
     assert result.exit_code == 1 and "scale=" in result.stdout and "FAIL 0 of" not in result.stdout
 
 
-def test_a_full_stdout_is_exit_6() -> None:
-    """The table could not be written: said on stderr, not taken for success."""
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, str(ROOT / "cli.py"), "list"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 6 and "No space left" in done.stderr and "hint: " in done.stderr
-
-
 @needs_compiler
 def test_a_new_kernel_works_as_it_is(fa_cli: Run, tmp_path: Path) -> None:
     """new, then the command its hint gives; a second time the file is not overwritten."""

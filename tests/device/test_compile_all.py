@@ -12,7 +12,7 @@ import sample
 from harness.backends import nvrtc
 from harness.compile import CompileRow, compile_all, compile_kernels
 from harness.fault import EnvironmentFault, UsageFault
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel.kernel import Kernel, catalogue, find
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,11 @@ def test_kernels_are_asked_for_by_name_or_path(tmp_path: Path) -> None:
         compile_all(["no_such"])
     with pytest.raises(UsageFault, match="cannot read the kernel file"):
         compile_all([str(tmp_path / "absent.cu")])
+
+
+def test_a_name_that_no_asked_architecture_takes_is_a_usage_fault(tmp_path: Path) -> None:
+    """It would be 0 of 0 in order, beside others too; a range leaves such kernels out, unless none is left."""
+    for computes in (["hopper"], ["naive", "hopper"], [str(find("hopper", "forward").path)], ["16-18"]):
+        with pytest.raises(UsageFault, match=r"cannot be compiled as asked\nits header takes sm_90a; asked for: sm_80"):
+            compile_all(computes, arch="sm_80")
+    assert {row.kernel for row in compile_all(["15-16"], arch="sm_80")} == {"split"}

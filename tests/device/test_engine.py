@@ -237,39 +237,46 @@ def spent(who: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def interrupted(folder: Path, body: str, times: int) -> tuple[int, str, float]:
-    """A process whose kernel gets SIGINT while it runs, again after half a second: exit code, output, processor seconds from then on."""
+def interrupted(folder: Path, body: str, times: int) -> tuple[int, str, str, float]:
+    """A process whose kernel gets SIGINT while it runs, again after half a second: exit code, output, what it says on a terminal, processor
+    seconds from then on."""
     code = SCRIPT.format(root=str(ROOT), support=str(ROOT / "tests" / "support"), folder=str(folder), body=RUNNING + body, before=BEFORE)
     before = spent(resource.RUSAGE_CHILDREN)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stderr
+    terminal, its_end = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=its_end, text=True) as process:
+        assert process.stdout
         try:
-            assert process.stdout.readline() == "running\n" or process.stderr.read()
+            assert process.stdout.readline() == "running\n", os.read(terminal, 10_000)
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             before += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # until now: its own, and of the compilers it waited for
             for i in range(times):
                 time.sleep(0.5 if i else 0.1)
                 assert process.poll() is None
                 process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=300)
+            out, _ = process.communicate(timeout=300)
         finally:
             process.kill()
-    assert not err, err
-    return process.returncode, out, spent(resource.RUSAGE_CHILDREN) - before
+    told = os.read(terminal, 10_000).decode()
+    os.close(its_end)
+    os.close(terminal)
+    return process.returncode, out, told, spent(resource.RUSAGE_CHILDREN) - before
+
+
+AGAIN = "\r\ninterrupted; again to end at once\r\n"
 
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_ctrl_c_ends_a_launch(name: str, tmp_path: Path) -> None:
     """At the next barrier, collective, atomic or end of a thread, as a KeyboardInterrupt."""
-    code, out, seconds = interrupted(tmp_path, ENDLESS[name], 1)
-    assert (code, out) == (130, "interrupted\n")
+    code, out, told, seconds = interrupted(tmp_path, ENDLESS[name], 1)
+    assert (code, out, told) == (130, "interrupted\n", AGAIN)
     assert seconds < 3
 
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_ends_a_loop_that_meets_nothing(tmp_path: Path) -> None:
     """Such a loop cannot be told from a long computation: the process ends at once."""
-    code, out, seconds = interrupted(tmp_path, "    for (volatile int i = 1; i;) {}", 2)
-    assert (code, out) == (130, "")
+    code, out, told, seconds = interrupted(tmp_path, "    for (volatile int i = 1; i;) {}", 2)
+    assert (code, out, told) == (130, "", AGAIN + "error: interrupted\r\n")
     assert seconds < 3

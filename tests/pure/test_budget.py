@@ -268,14 +268,18 @@ def test_message_names_the_place() -> None:
 
 
 def test_sampled_rows_are_named_by_their_own_number() -> None:
-    """The worst row of a sampled reference is the row of the whole tensor, and rows not held are not judged."""
+    """The worst row of a sampled reference is the row of the whole tensor, and rows not held must be finite, no more."""
     problem = Problem.of(1, 1, 10, 2)
     rows = np.array([0, 9])
     exact = Reference({"O": np.ones((1, 1, 2, 2))}, {"O": rows}, 0.2, {"O": 0.0})
     got = np.ones((1, 1, 10, 2), np.float32)
-    got[0, 0, 5] = np.nan
+    got[0, 0, 5] = 7
     ways = [{"O": exact["O"]}]
     assert budget.compare(problem, {"O": got}, exact, ways)["O"].passed
+    got[0, 0, 5] = np.nan
+    torn = budget.compare(problem, {"O": got}, exact, ways)["O"]
+    assert "got nan, expected a number; 2 values of this head are not finite" in budget.message(torn)
+    got[0, 0, 5] = 7
     got[0, 0, 9, 1] = 2
     assert budget.compare(problem, {"O": got}, exact, ways)["O"].worst == (0, 0, 9, 1)
 

@@ -295,6 +295,15 @@ def test_noise_does_not_trip_the_gate_and_a_failure_does(tmp_path: Path) -> None
     assert compare.compare(tmp_path / "d", tmp_path / "c", fail_if="slower:5%").passed
 
 
+def test_a_row_that_is_gone_does_not_pass_the_gate(tmp_path: Path) -> None:
+    """It passed, and in B there is nothing; one that had failed is not missed."""
+    several = [(row("fa2", [1.0] * 9), [1.0] * 9), (row("naive", [1.0] * 9), [1.0] * 9), (row("tiled", None), None)]
+    a, b = folder(tmp_path / "a", several), folder(tmp_path / "b", several[:1])
+    assert compare.compare(a, b, fail_if="slower:5%").failures == ("naive FOR S512 B2 H8 S512 D64 float32 warm (PASS): B has no such row",)
+    assert compare.compare(a, b).passed
+    assert compare.compare(b, a, fail_if="slower:5%").passed
+
+
 @pytest.mark.parametrize("text", ["slower", "slower:5", "slower:-5%", "faster:5%", "slower:five%", "", "slower:5%,faster:1%"])
 def test_bad_fail_if(text: str, tmp_path: Path) -> None:
     """Exit code 2 with the form that is understood."""

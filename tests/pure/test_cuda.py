@@ -372,7 +372,7 @@ def test_a_driver_without_cupy_gets_the_pip_line_that_fits_it(monkeypatch: pytes
     monkeypatch.setattr(nvml, "driver_cuda", lambda: driver)
     with pytest.raises(EnvironmentFault, match="CuPy is not installed") as caught:
         backends.pick("auto")
-    assert f"pip install '.[{extra}]'" in caught.value.hint
+    assert f"pip install -e '.[{extra}]'" in caught.value.hint
 
 
 def test_a_cupy_that_cannot_reach_the_gpu_says_why(fake: Fake) -> None:

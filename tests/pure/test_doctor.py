@@ -15,7 +15,7 @@ import pytest
 
 from harness import doctor
 from harness.doctor import Check
-from harness.fault import EnvironmentFault
+from harness.fault import EnvironmentFault, UsageFault
 from harness.files import exposed
 from harness.kernel.kernel import KERNELS, Device
 
@@ -79,6 +79,25 @@ def test_a_machine_with_a_compiler_and_no_gpu_is_in_order() -> None:
     assert found["kernels"].detail == "run on the CPU (--device cpu)"
     assert found["c++ compiler"].detail == "/usr/bin/g++"
     assert "gpu" not in found and "cupy cache" not in found
+
+
+def test_a_device_that_is_asked_for_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--device cuda needs a GPU, cuda:9 that one, cpu a compiler; another word is no device."""
+
+    def fail(device: str) -> list[str]:
+        return [check.name for check in doctor.doctor(device) if check.status == "FAIL"]
+
+    assert (fail("auto"), fail("cpu"), fail("cuda"), fail("cuda:1")) == ([], [], ["kernels"], ["kernels"])
+    for device in ("nonsense", "cuda:\u00b2", "cpu:1", ""):
+        with pytest.raises(UsageFault, match="unknown device"):
+            doctor.doctor(device)
+    given: list[int] = []
+    gpu(monkeypatch, lambda index: given.append(index) or raising(EnvironmentFault("no GPU", "why", "hint"))())
+    wheels(monkeypatch, cupy_cuda13x="14.2.0")
+    assert fail("cuda:9") == ["kernels", "gpu"] and given == [9]
+    gpu(monkeypatch)
+    monkeypatch.setattr(doctor, "compiler", raising(EnvironmentFault("no C++ compiler", "why", "apt install g++")))
+    assert (fail("auto"), fail("cuda"), fail("cpu")) == ([], [], ["kernels", "c++ compiler"])
 
 
 def test_neither_compiler_nor_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,33 @@ def test_a_fifo_is_not_appended_to(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_folder_in_the_place_of_a_file_is_left_alone(tmp_path: Path) -> None:
+    """It is named, and no file of the set is renamed: half a set with its journal would wait for ever. A link to a folder is replaced."""
+    (tmp_path / "a").write_bytes(b"old")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(DataFault, match="/b is a folder") as caught:
+        files.write_files(tmp_path, {"a": b"new", "b": b"new"})
+    assert caught.value.exit_code == 3 and caught.value.why and caught.value.hint
+    with pytest.raises(DataFault, match="/b is a folder"), files.gathered(tmp_path, ("a", "b")) as give:
+        give("a", b"new")
+        give("b", b"new")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"] and (tmp_path / "a").read_bytes() == b"old"
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    files.write_files(tmp_path, {"c": b"new"})
+    assert (tmp_path / "c").read_bytes() == b"new" and (tmp_path / "b").is_dir()
+
+
+def test_a_journal_that_cannot_be_completed_names_the_folder(tmp_path: Path) -> None:
+    """An earlier version has left it: what is in its way is said, and once that is moved the files are completed."""
+    journal(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DiskFault, match="cannot write .*/a\n"):
+        files.settle(tmp_path)
+    (tmp_path / "a").rmdir()
+    files.settle(tmp_path)
+    assert contents(tmp_path) == {"a": b"new"}
+
+
 def test_gathered_files_are_there_together(tmp_path: Path) -> None:
     """Files that come one after the other, in any order: all at the end of the block, none before, none where it raises."""
     (tmp_path / "a").write_bytes(b"old")
@@ -174,7 +201,7 @@ def test_gathered_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_that_is_cleared_away_before_its_rename_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer without a lock, as of figures in plots/, beside a run that settles the folder: it says so, and does not end as if all were well."""
+    """A writer without a lock, as of figures in plots/, beside a run that settles the folder: it does not end as if all were well."""
     right = writing._sync
 
     def settled(folder: Path) -> None:

@@ -185,7 +185,7 @@ def test_who_may_be_given_another_causal_shift(tmp_path: Path) -> None:
 
 def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
-    problem = Problem.of(dim=128)
+    problem, ours = Problem.of(dim=128), ("HEAD_DIM", "DTYPE", "CAUSAL", "DETERMINISTIC", "WORKSPACE_DELTA")
     found = Kernel.read(write(tmp_path))
     with pytest.raises(UsageFault, match="does not fit"):
         found.plan(problem, Device("cuda", "a small GPU", shared_optin=49152))
@@ -195,7 +195,7 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
         Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", "block = 2048"))).plan(problem, DEVICE)
     for old, new, word in (
         ('"batch * heads_q * seq_q"', '"batch - 99"', "less than 0"),
-        ("BLOCK_Q = 64", "BLOCK_Q = 64\n// seq_q = 2", "tile seq_q is taken"),
+        *(("BLOCK_Q = 64", f"BLOCK_Q = 64\n// {name} = 2", f"tile {name} is taken") for name in ("seq_q", *ours)),
         ("block = 128\n", 'block = 128\n// when = "batch > 9"\n', "launches nothing"),
     ):
         with pytest.raises(UsageFault, match=word):
@@ -220,8 +220,9 @@ def test_find_by_name() -> None:
     naive = kernel.find("naive", "forward")
     assert naive is kernel.find("0", "forward") is kernel.find("00", "forward") is kernel.find("naive-attn", "forward")
     assert kernel.find("NAIVE", "backward").pass_ == "backward"
-    with pytest.raises(UsageFault, match="unknown kernel 'nothing'") as caught:
-        kernel.find("nothing", "forward")
+    for unknown in ("²", "٠٧", "7" * 5000, "nothing"):
+        with pytest.raises(UsageFault, match=f"unknown kernel '{unknown[:80]}") as caught:
+            kernel.find(unknown, "forward")
     assert "naive" in caught.value.why
 
 

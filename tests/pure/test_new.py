@@ -81,10 +81,14 @@ def test_headers_of_any_layout(tmp_path: Path) -> None:
     )
     source.write_text(text)
     assert Kernel.read(source).aliases == ("one", "two")
-    path = new("mine", str(source), folder=tmp_path)
-    copy = Kernel.read(path)
-    assert (copy.title, copy.aliases, copy.dtypes) == ("my kernel, from planted", (), ("float32",))
-    assert "Change the work itself: forward below." in path.read_text() and "[tile]" not in path.read_text()
+    spaced = source.read_text().replace("// ///\n", "// ///  \n").replace("// /// kernel\n", "// ///\n\n// /// kernel \n")
+    for number, layout in enumerate((source.read_text(), spaced, "\ufeff" + spaced.replace("\n", "\r\n"), spaced.split("  \n")[0])):
+        source.write_text(layout)
+        path = new(f"mine{number}", str(source), folder=tmp_path)
+        copy = Kernel.read(path)
+        assert (copy.title, copy.aliases, copy.dtypes) == ("my kernel, from planted", (), ("float32",))
+        assert "\n// ///\n//\n// mine" in path.read_text() and "[tile]" not in path.read_text()
+        assert "Change the work itself: forward below." in path.read_text()
 
 
 def test_it_never_writes_over_a_file(tmp_path: Path) -> None:

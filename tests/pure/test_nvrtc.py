@@ -205,7 +205,7 @@ def test_without_nvrtc_it_is_an_environment_fault_with_the_pip_line(monkeypatch:
     with pytest.raises(EnvironmentFault, match=r"No module named 'cuda'") as caught:
         nvrtc.version()
     assert caught.value.exit_code == 4
-    assert "pip install '.[cuda12]'" in caught.value.hint
+    assert "pip install -e '.[cuda12]'" in caught.value.hint
 
 
 def test_cupys_binding_serves_where_cuda_bindings_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

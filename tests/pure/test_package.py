@@ -11,12 +11,14 @@ import tomllib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rows import row
 
 from harness import experiment, run
 from harness.check.contender import Contender
+from harness.fault import UsageFault
 from harness.kernel.kernel import find
 from harness.problem import Problem
 from harness.row import Rows
@@ -34,7 +36,7 @@ from fa_cli import Problem, attention, experiment, frame, run
 results = run(["fa2", "naive"], "both", problem=Problem.of(batch=1, heads=2, seq=64, dim=64), device="cpu", data_root=Path("data"))
 milliseconds: float | None = results[0].time_ms["forward"]
 passed: bool = results[0].passed
-worst: float = run("fa2")[0].verdicts["O"].max_abs
+worst: float = run(Path("mine.cu"), data_root="data")[0].verdicts["O"].max_abs
 rows = experiment("seqlen", device="cpu", computes=["fa2"], peers=[], only="S1*", output_dir=Path("out"))
 names: list[str] = [row.Kernel for row in rows]
 table, o = frame(rows), attention
@@ -127,6 +129,42 @@ def test_results_print_and_show_as_a_table(tmp_path: Path) -> None:
     assert repr(results[0].passes["backward"]).startswith("PassResult(naive: PASS, dQ ")
     cells = Cells(results._repr_html_())
     assert cells.found[:5] == ["problem", "device", "kernel", "pass", "verdict"] and cells.found.count("PASS") == 2
+
+
+def test_run_takes_paths_and_texts(tmp_path: Path) -> None:
+    """A kernel's path and a folder's, each as a Path or as a text."""
+    (tmp_path / "mine_forward.cu").write_text(find("naive", "forward").path.read_text())
+    small = Problem.of(1, 1, 16, 16)
+    (result,) = run.run(tmp_path / "mine_forward.cu", problem=small, device="cpu", data_root=str(tmp_path))
+    assert result.passed and result.outputs == tmp_path / "B1_H1_S16_D16"
+    (result,) = run.run(["naive"], data_folder=str(tmp_path / "B1_H1_S16_D16"), device="cpu")
+    assert result.passed
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"computes": []}, "no kernel to run"),
+        ({"mode": "xx"}, "unknown mode 'xx'"),
+        ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"tolerance": -1.0}, "tolerance is -1.0"),
+        ({"computes": "torch-cpu", "check": "race"}, "--check has no effect on torch-cpu"),
+        ({"computes": ["torch-cpu"], "schedule_seed": 1}, "--schedule-seed has no effect on torch-cpu"),
+        ({"computes": "torch-cpu", "tiles": {"A": 3}}, "--tile has no effect on torch-cpu"),
+    ],
+)
+def test_run_refuses_before_it_writes(given: dict[str, Any], what: str, tmp_path: Path) -> None:
+    """What the command line cannot be given, and what would have no effect."""
+    with pytest.raises(UsageFault, match=what):
+        run.run(**{"problem": Problem.of(1, 1, 16, 16), "device": "cpu", "data_root": tmp_path} | given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experiment_refuses_a_mode_that_there_is_not(tmp_path: Path) -> None:
+    """The modes are listed, and nothing is written."""
+    with pytest.raises(UsageFault, match="unknown mode 'xx'"):
+        experiment.experiment("seqlen", mode="xx", device="cpu", output_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_escapes_and_leaves_out_what_is_empty() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from harness.fault import DataFault, DiskFault, EnvironmentFault, Fault, KernelFault, UsageFault
-from harness.problem import Problem
+from harness.problem import MODES, Problem
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,12 @@ def test_other_names_are_no_problem(name: str) -> None:
         ({"dtype": "int8"}, "unknown dtype"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": float("inf")}, "scale is inf"),
+        ({"scale": 10**400}, "scale is 1000"),
+        ({"scale": "1"}, "scale is '1'"),
+        ({"scale": np.float16("inf")}, "scale is"),
+        ({"causal": True, "causal_shift": 1.9}, "causal_shift is 1.9"),
+        ({"causal": True, "causal_shift": float("nan")}, "causal_shift is nan"),
+        ({"causal_shift": "abc"}, "causal_shift is 'abc'"),
     ],
 )
 def test_bad_sizes_are_usage(sizes: dict[str, object], word: str) -> None:
@@ -144,3 +151,16 @@ def test_a_scale_that_float32_has_only_as_a_subnormal_is_zero() -> None:
         assert Problem.of(scale=scale, dtype="float16").scale == 0
         assert Problem.of(scale=scale, dtype="float64").scale == scale
     assert Problem.of(scale=-(2.0**-126)).scale == -(2.0**-126)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A scale and a causal_shift become Python's."""
+    problem = Problem.of(scale=np.float32(0.5), causal=True, causal_shift=np.int32(3))  # type: ignore[arg-type]
+    assert (problem.scale, problem.causal_shift) == (0.5, 3) and type(problem.scale) is float and type(problem.causal_shift) is int
+
+
+def test_a_mode_that_there_is_not_is_usage() -> None:
+    """The modes are listed; what asks whether there is one is told that there is not."""
+    with pytest.raises(UsageFault, match="unknown mode 'xx'") as caught:
+        MODES["xx"]
+    assert "forward, backward, both" in caught.value.why and "xx" not in MODES

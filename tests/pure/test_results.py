@@ -143,5 +143,5 @@ def test_rows_without_a_result() -> None:
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
     about = (Contender("fa1"), "both", Problem.of(), backend)
     rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
-    assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what why") for t in ("FOR", "BAC", "BOT")]
+    assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what; why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()

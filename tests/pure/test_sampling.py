@@ -159,6 +159,16 @@ def test_passes_together_are_summed_sample_by_sample() -> None:
     assert (both.seconds, both.call_seconds, both.launch, both.throttled) == ((11.0, 22.0), pytest.approx((0.3,)), "direct", "hot")
 
 
+def test_passes_together_keep_their_turns() -> None:
+    """A turn's samples with those of the same turn, so that what turns disagree in is seen of both passes as it is of one."""
+    one = Timing("warm", (1.0, 1.0, 1.0, 2.0, 2.0, 3.0), (0.1,), turns=(3, 2, 1))
+    other = Timing("warm", (10.0, 10.0, 20.0, 20.0, 20.0), (0.1,), turns=(2, 3))
+    both = sampling.together([one, other])
+    assert both.turns == (2, 2)
+    assert both.seconds == (11.0, 11.0, 22.0, 22.0)
+    assert sampling.together([one, replace(other, turns=())]).turns == ()
+
+
 def test_turns_that_disagree_are_followed_by_more() -> None:
     """Alike within a turn, different from turn to turn: the samples look steady and are not."""
     stage = Stage()

@@ -188,9 +188,45 @@ def test_rows_of_rings(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
     assert [row["bytes_sent"] for row in rows] == ["0", "0", "8192", str(8192 + 8192)]  # keys once; sums of gradients once, home
     assert all(0 < float(row["ms"]) < 1e4 and float(row["max_error"]) < 1e-4 for row in rows)
     assert len(steps) == 2 * 1 + 2 * 2 and json.loads((tmp_path / "out" / "env.json").read_text())["ranks"] == 2
-    (tmp_path / "out" / "ring.csv").write_text("another\n")
-    assert fa_cli("ring", "--simulate", 1, "--seq", 64, "--dim", 32, "--output-dir", "out").exit_code == 3
-    assert (tmp_path / "out" / "ring.csv").read_text() == "another\n"
+
+
+def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a torn one the whole rows stay; another version's, and a folder with an experiment, are refused before a ring begins."""
+    words = ("ring", "--simulate", 1, "--seq", 64, "--dim", 32, "--output-dir", "out")
+    assert fa_cli(*words).exit_code == 0 and fa_cli(*words).exit_code == 0
+    before = {}
+    for name in ("ring.csv", "ring_steps.csv"):
+        before[name] = (tmp_path / "out" / name).read_text().splitlines(keepends=True)
+        (tmp_path / "out" / name).write_text("".join(before[name])[:-30])
+    done = fa_cli(*words)
+    assert done.exit_code == 0 and done.stderr.count("no whole line") == 2, done.stderr
+    for name, lines in before.items():
+        now = (tmp_path / "out" / name).read_text().splitlines(keepends=True)
+        assert now[:2] == lines[:2] and len(now) == 3 and now[2].count(",") == lines[0].count(",") and now[2].startswith("fa2,forward,")
+    monkeypatch.setattr(start, "simulate", None)  # no ring begins
+    (tmp_path / "out" / "ring_steps.csv").write_text("another\n")
+    done = fa_cli(*words)
+    assert done.exit_code == 3 and "ring_steps.csv has other columns" in done.stderr
+    assert (tmp_path / "out" / "ring_steps.csv").read_text() == "another\n"
+    (tmp_path / "out" / "results.csv").write_text("Test\n")
+    done = fa_cli(*words)
+    assert done.exit_code == 2 and "out holds an experiment" in done.stderr and "--output-dir" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", 2, "--simulate", 2), "--gpus and --simulate together"),
+        (("--simulate", 2, "--bandwidth", "nan"), "--bandwidth is nan"),
+        (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
+        (("--simulate", 2, "--timeout", "nan"), "--timeout is nan"),
+        (("--gpus", 2, "--timeout", "inf"), "--timeout is inf"),
+    ],
+)
+def test_what_a_ring_cannot_mean_is_exit_2(words: tuple[object, ...], said: str, fa_cli: Callable[..., Result]) -> None:
+    """Before a rank begins: one of two options would be ignored, and nothing can be compared with what is no number."""
+    done = fa_cli("ring", *words, "--seq", 64, "--dim", 32)
+    assert done.exit_code == 2 and said in done.stderr and "hint: " in done.stderr and done.stdout == "", done.output
 
 
 PLACES = [
@@ -245,6 +281,13 @@ def test_a_rank_without_mpi_that_fails(what: str, kind: type[Fault], said: str) 
     with pytest.raises(kind) as caught:
         start._started(partial(jobs.rank, what), 3, cpu=False)
     assert caught.value.what == said
+
+
+def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
+    """By what the ring has not, not by the name of a kernel of its own."""
+    done = fa_cli("ring", "--simulate", "2", "--compute", "naive", "--dtype", "float64", "--seq", "16", "--dim", "8", "--device", "cpu")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: a ring has no float64\n")
 
 
 def test_half_a_place_is_refused() -> None:

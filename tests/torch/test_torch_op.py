@@ -182,6 +182,19 @@ def test_empty_tensors_keep_their_shapes(device: Any, shape: tuple[int, ...]) ->
     o.sum().backward()
     assert o.shape == shape and lse.shape == shape[:3]
     assert all(t.grad is not None and t.grad.shape == shape for t in (q, k, v))
+    for options, message in ({"kernel": "nonsense"}, "unknown kernel"), ({"kernel": "torch-cpu"}, "no kernel of ours"):
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("keys", [0, 4])
+@pytest.mark.parametrize("shape", [(0, 8), (5, 8), (2, 0, 8), (2, 5, 8), (0, 5, 8), (2, 3, 2, 0, 8), (2, 0, 2, 5, 8)])
+def test_sdpa_of_empty_tensors_is_as_torchs(device: Any, shape: tuple[int, ...], keys: int) -> None:
+    """Leading dims of any number, queries, keys or a leading dim of 0."""
+    q, k = torch.randn(shape, device=device), torch.randn(*shape[:-2], keys, 8, device=device)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    ours = torch_op.sdpa(q, k, k, kernel="naive")
+    assert ours.shape == exact.shape == shape and torch.allclose(ours, exact, atol=1e-5)
 
 
 def test_no_keys(device: Any) -> None:
@@ -229,7 +242,7 @@ def test_refusals_say_what_is_possible(device: Any, options: dict[str, Any], mes
 def test_shapes_and_dtypes_that_do_not_belong_together(device: Any) -> None:
     """Mixed dtypes, other head dims or batches, heads that do not group and unknown dtypes."""
     q = torch.randn(2, 3, 4, 8, device=device)
-    for k in (q.half(), q[:1], q[..., :4], q[0], q[:, :2]):
+    for k in (q.half(), q[:1], q[..., :4], q[0], q[:, :2], q[:, :0], q[:, :2, :0]):
         with pytest.raises(ValueError):
             attention(q, k, k)
     with pytest.raises(ValueError, match="unknown dtype 'int32'"):

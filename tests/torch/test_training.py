@@ -57,6 +57,9 @@ def test_the_experiment_measures_each_in_turn(fa_cli: Run, tmp_path: Path, devic
         assert [row["attention"] for row in csv.DictReader(file)] == [row["attention"] for row in rows]
     assert json.loads((folder / "env.json").read_text())["model"].startswith("1 layers, 2 heads of 32")
     assert (folder / "training_speed.png").stat().st_size > 5000
+    only = ("--compute", "fa2", "--peers", "none", "--no-figures")
+    assert fa_cli("experiment", "small.toml", "--device", str(device), "--full", *only).exit_code == 0
+    assert sorted(file.name for file in (tmp_path / "experiment_results" / "small-2").iterdir()) == ["env.json", "speed.csv"]
 
 
 def test_a_loss_that_does_not_fall_and_a_kernel_that_cannot_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

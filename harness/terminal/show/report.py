@@ -1,4 +1,4 @@
-"""What the verbs compare and report print, as show.py does for the rest. They return the exit code."""
+"""What the verbs compare and report print, as show/results.py does for the rest. They return the exit code."""
 
 from __future__ import annotations
 
