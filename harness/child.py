@@ -254,8 +254,11 @@ def _ended(label: str, code: int | None) -> Ended:
     if code is None or code >= 0:
         how = "" if code is None else f" with exit code {code}"
         return Ended(f"{label} ended without a result", f"its process ended{how}", code=code)
-    hint = "was it out of memory? dmesg says so" if signal_name(code) == "SIGKILL" else ""
-    return Ended(f"{label} died: {signal_name(code)}", "its process left no result", hint, code)
+    name = signal_name(code)
+    hint = "was it out of memory? dmesg says so" if name == "SIGKILL" else ""
+    if name in ("SIGABRT", "SIGSEGV", "SIGBUS"):  # glibc aborts where the heap is destroyed
+        hint = "a kernel that writes outside its arrays? On the CPU, fa-cli run --check asan names the line"
+    return Ended(f"{label} died: {name}", "its process left no result", hint, code)
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------

@@ -289,8 +289,8 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     """Write a run's outputs (host storage arrays) beside its inputs, and outputs.json last. The caller holds the folder's lock.
 
     record: kernel, mode, causal, causal_shift, scale, dtype, verdict, and by pass verdicts, arithmetic, source_hash; the hashes of inputs
-    and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward". Raises
-    DiskFault, DataFault.
+    and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward".
+    Pictures of the errors of earlier outputs are removed. Raises DiskFault, DataFault.
     """
     files: dict[str, bytes | memoryview] = {
         f"{name}.bin": np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for name, array in outputs.items()
@@ -305,6 +305,10 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     inputs = READS["forward"] if record["mode"] == "forward" else INPUTS
     whole |= {"inputs": {f"{name}.bin": dataset.digest(name) for name in inputs}, "outputs": listed}
     write_files(dataset.folder, {**files, OUTPUTS: json_bytes(whole)})
+    for name in (*WRITES["forward"], *WRITES["backward"]):
+        for picture in dataset.folder.glob(f"error_*{name}.png"):  # where the outputs of an earlier run were wrong
+            with suppress(OSError):
+                picture.unlink()
 
 
 def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] | None = None) -> tuple[Array, Array]:

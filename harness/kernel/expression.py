@@ -41,6 +41,8 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "min": min,
     "max": max,
 }
+#: What an expression may hold, for messages.
+LANGUAGE = f"integers, names, + - * // %, comparisons, and, or, not, A if C else B, and the functions {', '.join(FUNCTIONS)}"
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

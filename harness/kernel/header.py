@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, READS, WRITES
+from .expression import LANGUAGE, ExpressionError
 
 #: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
 Table = dict[str, Any]
@@ -202,6 +203,16 @@ def _block(path: Path, text: str) -> _Lines | None:
 def bad(path: Path, line: int, message: str) -> UsageFault:
     """A fault in a kernel file."""
     return UsageFault(f"{path}:{line}: {clipped(message)}", "", "kernels_cu/README.md lists the header's keys")
+
+
+def wrong_expression(path: Path, what: str, expression: int | str, error: ExpressionError) -> UsageFault:
+    """A fault of an expression, at the line of the header that holds its text; what: where it stands, the key last."""
+    lines = _block(path, path.read_text(encoding="utf-8-sig", errors="replace"))
+    key, text = re.compile(rf"\b{what.split()[-1]}\b"), f'"{expression}"' if isinstance(expression, str) else str(expression)
+    holding = [(number, each) for number, each in enumerate(lines.body.split("\n") if lines else ()) if text in each]
+    number = next((number for number, each in holding if key.search(each)), holding[0][0] if holding else 0)
+    place = f"{path}:{lines.first + number if lines else 1}"
+    return UsageFault(f"{place}: {what}: {error}", f"a header expression has {LANGUAGE}", "see kernels_cu/README.md, Header")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .expression import ExpressionError, evaluate
-from .header import Launch, Table, bad, read_header
+from .header import Launch, Table, bad, read_header, wrong_expression
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
@@ -312,7 +312,7 @@ class Kernel:
                 raise ExpressionError(f"{expression!r} is {value}, less than 0")
             return value
         except ExpressionError as error:
-            raise UsageFault(f"{self.path}: {what}: {error}", "a header expression is wrong", "see kernels_cu/README.md, Header") from None
+            raise wrong_expression(self.path, what, expression, error) from None
 
 
 @functools.lru_cache(maxsize=1024)

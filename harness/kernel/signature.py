@@ -13,6 +13,7 @@ from .kernel import KERNELS, Kernel, include_closure
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)$", re.M)
+_ATTRIBUTES = re.compile(r"__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")  # __launch_bounds__(128)
 #: Files by the hash of their sources.
 _passed: set[tuple[Path, str]] = set()
 _NESTED = {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}
@@ -44,6 +45,8 @@ def check_parameters(kernel: Kernel) -> None:
         head = re.compile(rf"__global__[^;{{}}]*?\b{entry}\s*\(")
         found = [(file, text, match.end()) for file, text in sources.items() for match in head.finditer(text)]
         _check_cluster(kernel, entry, found)
+        if not found:
+            _check_name(kernel, entry, dict(defined))
         several = [_parameters(text[at:], several_at_once) for _, text, at in found]
         if not found or any(has is None or len(has) == (len(args) or 1) + len(maps) for has in several):
             continue
@@ -52,6 +55,19 @@ def check_parameters(kernel: Kernel) -> None:
         passed += f", then its tensor maps, {len(maps)} ({', '.join(maps)})" if maps else ""
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
     _passed.add(source)
+
+
+def _check_name(kernel: Kernel, entry: str, macros: dict[str, str]) -> None:
+    """An entry that no source declares, where no macro could write its declaration."""
+    texts = [without_comments(file.read_text(encoding="utf-8-sig", errors="replace")) for file in include_closure(kernel.path)]
+    has = {name: None for text in texts for name in re.findall(r"__global__[^;{}]*?\b(\w+)\s*\(", _ATTRIBUTES.sub("", text))}
+    written = any(re.search(rf"__global__|##|\b{entry}\b", body) for body in macros.values())
+    if not has or written or entry in has or not macros.keys().isdisjoint((entry, *has)):
+        return
+    head = kernel.path.read_text(encoding="utf-8-sig", errors="replace")
+    line = re.search(rf"^//\s*entry\s*=\s*[\"']{entry}[\"']", head, re.M)
+    place = head.count("\n", 0, line.start()) + 1 if line else 1
+    raise bad(kernel.path, place, f"no __global__ {entry} in the file; it has {', '.join(has)}")
 
 
 def _check_cluster(kernel: Kernel, entry: str, found: list[tuple[Path, str, int]]) -> None:

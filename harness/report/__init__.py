@@ -8,12 +8,13 @@ from .. import doors
 
 if TYPE_CHECKING:
     from .compose import draw as draw
-    from .compose import error_picture as error_picture
     from .compose import frame as frame
     from .compose import redraw as redraw
+    from .picture import error_picture as error_picture
 
 _open = doors(__name__)
 
 
 def __getattr__(name: str) -> object:
-    return getattr(_open("compose"), name) if name in ("draw", "error_picture", "frame", "redraw") else _open(name)
+    module = "picture" if name == "error_picture" else "compose" if name in ("draw", "frame", "redraw") else None
+    return getattr(_open(module), name) if module else _open(name)

@@ -17,7 +17,6 @@ from ..fault import DataFault, DiskFault
 from ..files import Json, make_folder, settle, write_files
 from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
-from .figures import error_picture as error_picture
 from .page import page
 from .style import plain, save
 from .summary import commit_of, dates_of, summary

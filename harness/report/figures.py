@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from ..array import Array
 from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
 from ..row import CEILING
@@ -302,28 +298,3 @@ def _errors(axis: Axes, view: View, tensor: str) -> None:
 
 def _error(row: Row, tensor: str) -> float:
     return getattr(row, f"MaxError_{tensor}") or 0.0
-
-
-def error_picture(errors: Array, title: str, path: Path) -> Path:
-    """Draw an |error| map (rows x blocks of columns, as budget.error_map gives it) with its worst cell marked. Returns the path.
-
-    Colours are logarithmic; cells that are not finite are red. Raises OSError where the file cannot be written.
-    """
-    values = np.asarray(errors, dtype=np.float64)
-    finite = values[np.isfinite(values) & (values > 0)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (1e-12, 1.0)
-    row, column = np.unravel_index(int(np.where(np.isnan(values), np.inf, values).argmax()), values.shape)
-    worst = float(values[row, column])
-    sns.set_theme(style="ticks", rc=style.RC)
-    figure, axis = plt.subplots(figsize=(6, 4.8), layout="constrained")
-    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#d62728")
-    norm = matplotlib.colors.LogNorm(max(low, high * 1e-6), max(high, low * 1.001), clip=True)
-    image = axis.imshow(np.ma.masked_invalid(np.maximum(values, low)), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
-    figure.colorbar(image, ax=axis, label="|error| (largest of the block)")
-    for colour, width in (("black", 3.2), ("white", 1.6)):  # seen on every colour
-        axis.plot(column, row, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
-    what = f"{worst:.3g}" if math.isfinite(worst) else "not finite (red)"
-    axis.set_title(f"{style.plain(title)}\nworst: row {row}, block {column}: {what}")
-    axis.set_xlabel("block of columns")
-    axis.set_ylabel("row")
-    return style.save(figure, path, 150)

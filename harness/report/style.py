@@ -6,12 +6,9 @@ quantity, six kernels at most (View.picked), and bars from the 20th to the 80th 
 
 from __future__ import annotations
 
-import io
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -25,12 +22,13 @@ import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-from PIL import Image
 
-from ..array import Array
-from ..files import write_files
 from .palette import DASHES as DASHES
 from .palette import look_of as look_of
+from .picture import RC as RC
+from .picture import Keywords as Keywords
+from .picture import plain as plain
+from .picture import save as save
 from .views import HOST_TIME, View, problem_of
 
 if TYPE_CHECKING:
@@ -38,9 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..row import Row
-
-#: Keywords of a matplotlib call, which checks them itself.
-Keywords = dict[str, Any]
 
 GREY, RED = "0.35", "#a11d1d"
 #: Inches: a column of a paper, which a README shows at two and a half times the size; and at the bottom, for the footer.
@@ -50,20 +45,6 @@ MARK: Keywords = {"markersize": 3.6, "linewidth": 1.1, "markeredgecolor": "white
 HOLLOW: Keywords = {"markersize": 4.2, "markerfacecolor": "none", "markeredgewidth": 0.8}
 BARS: Keywords = {"fmt": "none", "ecolor": "0.1", "elinewidth": 0.7, "capsize": 2.2, "capthick": 0.7, "zorder": 3.5}
 NOTE: Keywords = {"xytext": (3, -3), "textcoords": "offset points", "fontsize": 5.5}
-RC: Keywords = {
-    "font.size": 7,
-    "axes.titlesize": 7.5,
-    "axes.labelsize": 7,
-    "axes.labelpad": 2.5,
-    "xtick.labelsize": 6.5,
-    "ytick.labelsize": 6.5,
-    "xtick.major.pad": 2,
-    "ytick.major.pad": 2,
-    "legend.fontsize": 6.3,
-    "grid.linewidth": 0.4,
-    "axes.linewidth": 0.6,
-    "font.family": "DejaVu Sans",
-}
 
 
 def sheet(
@@ -230,38 +211,3 @@ def bytes_words(value: float) -> str:
             break
         value /= 1024
     return f"{value:.4g} {unit}"
-
-
-def plain(text: str, most: int = 160) -> str:
-    """Text of a file or an option as a figure may hold it: one line of at most `most` letters that have a shape; $ is no formula."""
-    whole = "".join(letter if letter.isprintable() else " " for letter in text).replace("\\$", "$")
-    return (whole if len(whole) <= most else whole[: most - 1] + "…").replace("$", r"\$")
-
-
-def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
-    """Write a figure as a PNG file of its 256 most frequent colours, a third the size of one of all, and close it. The file is whole or
-    not there. Raises DiskFault."""
-    whole = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a letter that DejaVu lacks is drawn as a box
-        figure.savefig(whole, dpi=dpi)
-    plt.close(figure)
-    reduced = io.BytesIO()
-    _frequent(np.asarray(Image.open(whole).convert("RGB"))).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
-    write_files(path.parent, {path.name: reduced.getbuffer()})
-    return path
-
-
-def _frequent(pixels: Array) -> Image.Image:
-    """An image (rows, columns, 3 bytes) in its 256 most frequent colours, each pixel in the nearest.
-
-    Pillow's own choice mixes rare colours: here a kernel's is exact, also where only the legend shows it.
-    """
-    packed = pixels.astype(np.int32) @ np.array([65536, 256, 1], np.int32)
-    colours, place, counts = np.unique(packed.ravel(), return_inverse=True, return_counts=True)
-    parts = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1)
-    kept = parts[np.argsort(-counts, kind="stable")[:256]]
-    nearest = np.concatenate([((some[:, None] - kept) ** 2).sum(-1).argmin(1) for some in np.array_split(parts, len(parts) // 512 + 1)])
-    found = Image.fromarray(nearest.astype(np.uint8)[place].reshape(packed.shape), "P")
-    found.putpalette(kept.astype(np.uint8).ravel().tolist())
-    return found

@@ -142,11 +142,13 @@ def _watchdog(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def deadline(rank: int, seconds: float, waits_for: int | None = None) -> Iterator[None]:
-    """End this process with exit code 4 where the block takes longer: for calls of libraries that wait without a limit of their own."""
+def deadline(rank: int, seconds: float, waits_for: int | None = None, fault: EnvironmentFault | None = None) -> Iterator[None]:
+    """End this process with exit code 4 where the block takes longer: for calls of libraries that wait without a limit of their own.
+
+    fault: what is then told; without it, that another rank did not answer."""
 
     def end() -> None:
-        sys.stderr.write(f"error: {Stuck(rank, waits_for, seconds)}\n")
+        sys.stderr.write(f"error: {fault or Stuck(rank, waits_for, seconds)}\n")
         sys.stderr.flush()
         os._exit(_ABORTED)
 

@@ -9,6 +9,7 @@ queries while the first K and V arrive, with its other queries while its dK and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -23,8 +24,9 @@ from ..dataset.storage import STORAGE
 from ..fault import UsageFault
 from ..kernel.kernel import KERNELS, Kernel
 from ..problem import Problem
+from .mpi import Mpi, deadline
 from .partition import Partition, Task, rows
-from .transport import Arrival, Transport
+from .transport import Arrival, Hangs, Transport
 
 MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
 _POISON = 0xFF
@@ -281,9 +283,16 @@ class Rank:
         mark = self.transport.clock.mark() if program else None
         for path, launches in groupby(program, lambda each: each[0].kernel.path):
             for loaded, steps in launches:
-                self.backend.submit(loaded, steps)
+                with self._limit():
+                    self.backend.submit(loaded, steps)
             began, mark = mark, self.transport.clock.mark()
             self.spans.append(Span("compute", step, _WHAT.get(path, "attention"), began, mark))
+
+    def _limit(self) -> AbstractContextManager[None]:
+        """Between CPUs a launch has the limit of a wait: where all ranks hang in theirs, none waits for another."""
+        if not isinstance(self.transport, Mpi):
+            return nullcontext()
+        return deadline(self.rank, self.transport.timeout, fault=Hangs(self.rank, self.transport.timeout))
 
     def _clear(self, step: int, *what: tuple[Block, int, float]) -> None:
         """Fill so many rows of blocks with a value."""

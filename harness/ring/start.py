@@ -6,6 +6,7 @@ With GPUs every rank is a process of ours. On the CPU it is mpiexec that starts 
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,7 +26,7 @@ from ..backends import nvidia_driver
 from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
-from .transport import Stuck
+from .transport import Hangs, Stuck
 
 T = TypeVar("T")
 
@@ -126,6 +127,8 @@ def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) ->
         raise EnvironmentFault(
             "the ranks did not all join MPI, or leave it", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor"
         )
+    if hangs := re.search(r"a kernel of rank (\d+) did not end within ([\d.e+-]+) s", said):
+        raise Hangs(int(hangs[1]), float(hangs[2]))
     return [late[:1]] if late else order
 
 

@@ -31,6 +31,14 @@ class Stuck(EnvironmentFault):
         self.done, self.when = done, time.time()
 
 
+class Hangs(EnvironmentFault):
+    """A kernel of a rank on a CPU did not end: no other thread can stop its launch, so its process ends, with these words."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        hint = "fa-cli run with the same kernel; a large problem needs a longer --timeout"
+        super().__init__(f"a kernel of rank {rank} did not end within {seconds:g} s", "the other ranks were ended", hint)
+
+
 class Clock(Protocol):
     """Marks in what a device does, and the seconds between two of them."""
 

@@ -174,25 +174,38 @@ static void check_canaries(Worker& w) {
         }
 }
 
-// The bytes beside the block's dynamic shared memory in its first and last page, where no page can be inaccessible.
-static void check_shared(Worker& w) {
-    char *end = w.arena + w.launch->dynamic_bytes, *last = w.room + fence_bytes + arena_bytes;
-    auto written = [](const char* from, const char* to) {
-        while (from < to && *from == char(0xff)) ++from;
-        return from < to ? from : nullptr;
-    };
-    if (__asan_poison_memory_region) return;
-    const char* at = written(end, last);
-    if (!at) at = written(w.arena_first, w.arena);
-    if (!at) return;
-    w.arena_holds = ~0u;  // is filled again
+static void report_write(Worker& w, const char* where, long long byte, long long bytes) {
     pthread_mutex_lock(&job->lock);
     if (job->outcome != fault) {
         job->outcome = fault;
         Dim3 b = w.fiber[0].self.block_idx;
-        print("write outside shared memory in block (%u, %u, %u): byte %td of %u\n", b.x, b.y, b.z, at - w.arena, w.launch->dynamic_bytes);
+        print("write outside %s in block (%u, %u, %u): byte %lld of %lld\n", where, b.x, b.y, b.z, byte, bytes);
     }
     pthread_mutex_unlock(&job->lock);
+}
+
+// The bytes beside the block's dynamic shared memory in its first and last page, where no page can be inaccessible, and the guards of its
+// static shared memory, which lies on the heap.
+static void check_shared(Worker& w) {
+    const Launch& launch = *w.launch;
+    char *end = w.arena + launch.dynamic_bytes, *last = w.room + fence_bytes + arena_bytes;
+    auto written = [](const char* from, const char* to) -> const char* {
+        if (from == to || (*from == char(0xff) && !memcmp(from, from + 1, size_t(to - from - 1)))) return nullptr;
+        while (*from == char(0xff)) ++from;
+        return from;
+    };
+    if (__asan_poison_memory_region) return;
+    const char* at = written(end, last);
+    if (!at) at = written(w.arena_first, w.arena);
+    if (at) {
+        w.arena_holds = ~0u;  // is filled again
+        report_write(w, "shared memory", at - w.arena, launch.dynamic_bytes);
+    }
+    if (!w.static_shared) return;
+    const char* behind = w.static_shared + launch.static_bytes;
+    at = written(behind, behind + launch.static_guard);
+    if (!at) at = written(w.static_shared - launch.static_guard, w.static_shared);
+    if (at) report_write(w, "the static __shared__ arrays", at - w.static_shared, launch.static_bytes);
 }
 
 bool deliver_one(Worker& w) {

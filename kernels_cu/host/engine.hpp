@@ -35,6 +35,7 @@ struct Launch {
     void* (*static_shared)();  // any address inside the calling OS thread's static shared memory; see module_shared
     long long static_offset;   // from the start of the static shared memory to that address
     long long static_bytes;
+    long long static_guard;    // bytes before and behind it that nothing may write
     unsigned grid[3], block[3], cluster[3];  // grid and cluster in blocks, block in threads
     unsigned dynamic_bytes;
     unsigned checks;          // 1: race

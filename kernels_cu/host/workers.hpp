@@ -113,6 +113,12 @@ static inline bool prepare(Worker& w, const Launch& launch) {
     if (!reserve_stacks(w) || (launch.checks & 1 && !Race::of(w))) return false;
     w.launch = &launch;
     w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
+    char* guards[] = {w.static_shared - launch.static_guard, w.static_shared + launch.static_bytes};
+    for (char* guard : guards) {
+        if (!w.static_shared) break;
+        if (__asan_poison_memory_region) __asan_poison_memory_region(guard, size_t(launch.static_guard));
+        else memset(guard, 0xff, size_t(launch.static_guard));
+    }
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
     if (w.race) w.race->watched = 0;
     fit_arena(w, launch.dynamic_bytes);

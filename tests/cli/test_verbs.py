@@ -337,13 +337,14 @@ def test_commands_in_documents_exist(name: str) -> None:
 
 @needs_compiler
 def test_a_failed_check_is_drawn_and_the_speed_of_several_has_an_interval(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
-    """error_O.png lies beside the outputs of a wrong kernel; of two right ones the second's speed-up has its interval."""
+    """error_O.png lies beside the outputs of a wrong kernel, not of those after it; of two the second's speed-up has its interval."""
     result = fa_cli("run", "--compute", wrong, *SHAPE)
     assert result.exit_code == 1 and "where it is wrong" in result.stderr
     (picture,) = tmp_path.glob("data/*/error_O.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     result = fa_cli("run", "--compute", "fa2,naive", *SHAPE)
     assert result.exit_code == 0 and re.search(r"naive .* \([\d.e+-]+ to [\d.e+-]+\)", result.stdout), result.stdout
+    assert not picture.exists()
 
 
 def test_compile_says_each_cause_once_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:

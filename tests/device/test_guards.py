@@ -86,6 +86,39 @@ def test_a_write_beside_shared_memory_in_its_own_page(index: int, shared: int, t
     assert (run(Host(), tmp_path, f"{SHARED}    out[t] = sm[{index}];", block=32, shared=shared)[:32] == 0xFFFFFFFF).all()
 
 
+STATIC = """\
+template <int N> __device__ int* of_a_template() {  // its array is in a section of its own
+    __shared__ int own[N];
+    own[threadIdx.x] = 1;
+    return own;
+}
+"""
+
+
+@pytest.mark.parametrize("index", [-1024, -1, 96, 96 + 1023])
+def test_a_write_beside_the_static_arrays(index: int, tmp_path: Path) -> None:
+    """They lie on the heap, which it would destroy. The next launch is right, and what lies beside them is NaN to a read."""
+    arrays = "    __shared__ volatile int own[96];\n    own[t] = t;\n"
+    place = rf"in block \(0, 0, 0\): byte {4 * index} of 384"
+    with pytest.raises(KernelFault, match=rf"write outside the static __shared__ arrays {place}") as caught:
+        run(Host(), tmp_path, f"{arrays}    own[{index}] = t;", block=64)
+    assert caught.value.exit_code == 5 and caught.value.hint == "fa-cli run --check asan names the line"
+    assert (run(Host(), tmp_path, f"{arrays}    out[t] = own[{index}];", block=64)[:64] == 0xFFFFFFFF).all()
+
+
+def test_every_byte_of_the_static_arrays_is_there(tmp_path: Path) -> None:
+    """Of several arrays, of one that is aligned, and of a template's: all lie between the guards."""
+    body = """\
+    __shared__ char odd[3];
+    __shared__ __align__(128) int even[64];
+    if (t < 3) odd[t] = 1;
+    even[t] = 1;
+    __syncthreads();
+    out[t] = even[t ^ 1] * of_a_template<64>()[t] * odd[t % 3];"""
+    for check in (None, "race"):
+        assert (run(Host(check=check), tmp_path, body, block=64, before=STATIC)[:64] == 1).all()
+
+
 @pytest.mark.parametrize("shared", [0, 4, 1024, 1028, 48 << 10, 232448])
 def test_every_byte_of_shared_memory_is_there(shared: int, tmp_path: Path) -> None:
     """Launches of changing sizes find their memory poisoned, writable to the last byte, and aligned to 1024."""

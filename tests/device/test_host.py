@@ -16,7 +16,7 @@ import pytest
 from harness import backends
 from harness.backends import CompileError
 from harness.backends.host import backend as host
-from harness.backends.host import cache
+from harness.backends.host import cache, report
 from harness.backends.host.backend import Host
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
@@ -330,6 +330,27 @@ def test_asan_is_silent_on_a_right_kernel(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^asan 0 findings in 2 passes: [1-9][\d,]* CUDA threads run", done.stdout, re.M), done.stdout
+
+
+def test_asan_accuses_no_wrong_kernel_of_an_access(tmp_path: Path) -> None:
+    """Its pictures are drawn in the same process, where matplotlib throws C++ exceptions."""
+    own(tmp_path, PLAIN.replace("expf(s * scale)", "expf(s)"))
+    done = cli("run", "--compute", "./own_forward.cu", "--batch", 1, "--heads", 1, "--seq", 16, "--check", "asan", cwd=tmp_path)
+    assert done.returncode == 1 and "asan 0 findings in 1 pass" in done.stdout, done.stdout + done.stderr
+    assert "out of bounds" not in done.stderr and "error_O.png" in done.stderr, done.stderr
+    assert len(list(tmp_path.rglob("error_O.png"))) == 1
+
+
+def test_what_stops_addresssanitizer_itself_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the same exit code; only its word ERROR is a finding."""
+    stopped = 'AddressSanitizer: CHECK failed: asan_interceptors.cpp:335 "((__interception::real___cxa_throw)) != (0)"'
+    monkeypatch.setattr(report.child, "again", lambda *_, **__: (86, stopped))
+    with pytest.raises(EnvironmentFault, match="without a finding") as caught:
+        report.child_with_asan(host.compiler(), ["cli.py"])
+    assert caught.value.exit_code == 4 and caught.value.why == stopped
+    monkeypatch.setattr(report.child, "again", lambda *_, **__: (86, "==1==ERROR: AddressSanitizer: heap-buffer-overflow on a.cu:7\n"))
+    with pytest.raises(report.CheckFault, match=r"out of bounds: bad access at \S*a.cu:7"):
+        report.child_with_asan(host.compiler(), ["cli.py"])
 
 
 def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_fault_comes_back_as_it_was(kind: str, wanted: type[Fault], parts: tup
 @pytest.mark.parametrize(
     ("job", "code", "words"),
     [
-        (partial(jobs.die, signal.SIGSEGV), -signal.SIGSEGV, ("die died: SIGSEGV",)),
+        (partial(jobs.die, signal.SIGSEGV), -signal.SIGSEGV, ("die died: SIGSEGV", "hint: ", "--check asan names the line")),
         (partial(jobs.die, signal.SIGKILL), -signal.SIGKILL, ("die died: SIGKILL", "hint: was it out of memory?")),
         (partial(jobs.die, signal.SIGRTMIN + 3), -signal.SIGRTMIN - 3, (f"die died: signal {signal.SIGRTMIN + 3}",)),
         (partial(sys.exit, 3), 3, ("exit ended without a result", "exit code 3")),

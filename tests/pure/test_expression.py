@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from harness.fault import UsageFault
 from harness.kernel import expression as language
 from harness.kernel.expression import ExpressionError, evaluate
+from harness.kernel.kernel import Device, Kernel
+from harness.kernel.new import new as new_kernel
+from harness.problem import Problem
 
 NAMES = {"seq_q": 100, "BLOCK_Q": 64, "HEAD_DIM": 128, "causal": 0, "batch": 3}
 
@@ -67,6 +73,29 @@ def test_everything_else_is_refused(expression: str, word: str) -> None:
     """Nothing but the small language is evaluated, and what is wrong is named."""
     with pytest.raises(ExpressionError, match=word):
         evaluate(expression, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("seq_q, 4", "seq_q, rows", 13),
+        ("ceil_div(seq_q, 4)", "ceildiv(seq_q, 4)", 13),
+        ("block = 128", 'block = "1 / 2"', 14),
+        ("block = 128", "block = -128", 14),
+        ("block = 128", "block = 128\n// shared = '1 / 2'", 1 + 1),
+    ],
+    ids=["a name", "a function", "an operator", "a number", "a text in other quotes"],
+)
+def test_a_wrong_expression_has_its_line(old: str, new: str, line: int, tmp_path: Path) -> None:
+    """And the message says what an expression may hold. In other quotes it is not found: the header's first line."""
+    path = new_kernel("mine", folder=tmp_path, plain=True)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UsageFault) as caught:
+        Kernel.read(path).plan(Problem.of(1, 1, 8, 64), Device("cpu", "a CPU"))
+    assert caught.value.what.startswith(f"{path}:{line}: "), caught.value.what
+    assert "ceil_div, round_up, floor_pow2, min, max" in caught.value.why
 
 
 def test_an_expression_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:

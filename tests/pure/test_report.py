@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from rows import CPU, append_row, ceilings, lengths, row
@@ -16,6 +17,7 @@ from rows import CPU, append_row, ceilings, lengths, row
 from harness.fault import DataFault, DiskFault
 from harness.problem import Problem
 from harness.report import compose as report
+from harness.report.picture import error_figure, error_picture
 from harness.report.summary import summary
 from harness.report.views import by_head_dim, families, latest, limiter, roofs, views
 
@@ -32,20 +34,29 @@ def test_faults(tmp_path: Path) -> None:
         report.redraw(tmp_path, tmp_path / "file" / "plots")
 
 
-def test_error_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_picture(tmp_path: Path) -> None:
     """The worst cell is marked and named; what is not finite is worse than any number; all zeros is no fault."""
-    kept: list[plt.Figure] = []
-    monkeypatch.setattr(plt, "close", kept.append)
     errors = np.full((64, 8), 1e-6)
     errors[40, 3] = 0.25
-    assert report.error_picture(errors, "O of fa2", tmp_path / "error_O.png").read_bytes()[:4] == b"\x89PNG"
+    first = error_figure(errors, "O of fa2")
+    assert error_picture(errors, "O of fa2", tmp_path / "error_O.png").read_bytes()[:4] == b"\x89PNG"
     errors[50, 1] = np.inf
-    report.error_picture(errors, "O of fa2", tmp_path / "error_O.png")
-    report.error_picture(np.zeros((4, 1)), "zero", tmp_path / "zero.png")
-    assert "worst: row 40, block 3: 0.25" in kept[0].axes[0].get_title()
-    assert "worst: row 50, block 1: not finite" in kept[1].axes[0].get_title()
-    assert (kept[0].axes[0].lines[0].get_xdata()[0], kept[0].axes[0].lines[0].get_ydata()[0]) == (3, 40)
-    assert "|error|" in kept[0].axes[1].get_ylabel()
+    error_picture(np.zeros((4, 1)), "zero", tmp_path / "zero.png")
+    assert "worst: row 40, block 3: 0.25" in first.axes[0].get_title()
+    assert "worst: row 50, block 1: not finite" in error_figure(errors, "O of fa2").axes[0].get_title()
+    assert (first.axes[0].lines[0].get_xdata()[0], first.axes[0].lines[0].get_ydata()[0]) == (3, 40)
+    assert "|error|" in first.axes[1].get_ylabel()
+
+
+def test_an_error_picture_loads_little(tmp_path: Path) -> None:
+    """It follows the verdict of every wrong run, and these take seconds to load."""
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from harness import report\n"
+        f"report.error_picture(np.ones((4, 2)), 'O', Path({str(tmp_path / 'error_O.png')!r}))\n"
+        "print([name for name in ('pandas', 'seaborn', 'matplotlib.pyplot') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "[]\n" and (tmp_path / "error_O.png").exists(), done
 
 
 def test_files_are_pictures_and_the_folder_is_enough(tmp_path: Path) -> None:

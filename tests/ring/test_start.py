@@ -23,6 +23,7 @@ from click.testing import Result
 from rooms import ROOT
 
 from harness.fault import DataFault, EnvironmentFault, Fault
+from harness.kernel.new import new
 from harness.ring import place, start
 from harness.ring.transport import Stuck
 
@@ -134,6 +135,19 @@ def test_a_rank_that_hangs_ends_the_run(tmp_path: Path) -> None:
     assert code == EnvironmentFault.exit_code
     assert "error: rank 2 did not answer within 6 s" in said or "error: the others did not answer within 6 s" in said
     assert seconds < 30
+
+
+def test_ranks_that_all_hang_in_their_kernels_end(tmp_path: Path) -> None:
+    """None waits for another then, and no launch on a CPU can be stopped from outside: each rank limits its own."""
+    path = new("mine", folder=tmp_path, plain=True)
+    text = path.read_text()
+    assert text.count("    __shared__ float p_of_warp") == 1
+    spin = "    __shared__ volatile int never;\n    never = 0;\n    while (never == 0) {}\n"
+    path.write_text(text.replace("    __shared__ float p_of_warp", f"{spin}    __shared__ float p_of_warp"))
+    began = time.monotonic()
+    done = ran(words("--compute", path, "--seq", 60, "--dim", 32, "--gpus", 2, "--device", "cpu", "--timeout", 3), tmp_path)
+    assert done.returncode == EnvironmentFault.exit_code and time.monotonic() - began < 60
+    assert re.search(r"^error: a kernel of rank [01] did not end within 3 s$", done.stderr, re.M), done.stderr
 
 
 def test_a_killed_rank_under_mpiexec(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from . import cache
 from .library import checks_accesses
 from .machine import fenced, processor, protect, tensor_core, threads
 from .report import ASAN_CHILD, child_with_asan, failure
-from .source import HOST, translation_unit
+from .source import GUARD, GUARDS, HOST, translation_unit
 
 CHECKS = ("race", "asan")
 
@@ -64,6 +64,7 @@ class _Launch(ctypes.Structure):
         ("static_shared", ctypes.c_void_p),
         ("static_offset", ctypes.c_longlong),
         ("static_bytes", ctypes.c_longlong),
+        ("static_guard", ctypes.c_longlong),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("cluster", ctypes.c_uint * 3),
@@ -188,6 +189,7 @@ class Host(Backend):
                 library.touch,
                 library.static_offset,
                 library.static_bytes,
+                GUARD,
                 call.grid,
                 (call.block, 1, 1),
                 call.cluster,
@@ -305,7 +307,7 @@ class _Library:
         self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
         _engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
-        self.static_offset, self.static_bytes = offset.value, size.value
+        self.static_offset, self.static_bytes = offset.value - GUARD, size.value - 2 * GUARD
         #: Whether it was compiled for AddressSanitizer.
         self.checks_accesses = checks_accesses(opened.path)
 
@@ -337,7 +339,7 @@ def _library(kernel: Kernel, plan: Plan, build: str | None) -> _Library:
     unit = translation_unit(kernel, max(launch.shared for launch in plan.launches) if build == "debug" else 0)
     flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
     flags += [f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core()))]
-    link = ["-shared", "{dir}/unit.o", "-o", "{dir}/out.so"]
+    link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
     elif build == "asan":
@@ -347,7 +349,7 @@ def _library(kernel: Kernel, plan: Plan, build: str | None) -> _Library:
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
     else:
         flags.append("-O3")
-    key = _hash(unit, kernel.source_hash, _toolchain(), _words(), *flags)
+    key = _hash(unit, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
     if found := _open.get(key):
         return found
     compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
@@ -355,7 +357,7 @@ def _library(kernel: Kernel, plan: Plan, build: str | None) -> _Library:
     wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
 
     def built(key: str, *more: str) -> cache.Opened:
-        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit}, wanted, kernel)
+        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit, **GUARDS}, wanted, kernel)
 
     lines = None if build else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
     return _keep_open(key, _Library(built(key), kernel, lines))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ... import child
-from ...fault import EnvironmentFault, Fault, KernelFault
+from ...fault import EnvironmentFault, Fault, KernelFault, clipped
 from ...kernel.kernel import Kernel
 from .library import same_code
 
@@ -35,7 +35,8 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
             f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
-    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), f"see {kernel.path}")
+    hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
+    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), hint)
 
 
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
@@ -69,27 +70,35 @@ def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = No
 
 def asan_environment(compiler: Sequence[str]) -> dict[str, str]:
     """The environment of a child process that has AddressSanitizer loaded. Raises EnvironmentFault where the compiler has none."""
-    runtime = ""
-    for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):  # gcc's first: it finds lines without llvm-symbolizer
+
+    def file_of(name: str) -> str:
         told = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()
-        runtime = runtime or (told if Path(told).is_absolute() else "")
+        return told if Path(told).is_absolute() else ""
+
+    # gcc's first: it finds lines without llvm-symbolizer
+    runtime = file_of("libasan.so") or file_of(f"libclang_rt.asan-{platform.machine()}.so")
     if not runtime:
         why = f"{' '.join(compiler)} has no libasan.so"
         raise EnvironmentFault("no AddressSanitizer library", why, "apt install libasan8, or use --check race")
     options = f"detect_leaks=0:detect_stack_use_after_return=0:exitcode={_SANITIZER_EXIT}:abort_on_error=0"
-    return {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
+    # AddressSanitizer looks for __cxa_throw where it starts, and ends the process at any C++ exception (matplotlib has them) without it
+    preload = " ".join(filter(None, (runtime, file_of("libstdc++.so.6"))))
+    return {"LD_PRELOAD": preload, "ASAN_OPTIONS": options, ASAN_CHILD: "1", "PYTHONMALLOC": "malloc"}
 
 
 def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     """Run this command again in a child process with AddressSanitizer loaded, and return its exit code.
 
-    Raises CheckFault, with the line, for an access out of bounds, EnvironmentFault where the compiler has no AddressSanitizer.
+    Raises CheckFault, with the line, for an access out of bounds, EnvironmentFault where the compiler has no AddressSanitizer and where
+    AddressSanitizer itself stopped.
     """
     code, told = child.again(arguments, asan_environment(compiler), errors=True)
     if code != _SANITIZER_EXIT:
         sys.stderr.write(told)
         return code
     error = re.search(r"ERROR: AddressSanitizer: (.*)", told)
+    if not error:  # a check of its own, of what is not the kernel's
+        raise EnvironmentFault("AddressSanitizer stopped, without a finding", clipped(told.strip(), 1000), "use --check race, or none")
     access = re.search(r"^((?:READ|WRITE) of size \d+)", told, re.M)
     stack = told[access.start() if access else 0 :].partition("\n\n")[0]
     # the kernel's line if it is known: words are inlined into it
@@ -97,7 +106,7 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     allocated = re.search(r"^(\S+ is located .*)$", told, re.M)
     where = place[1] if place else "an unknown line"
     why = "\n".join(m[1] for m in (error, allocated) if m)
-    if error and error[1].startswith("FPE"):  # no access, but it comes through AddressSanitizer's handler of signals
+    if error[1].startswith("FPE"):  # no access, but it comes through AddressSanitizer's handler of signals
         raise KernelFault(f"division by zero at {where}", why, "the divisor of an integer division or remainder was 0")
     raise CheckFault(
         f"out of bounds: {access[1] if access else 'bad access'} at {where}", why, "the access is outside what the launch was given"

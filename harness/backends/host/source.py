@@ -16,6 +16,22 @@ from ...kernel.signature import check_parameters, without_comments
 from ..protocol import CompileError
 
 HOST = KERNELS / "host"
+#: The static `__shared__` arrays are thread-local storage, which the loader puts on the heap. Before and behind them lie so many bytes
+#: that nothing may write, linked before and behind the unit.
+GUARD = 4096
+_END = '.section .note.GNU-stack,"",%progbits\n'
+GUARDS = {
+    "front.s": f""".section .tdata,"awT",%progbits
+.p2align 6
+.globl fa_host_anchor
+.hidden fa_host_anchor
+.type fa_host_anchor, %object
+fa_host_anchor: .zero {GUARD}
+{_END}""",
+    "behind.s": f""".section .tbss,"awT",%nobits
+.zero {GUARD}
+{_END}""",
+}
 
 _DYNAMIC = re.compile(
     r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
@@ -47,7 +63,7 @@ def translation_unit(kernel: Kernel, shared: int = 0) -> str:
     return f"""{source}
 #line 1 "entries of {kernel.path.name}"
 {entries}
-static __thread char fa_host_anchor;
+extern __thread char fa_host_anchor __attribute__((visibility("hidden")));
 {exported} void* fa_host_static_shared() {{ return &fa_host_anchor; }}
 """
 

@@ -65,6 +65,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
             line(" ", result.broken)
     if check and verbosity > QUIET:
         watched(check, [(f"{r.compute} {name}", each.watched, False) for r in found for name, each in r.passes.items()], "pass", "passes")
+    sys.stdout.flush()  # the verdict does not wait for the pictures
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
