@@ -364,7 +364,7 @@ checks = options(
     click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="Host backend: run the threads in another order."),
 )
 deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
-kernels = click.argument("kernels", nargs=-1, callback=_names, metavar="[KERNEL]...")
+kernels = click.argument("kernels", nargs=-1, callback=lambda *given: tuple(_names(*given)), metavar="[KERNEL]...")
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),

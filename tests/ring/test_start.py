@@ -217,9 +217,9 @@ def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result
     ("words", "said"),
     [
         (("--gpus", 2, "--simulate", 2), "--gpus and --simulate together"),
-        (("--simulate", 2, "--bandwidth", "nan"), "--bandwidth is nan"),
+        (("--simulate", 2, "--bandwidth", "nan"), "nan is no number"),
         (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
-        (("--simulate", 2, "--timeout", "nan"), "--timeout is nan"),
+        (("--simulate", 2, "--timeout", "nan"), "nan is no number"),
         (("--gpus", 2, "--timeout", "inf"), "--timeout is inf"),
     ],
 )
