@@ -58,7 +58,7 @@ def choose(
 def named_apart(found: Sequence[Contender]) -> list[Contender]:
     """The contenders, each name for the files of one kernel only: two versions of a kernel in two folders are mine and mine@folder.
 
-    Tables, figures and resumed runs know a kernel by its name. A peer, then a kernel of the tree, then the first keeps it.
+    Tables, figures and resumed runs know a kernel by its name. Peers and kernels of the tree keep theirs, then the first does.
     """
     owners: dict[str, tuple[Path, ...]] = {}
     for each in sorted(found, key=lambda each: any(not kernel.in_tree for kernel in each.kernels.values())):
