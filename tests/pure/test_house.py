@@ -129,21 +129,20 @@ def test_help_and_list_load_nothing_heavy(verb: str) -> None:
 
 
 def test_help_is_quick() -> None:
-    """`fa-cli --help` takes under 150 ms more than Python alone: processor time, the best of five, since other tests run beside it."""
+    """`fa-cli --help` takes under 150 ms more than Python alone; where importing click alone takes a quarter of that, four times click.
 
-    def used() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    def best(*arguments: str) -> float:
-        times = []
-        for _ in range(5):
-            start = used()
-            subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-            times.append(used() - start)
-        return min(times)
-
-    assert best("cli.py", "--help") - best("-c", "pass") < 0.15
+    Processor time, the least of five, in turn: other tests run beside it, and machines that run tests are slow and busy.
+    """
+    commands = [("-c", "pass"), ("-c", "import click"), ("cli.py", "--help")]
+    times: list[list[float]] = [[], [], []]
+    for _ in range(5):
+        for mine, words in zip(times, commands, strict=True):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            mine.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    bare, click, help_ = (min(each) for each in times)
+    assert help_ - bare < max(0.15, 4 * (click - bare)), (bare, click, help_)
 
 
 def test_wheel_holds_one_name(wheel: zipfile.ZipFile) -> None:
