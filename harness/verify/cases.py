@@ -140,7 +140,7 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     if which not in MATRICES:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
     full = which == "full"
-    rows = list(covering(_factors(chosen, full, device), chosen.head_dims, 80 if full else 40))
+    rows = covering(_factors(chosen, full, device), chosen.head_dims, 80 if full else 40)
     cases: list[Case] = []
     for i, row in enumerate(rows):
         problem = _problem(row, i if full else None, device)
