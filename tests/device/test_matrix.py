@@ -15,8 +15,10 @@ from harness.kernel import Device
 from harness.kernel.kernel import Kernel, catalogue, find
 from harness.problem import DTYPE_BYTES
 
-#: Work of a piece, by `work`, or one case that has more: some seconds on one core.
-PIECE_WORK = 2e9
+#: Work of a piece, by `work`, or one case that has more: seconds on one core.
+PIECE_WORK = 5e8
+#: What a piece costs besides, mostly to compile its kernel, as such work.
+BUILD_WORK = 1e8
 #: An H200, as far as plans see it.
 GPU = Device("cuda", "a GPU")
 #: Work of a case, by `work`, up to which it is launched again on new inputs, as `fa-cli verify` does with every case.
@@ -42,6 +44,11 @@ class Piece:
         """The test's id: naive_forward-D64-float32-causal-0."""
         words = [self.kernel.label, f"D{self.width}", self.dtype, *["causal"] * self.causal, *["deterministic"] * self.deterministic]
         return "-".join([*words, str(self.number)])
+
+    @property
+    def cost(self) -> float:
+        """Its time, as work."""
+        return BUILD_WORK + sum(work(self.kernel, case) for case in self.cases)
 
     @property
     def levels(self) -> set[Hashable]:
@@ -79,7 +86,9 @@ PIECES = {kernel.label: pieces(kernel) for kernel in catalogue()}
 
 def drawn(chosen: Kernel) -> list[Piece]:
     """The pieces of a kernel that `make test` runs."""
-    return sample.sample(chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST)
+    return sample.sample(
+        chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST, lambda piece: piece.cost
+    )
 
 
 def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
