@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .backends import cache_dir, nvidia_driver, nvrtc, parsed
 from .backends.cuda import Cuda, pip_line
-from .backends.host.backend import compiler
+from .backends.host.build import compiler
 from .backends.nvml import driver_cuda
 from .fault import Fault, install_extra
 from .files import exposed

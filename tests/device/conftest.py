@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.backends import Backend, nvidia_driver, pick
-from harness.backends.host.backend import compiler
+from harness.backends.host.build import compiler
 from harness.fault import EnvironmentFault
 
 

@@ -14,7 +14,7 @@ from test_mma_words import BEFORE
 from test_mma_words import EXACT as MMA_EXACT
 from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, same_bits, ulps
 
-from harness.backends.host.backend import _FLAGS
+from harness.backends.host.build import _FLAGS
 from harness.backends.host.source import _DYNAMIC, HOST
 from harness.kernel.kernel import INCLUDE
 
@@ -35,8 +35,8 @@ int main() {
     long long offset, bytes;
     fa_host_module_shared(inside, &offset, &bytes);
     for (auto entry : entries) {
-        fa_host::Launch launch = {
-            entry, parameters, inside, offset, bytes, {COUNT / 256, 1, 1}, {256, 1, 1}, {1, 1, 1}, 4096, 0, 0, 2, report, sizeof report};
+        fa_host::Launch launch = {entry, parameters, inside, offset, bytes, 0, {COUNT / 256, 1, 1}, {256, 1, 1}, {1, 1, 1}, 4096, 0, 0, 2,
+                                  report, sizeof report, nullptr};
         if (fa_host_run(&launch)) return fprintf(stderr, "%s", report), 1;
         fwrite(out, 4, COUNT, stdout);
     }
@@ -56,7 +56,7 @@ def test_words_on_aarch64(tmp_path: Path) -> None:
         kernel = (code[1] + code[2]).replace("void forward(", f"void word{i}(") % body
         unit += [
             _DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", kernel),
-            f"static void entry{i}(void** p) {{ fa_host::call(&word{i}, p); }}",
+            f"static void entry{i}(void** p) {{ fa_host::Passed<sizeof(fa::Args)>::call(&word{i}, p); }}",
         ]
     unit += [f"static void (*const entries[])(void**) = {{{', '.join(f'entry{i}' for i in range(len(bodies)))}}};", DRIVER]
     (tmp_path / "unit.cpp").write_text("\n".join(unit))
@@ -64,7 +64,18 @@ def test_words_on_aarch64(tmp_path: Path) -> None:
     engine = tmp_path / "engine.so"  # apart, as always: what is thread-local beside a kernel is its shared memory
     subprocess.run([*common, "-shared", HOST / "engine.cpp", "-o", engine], check=True)
     flags = [*common, *_FLAGS, f"-I{INCLUDE}", f"-DCOUNT={COUNT}", "-DCAUSAL=0", f"-Wl,-rpath,{tmp_path}"]
-    subprocess.run([*flags, tmp_path / "unit.cpp", engine, "-o", tmp_path / "words"], check=True)
+    products = [
+        *flags,
+        "-DFA_HOST_SM=90",
+        "-include",
+        HOST / "cuda.hpp",
+        "-shared",
+        HOST / "tensor_core.cpp",
+        "-o",
+        tmp_path / "products.so",
+    ]
+    subprocess.run(products, check=True)
+    subprocess.run([*flags, tmp_path / "unit.cpp", engine, tmp_path / "products.so", "-o", tmp_path / "words"], check=True)
     emulate = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", tmp_path / "words"]
     done = subprocess.run(emulate, input=BITS.tobytes(), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -17,7 +17,7 @@ import pytest
 
 from harness.backends import CompileError
 from harness.backends.host import cache
-from harness.backends.host.backend import compiler
+from harness.backends.host.build import compiler
 from harness.fault import DiskFault, EnvironmentFault, Fault
 from harness.kernel import kernel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 from word_kernel import answer, bound, f32, run
 
+from harness.backends.host import cache
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.fault import KernelFault
+from harness.kernel.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
@@ -173,6 +176,35 @@ def test_a_bad_address_is_a_fault_of_the_kernel(tmp_path: Path) -> None:
     assert caught.value.exit_code == 5
     assert "--check asan" in caught.value.why or f"word_forward.cu:{line}" in caught.value.why  # zig keeps the lines
     assert (run(Host(), tmp_path, COUNT, block=96)[:96] == 96).all()
+
+
+def test_copies_of_a_kernel_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they lie; and what a report names is a line of the copy that ran."""
+    run(Host(), tmp_path, COUNT)  # the engine is loaded
+    compiled: list[Path] = []
+
+    def compile_(command: list[str], scratch: Path, kernel: Kernel | None) -> None:
+        compiled.append(kernel.path if kernel else scratch)
+        real(command, scratch, kernel)
+
+    real = cache._compile
+    monkeypatch.setattr(cache, "_compile", compile_)
+    monkeypatch.setenv("FA_CLI_CACHE_DIR", str(tmp_path / "cache"))
+    body = """\
+    if (a[0] == 1) *reinterpret_cast<volatile int*>(0x1234) = 1;
+    __syncwarp(a[0] == 2 ? 1u << (t + 1) % 32 : 0xffffffffu);
+    out[t] = 7;"""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert run(Host(), tmp_path / name, body, np.zeros(1, np.float32))[0] == 7
+    assert {path.parent.name for path in compiled} == {"one"}
+    path = tmp_path / "two" / "word_forward.cu"
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "__syncwarp" in text)
+    with pytest.raises(KernelFault, match=f"{re.escape(str(path))}:{line}"):
+        run(Host(), path.parent, body, np.full(1, 2, np.float32))
+    with pytest.raises(KernelFault, match="address 0x1234") as caught:
+        run(Host(), path.parent, body, np.ones(1, np.float32))
+    assert "--check asan" in caught.value.why or f"{path}:{line - 1}" in caught.value.why  # zig keeps the lines
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors give 0, as a GPU gives a number")

@@ -15,8 +15,7 @@ import pytest
 
 from harness import backends
 from harness.backends import CompileError
-from harness.backends.host import backend as host
-from harness.backends.host import cache, report
+from harness.backends.host import build, cache, report
 from harness.backends.host.backend import Host
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
@@ -165,14 +164,14 @@ def test_a_compile_error_has_file_and_line(tmp_path: Path) -> None:
 def test_no_compiler_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the package to install."""
 
-    host.compiler.cache_clear()
+    build.compiler.cache_clear()
     monkeypatch.setenv("PATH", "/nowhere")
     try:
         with pytest.raises(EnvironmentFault) as caught:
             Host()
         assert caught.value.exit_code == 4 and "apt install g++" in caught.value.hint
     finally:
-        host.compiler.cache_clear()
+        build.compiler.cache_clear()
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -264,18 +263,18 @@ def test_hundreds_of_loads_in_one_process(tmp_path: Path) -> None:
         return len(Path("/proc/self/maps").read_text().splitlines())
 
     Bound(backend, loaded, problem, {"Q": x, "K": x, "V": x}).run()  # maps the stacks
-    before, others = mappings(), set(host._open)  # launchers that other tests left hold theirs open
+    before, others = mappings(), set(build._open)  # launchers that other tests left hold theirs open
     for number in range(300):
         copy = tmp_path / f"{number}.so"
         shutil.copy(loaded.functions["library"].path, copy)  # a copy is another library to the loader
         descriptor = os.open(copy, os.O_RDONLY)
         opened = cache.Opened(copy, cache.load(descriptor), descriptor)
-        library = host._keep_open(f"test {number}", host._Library(opened, chosen))
+        library = build._keep_open(f"test {number}", build.Library(opened, chosen))
         other = replace(loaded, functions={"library": library})
         assert Bound(backend, other, problem, {"Q": x, "K": x, "V": x}).run()["O"].all()
         copy.unlink()
         del library, other
-    assert len(set(host._open) - others) <= 64 + 2
+    assert len(set(build._open) - others) <= 64 + 2
     assert mappings() < before + 64 * 8
 
 
@@ -346,11 +345,11 @@ def test_what_stops_addresssanitizer_itself_is_no_finding(monkeypatch: pytest.Mo
     stopped = 'AddressSanitizer: CHECK failed: asan_interceptors.cpp:335 "((__interception::real___cxa_throw)) != (0)"'
     monkeypatch.setattr(report.child, "again", lambda *_, **__: (86, stopped))
     with pytest.raises(EnvironmentFault, match="without a finding") as caught:
-        report.child_with_asan(host.compiler(), ["cli.py"])
+        report.child_with_asan(build.compiler(), ["cli.py"])
     assert caught.value.exit_code == 4 and caught.value.why == stopped
     monkeypatch.setattr(report.child, "again", lambda *_, **__: (86, "==1==ERROR: AddressSanitizer: heap-buffer-overflow on a.cu:7\n"))
     with pytest.raises(report.CheckFault, match=r"out of bounds: bad access at \S*a.cu:7"):
-        report.child_with_asan(host.compiler(), ["cli.py"])
+        report.child_with_asan(build.compiler(), ["cli.py"])
 
 
 def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.backends.host.backend import compiler
+from harness.backends.host.build import compiler
 from harness.ring import peer
 
 

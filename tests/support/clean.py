@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from harness import child, verify
-from harness.backends.host.backend import Host, compiler
+from harness.backends.host.backend import Host
+from harness.backends.host.build import compiler
 from harness.backends.host.report import asan_environment
 from harness.kernel import Device, Plan
 from harness.kernel.kernel import Kernel, catalogue

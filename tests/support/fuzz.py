@@ -24,7 +24,8 @@ from click.testing import CliRunner
 from rows import append_row, row
 
 from harness import environment, files
-from harness.backends.host import backend as host
+from harness.backends.host import build
+from harness.backends.host.backend import Host
 from harness.fault import Fault
 from harness.kernel.kernel import Kernel, find
 from harness.problem import Problem
@@ -290,21 +291,21 @@ def make_cache(folder: Path) -> None:
 
 
 def _load(folder: Path) -> None:
-    host._open.clear()
+    build._open.clear()
     with mock.patch.dict("os.environ", {"FA_CLI_CACHE_DIR": str(folder / "cache")}):
-        host.Host().load(find("naive", "forward"), Problem.of(1, 1, 4, 4))
+        Host().load(find("naive", "forward"), Problem.of(1, 1, 4, 4))
 
 
 def read_cache(folder: Path, _number: int) -> tuple[int, str]:
     """Load a kernel from the cache, or build it again."""
-    toolchain = host._toolchain()
-    with mock.patch.object(host, "compiler", lambda: (str(folder / "c++"),)), mock.patch.object(host, "_toolchain", lambda: toolchain):
+    toolchain = build._toolchain()
+    with mock.patch.object(build, "compiler", lambda: (str(folder / "c++"),)), mock.patch.object(build, "_toolchain", lambda: toolchain):
         return _said(lambda: _load(folder))
 
 
 def read_header(folder: Path, _number: int) -> tuple[int, str]:
     """Read a kernel's file and plan its launches."""
-    device = host.Host().device()
+    device = Host().device()
     return _said(lambda: Kernel.read(folder / "mine_forward.cu").plan(Problem.of(1, 2, 8, 16, causal=True), device))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import cli
 from harness import experiment, files
-from harness.backends.host.backend import compiler
+from harness.backends.host.build import compiler
 from harness.dataset import folder as dataset
 from harness.dataset.generate import INPUTS
 from harness.row import read_rows

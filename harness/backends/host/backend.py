@@ -9,50 +9,30 @@ from __future__ import annotations
 import _ctypes
 import contextlib
 import ctypes
-import functools
-import hashlib
 import math
 import os
-import platform
-import re
-import shutil
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from ...array import ArrayModule, Bytes
-from ...fault import EnvironmentFault, UsageFault
+from ...fault import UsageFault
 from ...files import Json
-from ...kernel.kernel import INCLUDE, Device, Kernel, Plan
+from ...kernel.kernel import Device, Kernel
 from ...kernel.plan import TensorMap
 from ...problem import Problem
 from .. import tensor_map
 from ..protocol import Backend, Fill, Loaded, Step
 from . import cache
-from .library import checks_accesses
-from .machine import fenced, processor, protect, tensor_core, threads
+from .build import Library, compiler, engine, library_of
+from .machine import fenced, processor, protect, threads
 from .report import ASAN_CHILD, child_with_asan, failure
-from .source import GUARD, GUARDS, HOST, translation_unit
+from .source import GUARD
 
 CHECKS = ("race", "asan")
-
-_FLAGS = (
-    "-std=c++20",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fstack-clash-protection",  # a frame of more than a page touches each of its pages, and so the guard page below a stack
-)
 
 
 class _Launch(ctypes.Structure):
@@ -123,16 +103,16 @@ class Host(Backend):
         if crowded:
             why = f"{crowded.entry} has clusters of {math.prod(crowded.cluster)} blocks of {crowded.block} threads; it keeps 1024 clocks"
             raise UsageFault(f"{kernel.label} is too large for the race check", why, "use smaller blocks (--tile), or no --check race")
-        library = _library(kernel, plan, "debug" if self.debug else self.check)
+        library = library_of(kernel, plan, "debug" if self.debug else self.check)
         return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
 
     @contextlib.contextmanager
     def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
         """A copy of the library, closed at the end."""
-        library: _Library = loaded.functions["library"]
+        library: Library = loaded.functions["library"]
         opened = cache.copied(cache.Opened(library.path, library.dll, library.descriptor))
         try:
-            yield replace(loaded, functions={"library": _Library(opened, loaded.kernel)})
+            yield replace(loaded, functions={"library": Library(opened, loaded.kernel)})
         finally:
             _ctypes.dlclose(opened.dll._handle)
             os.close(opened.descriptor)
@@ -149,7 +129,7 @@ class Host(Backend):
     def threads(self) -> int:
         """The OS threads of this process but those that the engine keeps; 0 where the system does not list them."""
         with contextlib.suppress(OSError):
-            return len(os.listdir("/proc/self/task")) - int(_engine().fa_host_pool_size())
+            return len(os.listdir("/proc/self/task")) - int(engine().fa_host_pool_size())
         return 0
 
     def watched(self) -> int | None:
@@ -174,7 +154,7 @@ class Host(Backend):
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """The same: a CPU has no streams, and what is submitted has run when this returns."""
-        library: _Library = loaded.functions["library"]
+        library: Library = loaded.functions["library"]
         for call in steps:
             if isinstance(call, Fill):
                 ctypes.memset(call.address, 0, call.size)
@@ -201,7 +181,7 @@ class Host(Backend):
                 len(report),
                 ctypes.pointer(self._watched),
             )
-            outcome = _engine().fa_host_run(ctypes.byref(launch))
+            outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
             if library.checks_accesses:
@@ -227,145 +207,6 @@ class Host(Backend):
     def state(self) -> Json:
         """Empty: a CPU's state is not read."""
         return {}
-
-
-# -- compiling --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def compiler() -> tuple[str, ...]:
-    """The C++ compiler's command: FA_CLI_CXX, g++, clang++ or `python -m ziglang c++`. Raises EnvironmentFault where there is none."""
-    chosen = os.environ.get("FA_CLI_CXX")
-    for name in (chosen,) if chosen else ("g++", "clang++"):
-        if found := shutil.which(name):
-            return (found,)
-    with contextlib.suppress(ImportError):
-        import ziglang  # type: ignore[import-not-found]  # noqa: F401  # optional; found, not used
-
-        return (sys.executable, "-m", "ziglang", "c++")
-    raise EnvironmentFault(
-        f"no C++ compiler{f' {chosen}' if chosen else ''}",
-        "the CPU backend compiles kernels with g++ or clang++",
-        "apt install g++ (or: pip install ziglang)",
-    )
-
-
-@functools.cache
-def _toolchain() -> str:
-    """What a compiled library depends on besides its source: the compiler binary and this processor's features."""
-    path = Path(compiler()[0]).resolve()
-    stat = path.stat()
-    with contextlib.suppress(OSError):
-        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.M)
-        return f"{path} {stat.st_size} {stat.st_mtime_ns} {flags[0] if flags else ''}"
-    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
-
-
-def _clang() -> bool:
-    return len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name
-
-
-def _dialect() -> list[str]:
-    """Flags that g++ and clang++ (also as c++ or zig) spell differently. A fiber's stack is 128 KB, so a frame above 96 KB is an error."""
-    if _clang():
-        return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
-    return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-_loading = threading.Lock()
-
-
-def _engine() -> ctypes.CDLL:
-    """The engine, loaded once: of two, kernels would find the symbols of one and be run by the other."""
-    with _loading:
-        return _load_engine()
-
-
-@functools.cache
-def _load_engine() -> ctypes.CDLL:
-    source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
-    step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w", f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
-    key = _hash("engine", source, _toolchain(), *step)
-    # kernels find the engine's symbols by name
-    engine = cache.library(key, compiler(), [step], {}, ["fa_host_run", "fa_host_module_shared"], mode=ctypes.RTLD_GLOBAL).dll
-    engine.fa_host_module_shared.argtypes = [ctypes.c_void_p] + [ctypes.POINTER(ctypes.c_longlong)] * 2
-    return engine
-
-
-class _Library:
-    """A loaded kernel library."""
-
-    def __init__(self, opened: cache.Opened, kernel: Kernel, lines: Callable[[], Path] | None = None) -> None:
-        self.path, self.dll, self.descriptor = opened.path, opened.dll, opened.descriptor
-        #: Builds it again with line numbers, which take a third more time: wanted only by a report. None where it has them.
-        self.lines = lines
-        self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
-        self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
-        offset, size = ctypes.c_longlong(), ctypes.c_longlong()
-        _engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
-        self.static_offset, self.static_bytes = offset.value - GUARD, size.value - 2 * GUARD
-        #: Whether it was compiled for AddressSanitizer.
-        self.checks_accesses = checks_accesses(opened.path)
-
-
-#: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.
-_OPEN_AT_MOST = 64
-_open: dict[str, _Library] = {}
-_opening = threading.Lock()
-
-
-def _keep_open(key: str, library: _Library) -> _Library:
-    with _opening:
-        kept = _open.setdefault(key, library)
-        for old in list(_open)[:-_OPEN_AT_MOST]:
-            if sys.getrefcount(_open[old]) == 2:  # the table's and this call's: no Loaded holds it
-                unused = _open.pop(old)
-                _ctypes.dlclose(unused.dll._handle)
-                os.close(unused.descriptor)
-    return kept
-
-
-#: For a debugger: every variable in memory, every line a place to stop, and with -g3 macros too, so that threadIdx is a name. The
-#: compilers crash on the tensor core's vectors of 16 doubles where they are not optimised and the processor has AVX-512.
-_DEBUG = ("-O0", "-g3", "-gdwarf-4", *(("-mno-avx512f",) if platform.machine() == "x86_64" else ()))
-
-
-def _library(kernel: Kernel, plan: Plan, build: str | None) -> _Library:
-    """The library of a plan; build: None, a check, or "debug"."""
-    unit = translation_unit(kernel, max(launch.shared for launch in plan.launches) if build == "debug" else 0)
-    flags = [*_FLAGS, *_dialect(), f"-I{HOST}", f"-I{INCLUDE}", f"-I{kernel.path.parent}", "-include", str(HOST / "cuda.hpp")]
-    flags += [f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core()))]
-    link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
-    if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
-        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
-    elif build == "asan":
-        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
-        link.append("-fsanitize=address")
-    elif build == "debug":
-        flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
-    else:
-        flags.append("-O3")
-    key = _hash(unit, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
-    if found := _open.get(key):
-        return found
-    compile_ = [*flags, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
-    _engine()  # before a library that needs its symbols
-    wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
-
-    def built(key: str, *more: str) -> cache.Opened:
-        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit, **GUARDS}, wanted, kernel)
-
-    lines = None if build else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
-    return _keep_open(key, _Library(built(key), kernel, lines))
-
-
-@functools.cache
-def _words() -> str:
-    return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
 
 
 def _aligned(data: bytes | memoryview) -> Bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ... import child
 from ...fault import EnvironmentFault, Fault, KernelFault, clipped
 from ...kernel.kernel import Kernel
+from .build import places
 from .library import same_code
 
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
@@ -34,6 +35,8 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
         return EnvironmentFault(
             f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
+    for name, folder in places(kernel.path).items():
+        report = report.replace(f"{name}/", f"{folder}/")
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
     hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
     return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), hint)

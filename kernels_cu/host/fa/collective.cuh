@@ -32,20 +32,6 @@ __forceinline__ Collective& collective(const char* file, int line) {
     return *static_cast<Collective*>(fa_host_self->scratch);
 }
 
-// The elements in the lower halves of some words, widened; exact. Infinities and NaN stay such.
-template <class T> struct Widen;
-template <> struct Widen<float16> {
-    static __forceinline__ Floats of(Words bits) {
-        const Words size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
-        const Floats small = (Floats)((size << 13) + 0x38800000u) - 0x1p-14f;
-        const Words normal = (size << 13) + (size >= 0x7c00 ? Words{} + 0x70000000u : Words{} + 0x38000000u);
-        return (Floats)((size < 0x400 ? (Words)small : normal) | sign);
-    }
-};
-template <> struct Widen<bfloat16> {
-    static __forceinline__ Floats of(Words bits) { return (Floats)(bits << 16); }
-};
-
 }  // namespace host
 
 }  // namespace fa

@@ -44,49 +44,6 @@ __forceinline__ void ldmatrix(uint32_t (&d)[4], uint32_t row_smem, const char* w
     __builtin_memcpy(d, all.four[lane], 16);
 }
 
-// D's 16 rows lie in the lanes of a vector, so that a is one and an element of b a number: [column][k].
-template <class T, int K> __forceinline__ void mma_all(Collective& all, const Floats (&a)[K], const float (&b)[8][K]) {
-    Ints a_exponent[K];
-    int b_exponent[8][K];
-    for (int k = 0; k < K; ++k) a_exponent[k] = exponents<T>(a[k]);
-    for (int i = 0; i < 8 * K; i += 16) {
-        Floats some;
-        __builtin_memcpy(&some, &b[0][0] + i, 64);
-        const Ints exponent = exponents<T>(some);
-        __builtin_memcpy(&b_exponent[0][0] + i, &exponent, 64);
-    }
-    for (int j = 0; j < 8; ++j) all.d[j] = tensor_core<T, K>(a, a_exponent, b[j], b_exponent[j], all.d[j]);
-}
-
-template <class T> FA_HOST_COLLECTIVE mma_pairs(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Collective*>(lanes[0]);
-    Floats a[16];
-    float b[8][16];
-    for (int k = 0; k < 8; ++k) a[2 * k] = Widen<T>::of(all.a[k] & 0xffff), a[2 * k + 1] = Widen<T>::of(all.a[k] >> 16);
-    for (int i = 0; i < 4; ++i) {
-        Words pairs;
-        __builtin_memcpy(&pairs, all.b[2 * i], 64);
-        const Floats first = Widen<T>::of(pairs & 0xffff), second = Widen<T>::of(pairs >> 16);
-        for (int lane = 0; lane < 16; ++lane) {
-            const int k = 2 * (2 * i + lane / 8);
-            b[lane % 8][k] = first[lane], b[lane % 8][k + 1] = second[lane];
-        }
-    }
-    mma_all<T>(all, a, b);
-}
-
-// The 13 lowest bits of a float are ignored.
-FA_HOST_COLLECTIVE mma_tf32(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Collective*>(lanes[0]);
-    Floats a[8];
-    float b[8][8];
-    for (int k = 0; k < 8; ++k) {
-        a[k] = (Floats)(all.a[k] & 0xffffe000u);
-        for (int j = 0; j < 8; ++j) b[j][k] = __uint_as_float(all.b[k][j] & 0xffffe000u);
-    }
-    mma_all<float>(all, a, b);
-}
-
 // 16-bit and tf32 fragments have the same layout: a register is a pair of columns (rows), or one.
 __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, fa_host::Apply apply, const char* word,
                          const char* file, int line) {
@@ -111,13 +68,13 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t row_smem, FA_H
 }
 
 __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::mma(d, a, b0, b1, host::mma_pairs<float16>, "mma_m16n8k16_f16", file, line);
+    host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_f16), "mma_m16n8k16_f16", file, line);
 }
 __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::mma(d, a, b0, b1, host::mma_pairs<bfloat16>, "mma_m16n8k16_bf16", file, line);
+    host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_bf16), "mma_m16n8k16_bf16", file, line);
 }
 __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
-    host::mma(d, a, b0, b1, host::mma_tf32, "mma_m16n8k8_tf32", file, line);
+    host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_tf32), "mma_m16n8k8_tf32", file, line);
 }
 
 __forceinline__ uint32_t cvt_rna_tf32_f32(float x) {

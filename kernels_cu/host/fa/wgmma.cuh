@@ -9,40 +9,14 @@ namespace fa {
 
 namespace host {
 
-// d[warp][column][16 rows] += a[64][16] b[column][16], one k16 step.
-template <class T> FA_HOST_COLLECTIVE multiply_warpgroup(float* d, const uint16_t* a, const uint16_t* b, int columns) {
-    float b_wide[256][16];
-    int b_exponent[256][16];
-    auto widened = [](const uint16_t* from, int stride) {
-        Words bits;
-        for (int i = 0; i < 16; ++i) bits[i] = from[i * stride];
-        return Widen<T>::of(bits);
-    };
-    for (int n = 0; n < columns; ++n) {
-        const Floats row = widened(b + 16 * n, 1);
-        const Ints exponent = exponents<T>(row);
-        __builtin_memcpy(b_wide[n], &row, 64);
-        __builtin_memcpy(b_exponent[n], &exponent, 64);
-    }
-    for (int warp = 0; warp < 4; ++warp) {
-        Floats column[16];
-        Ints exponent[16];
-        for (int k = 0; k < 16; ++k) column[k] = widened(a + 16 * 16 * warp + k, 16), exponent[k] = exponents<T>(column[k]);
-        for (int n = 0; n < columns; ++n) {
-            float* to = d + 16 * (256 * warp + n);
-            Floats sums;
-            __builtin_memcpy(&sums, to, 64);
-            sums = tensor_core<T, 16>(column, exponent, b_wide[n], b_exponent[n], sums);
-            __builtin_memcpy(to, &sums, 64);
-        }
-    }
-}
+template <class T> constexpr auto* multiply_warpgroup = FA_HOST_PRODUCT(wgmma_f16);
+template <> constexpr auto* multiply_warpgroup<bfloat16> = FA_HOST_PRODUCT(wgmma_bf16);
 
 template <class T, bool TransposeA, bool TransposeB, int R>
 __forceinline__ void wgmma(float (&d)[R], const uint32_t* a_reg, uint64_t a_smem, uint64_t b_smem, bool accumulate, const char* word,
                            const char* file, int line) {
     static_assert(R % 4 == 0 && R >= 4 && R <= 128, "N, twice the registers of d, is a multiple of 8 up to 256");
-    static_assert(sizeof(T) == 2);
+    static_assert(__is_same(T, float16) || __is_same(T, bfloat16));
     void* code = fa_host_self->race ? fa_host_code() : nullptr;
     const fa_host::Product product{d, a_reg, a_smem, b_smem, R, TransposeA, TransposeB, accumulate, code, multiply_warpgroup<T>};
     fa_host_wgmma(&product, word, file, line);

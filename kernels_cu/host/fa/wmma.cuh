@@ -74,36 +74,11 @@ __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* f
     for (int i = 4; i < wmma_registers<T>; ++i) reg[i] = reg[i - 4];
 }
 
-template <class T> __forceinline__ void widen_fragment(Floats (&rows)[16], const uint64_t (&chunks)[64]) {
-    for (int i = 0; i < 16; ++i) {
-        uint16_t bits[16];
-        __builtin_memcpy(bits, &chunks[4 * i], 32);
-        Words words;
-        for (int j = 0; j < 16; ++j) words[j] = bits[j];
-        rows[i] = Widen<T>::of(words);
-    }
-}
-
-template <class T, bool B_BY_COLUMNS> FA_HOST_COLLECTIVE wmma_product(void* const* lanes, unsigned) {
-    auto& all = *static_cast<Collective*>(lanes[0]);
-    Floats a[16], b[16], d[16];
-    widen_fragment<T>(a, all.wmma_a);
-    widen_fragment<T>(b, all.wmma_b);
-    if constexpr (B_BY_COLUMNS) {
-        Floats columns[16];
-        for (int k = 0; k < 16; ++k)
-            for (int j = 0; j < 16; ++j) columns[k][j] = b[j][k];
-        for (int k = 0; k < 16; ++k) b[k] = columns[k];
-    }
-    __builtin_memcpy(d, all.wmma_d, sizeof d);
-    Ints b_exponent[16];
-    for (int k = 0; k < 16; ++k) b_exponent[k] = exponents<T>(b[k]);
-    for (int i = 0; i < 16; ++i) {  // D's columns lie in the lanes of a vector here: b is one, an element of a is a number
-        const Ints a_exponent = exponents<T>(a[i]);
-        d[i] = tensor_core<T, 16>(b, b_exponent, (const float*)&a[i], (const int*)&a_exponent, d[i]);
-    }
-    __builtin_memcpy(all.wmma_d, d, sizeof d);
-}
+template <class T, bool B_BY_COLUMNS> constexpr fa_host::Apply wmma_product = nullptr;
+template <> constexpr fa_host::Apply wmma_product<float16, false> = FA_HOST_PRODUCT(wmma_row_f16);
+template <> constexpr fa_host::Apply wmma_product<bfloat16, false> = FA_HOST_PRODUCT(wmma_row_bf16);
+template <> constexpr fa_host::Apply wmma_product<float16, true> = FA_HOST_PRODUCT(wmma_col_f16);
+template <> constexpr fa_host::Apply wmma_product<bfloat16, true> = FA_HOST_PRODUCT(wmma_col_bf16);
 
 template <class T, bool B_BY_COLUMNS>
 __forceinline__ void product(float (&d)[8], const uint32_t* a, const uint32_t* b, const char* file, int line) {

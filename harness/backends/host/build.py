@@ -1,0 +1,208 @@
+"""From a kernel to a loaded library: which compiler, which flags, and what all libraries share: the engine and the tensor core.
+
+The compiler is started by cache.py.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ...fault import EnvironmentFault
+from ...kernel.kernel import INCLUDE, Kernel, Plan, include_closure
+from . import cache
+from .library import checks_accesses
+from .machine import tensor_core
+from .source import GUARD, GUARDS, HOST, translation_unit
+
+_FLAGS = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fstack-clash-protection",  # a frame of more than a page touches each of its pages, and so the guard page below a stack
+)
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The C++ compiler's command: FA_CLI_CXX, g++, clang++ or `python -m ziglang c++`. Raises EnvironmentFault where there is none."""
+    chosen = os.environ.get("FA_CLI_CXX")
+    for name in (chosen,) if chosen else ("g++", "clang++"):
+        if found := shutil.which(name):
+            return (found,)
+    with contextlib.suppress(ImportError):
+        import ziglang  # type: ignore[import-not-found]  # noqa: F401  # optional; found, not used
+
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise EnvironmentFault(
+        f"no C++ compiler{f' {chosen}' if chosen else ''}",
+        "the CPU backend compiles kernels with g++ or clang++",
+        "apt install g++ (or: pip install ziglang)",
+    )
+
+
+@functools.cache
+def _toolchain() -> str:
+    """What a compiled library depends on besides its source: the compiler binary and this processor's features."""
+    path = Path(compiler()[0]).resolve()
+    stat = path.stat()
+    with contextlib.suppress(OSError):
+        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.M)
+        return f"{path} {stat.st_size} {stat.st_mtime_ns} {flags[0] if flags else ''}"
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _clang() -> bool:
+    return len(compiler()) > 1 or "clang" in Path(compiler()[0]).resolve().name
+
+
+def _dialect() -> list[str]:
+    """Flags that g++ and clang++ (also as c++ or zig) spell differently. A fiber's stack is 128 KB, so a frame above 96 KB is an error."""
+    if _clang():
+        return ["-march=native", "-Wframe-larger-than=98304", "-Werror=frame-larger-than"]
+    return ["-march=native", "-Werror=frame-larger-than=98304", "-fno-gnu-unique"]
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+_loading = threading.Lock()
+
+
+def engine() -> ctypes.CDLL:
+    """The engine, loaded once: of two, kernels would find the symbols of one and be run by the other."""
+    with _loading:
+        return _engine()
+
+
+@functools.cache
+def _engine() -> ctypes.CDLL:
+    source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w"]
+    step = [*flags, f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
+    # kernels find the engine's symbols by name
+    wanted = ["fa_host_run", "fa_host_module_shared"]
+    key = _hash("engine", source, _toolchain(), *flags)
+    dll = cache.library(key, compiler(), [step], {}, wanted, mode=ctypes.RTLD_GLOBAL).dll
+    dll.fa_host_module_shared.argtypes = [ctypes.c_void_p] + [ctypes.POINTER(ctypes.c_longlong)] * 2
+    return dll
+
+
+@functools.cache
+def _tensor_core(sm: int) -> None:
+    """Load the products of a tensor core, once for all kernels that speak of them. -O3 takes six times as long for nothing."""
+    path = HOST / "tensor_core.cpp"
+    flags = [*_FLAGS, *_dialect(), "-O2", "-shared", f"-DFA_HOST_SM={sm}"]
+    step = [*flags, *_includes(HOST), str(path), "-o", "{dir}/out.so"]
+    key = _hash(*(file.read_text() for file in include_closure(path)), _toolchain(), _words(), *flags)
+    cache.library(key, compiler(), [step], {}, [f"fa_host_sm{sm}_mma_f16"], mode=ctypes.RTLD_GLOBAL)
+
+
+class Library:
+    """A loaded kernel library."""
+
+    def __init__(self, opened: cache.Opened, kernel: Kernel, lines: Callable[[], Path] | None = None) -> None:
+        self.path, self.dll, self.descriptor = opened.path, opened.dll, opened.descriptor
+        #: Builds it again with line numbers, which take a third more time: wanted only by a report. None where it has them.
+        self.lines = lines
+        self.entries = {name: ctypes.cast(getattr(self.dll, f"fa_host_entry_{name}"), ctypes.c_void_p).value for name in kernel.entries}
+        self.touch = ctypes.cast(self.dll.fa_host_static_shared, ctypes.c_void_p).value
+        offset, size = ctypes.c_longlong(), ctypes.c_longlong()
+        engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
+        self.static_offset, self.static_bytes = offset.value - GUARD, size.value - 2 * GUARD
+        #: Whether it was compiled for AddressSanitizer.
+        self.checks_accesses = checks_accesses(opened.path)
+
+
+#: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.
+_OPEN_AT_MOST = 64
+_open: dict[str, Library] = {}
+_opening = threading.Lock()
+
+
+def _keep_open(key: str, library: Library) -> Library:
+    with _opening:
+        kept = _open.setdefault(key, library)
+        for old in list(_open)[:-_OPEN_AT_MOST]:
+            if sys.getrefcount(_open[old]) == 2:  # the table's and this call's: no Loaded holds it
+                unused = _open.pop(old)
+                _ctypes.dlclose(unused.dll._handle)
+                os.close(unused.descriptor)
+    return kept
+
+
+#: For a debugger: every variable in memory, every line a place to stop, and with -g3 macros too, so that threadIdx is a name. The
+#: compilers crash on the tensor core's vectors of 16 doubles where they are not optimised and the processor has AVX-512.
+_DEBUG = ("-O0", "-g3", "-gdwarf-4", *(("-mno-avx512f",) if platform.machine() == "x86_64" else ()))
+
+
+def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
+    """The library of a plan; build: None, a check, or "debug".
+
+    Code without line numbers is the same wherever its files lie, for it has the names of `places`: a copy of them, as a new checkout has,
+    finds it compiled.
+    """
+    products = HOST / "fa" / "tensor_core.cuh" in include_closure(kernel.path)
+    unit = translation_unit(kernel, max(launch.shared for launch in plan.launches) if build == "debug" else 0)
+    found_in = _includes(kernel.path.parent)
+    flags = [*_FLAGS, *_dialect(), *(f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core())))]
+    link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
+    if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
+    elif build == "asan":
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
+        link.append("-fsanitize=address")
+    elif build == "debug":
+        flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
+    else:  # where the products are elsewhere, -O3 takes two to four times as long and gains nothing
+        flags.append("-O2" if products else "-O3")
+        found_in += [f"-fmacro-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
+    text = [unit, *found_in] if build else [unit.replace(str(kernel.path), kernel.path.name)]
+    key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
+    here = f"{key} {kernel.path}"  # its line numbers are those of this file
+    if found := _open.get(here):
+        return found
+    compile_ = [*flags, *found_in, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
+    engine()  # before a library that needs its symbols
+    if products:
+        with _loading:
+            _tensor_core(tensor_core())
+    wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
+
+    def built(key: str, *more: str) -> cache.Opened:
+        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit, **GUARDS}, wanted, kernel)
+
+    lines = None if build else lambda: built(_hash(here, "lines"), "-g1", "-gdwarf-4").path
+    return _keep_open(here, Library(built(key), kernel, lines))
+
+
+def places(path: Path) -> dict[str, Path]:
+    """By which names compiled code calls the folders of its files (its words say where they stand): a report has them replaced."""
+    return {"<kernel>": path.parent, "<include>": INCLUDE, "<host>": HOST}  # the compilers take the last that fits, or the longest
+
+
+def _includes(folder: Path) -> list[str]:
+    """Where a file of a folder finds what it includes."""
+    return [f"-I{HOST}", f"-I{INCLUDE}", f"-I{folder}", "-include", str(HOST / "cuda.hpp")]
+
+
+@functools.cache
+def _words() -> str:
+    return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
