@@ -379,7 +379,7 @@ def list_(context: Context, json: bool) -> int:
 @click.pass_context
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor(device)
+    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor(device, gpus)
     return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 

@@ -20,7 +20,7 @@ from .backends import cache_dir, nvidia_driver, nvrtc, parsed
 from .backends.cuda import Cuda, pip_line
 from .backends.host.build import compiler
 from .backends.nvml import driver_cuda
-from .fault import Fault, install_extra
+from .fault import Fault, UsageFault, install_extra
 from .files import exposed
 from .ring import peer, probe
 from .ring.start import on_ranks
@@ -43,9 +43,11 @@ class Check:
     hint: str = ""
 
 
-def doctor(device: str = "auto") -> list[Check]:
+def doctor(device: str = "auto", gpus: int | None = None) -> list[Check]:
     """Check everything that the verbs rely on, with this --device. What goes wrong is a line of its own; raises UsageFault for a device
-    that is none."""
+    that is none, and for a number of ranks, which only :func:`ring` starts."""
+    if gpus is not None:
+        raise UsageFault(f"--gpus {gpus} without --ring", "only a ring has ranks", f"fa-cli doctor --ring --gpus {gpus}")
     kind, index = parsed(device)
     gpu, gpu_checks = _gpu(index)
     return [

@@ -9,6 +9,7 @@ fresh process measures the rest. One experiment at a time holds the folder.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -72,6 +73,9 @@ def run_sweep(
     the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
     stops every row.
     """
+    if not (options.samples >= 0 and 0 <= options.min_time < math.inf):
+        what = f"samples={options.samples}, min_time={options.min_time}"
+        raise UsageFault(what, "both are at least 0, and finite", "0 is until the median is steady")
     sweep = load(options.name)
     if sweep.training:
         return _train(sweep, options, progress)

@@ -254,6 +254,7 @@ def test_usage_is_exit_2(words: tuple[Any, ...], why: str, fa_cli: Run) -> None:
         ("ring", "--timeout", "nan"),
         ("ring", "--bandwidth", "NaN"),
         ("doctor", "--device", "tpu"),
+        ("doctor", "--gpus", "2"),
     ],
 )
 def test_an_option_of_other_verbs_is_exit_2(words: tuple[str, ...], fa_cli: Run) -> None:

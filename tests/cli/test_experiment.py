@@ -22,6 +22,7 @@ from harness.backends import ContextLost, pick
 from harness.backends.host import library
 from harness.check.contender import Contender
 from harness.choose import contender
+from harness.fault import UsageFault
 from harness.measure import alone
 from harness.problem import Problem
 from harness.row import Row
@@ -85,6 +86,13 @@ def test_every_sample_is_kept(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
         assert (row["Kernel"], row["Type"], row["run_id"]) == (line["Kernel"], line["Type"], line["run_id"])
         samples = sorted(line["samples_ms"])
         assert len(samples) == int(row["n_samples"]) and samples[len(samples) // 2] == pytest.approx(float(row["KernelTime_ms"]))
+
+
+@pytest.mark.parametrize("asked", [{"min_time": float("nan")}, {"min_time": float("inf")}, {"samples": -1}])
+def test_times_that_cannot_be_meant_are_refused(asked: dict[str, Any]) -> None:
+    """From Python too, where no option's range is in between: NaN would end no row."""
+    with pytest.raises(UsageFault, match="at least 0, and finite"):
+        experiment.run_sweep(experiment.Options("seqlen", device="cpu", **asked))
 
 
 @needs_compiler
