@@ -198,6 +198,11 @@ def test_copies_of_a_kernel_are_compiled_once(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).mkdir()
         assert run(Host(), tmp_path / name, body, np.zeros(1, np.float32))[0] == 7
     assert {path.parent.name for path in compiled} == {"one"}
+    for name in ("one", "two"):
+        with pytest.raises(CheckFault, match=re.escape(f"{tmp_path / name / 'word_forward.cu'}:")):
+            run(Host(check="race"), tmp_path / name, ATOMICS.format(barrier=""), block=64, shared=16)
+    assert {path.parent.name for path in compiled} == {"one"}
+    run(Host(), tmp_path / "two", body, np.zeros(1, np.float32))
     path = tmp_path / "two" / "word_forward.cu"
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "__syncwarp" in text)
     with pytest.raises(KernelFault, match=f"{re.escape(str(path))}:{line}"):

@@ -156,14 +156,17 @@ _DEBUG = ("-O0", "-g3", "-gdwarf-4", *(("-mno-avx512f",) if platform.machine() =
 def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     """The library of a plan; build: None, a check, or "debug".
 
-    Code without line numbers is the same wherever its files lie, for it has the names of `places`: a copy of them, as a new checkout has,
-    finds it compiled.
+    Where it may, a library has the names of `places` in it and not those of folders, and is the same wherever its files lie: a copy of
+    them, as a new checkout has, finds it compiled. A debugger and AddressSanitizer need the folders.
     """
     products = HOST / "fa" / "tensor_core.cuh" in include_closure(kernel.path)
     unit = translation_unit(kernel, max(launch.shared for launch in plan.launches) if build == "debug" else 0)
     found_in = _includes(kernel.path.parent)
     flags = [*_FLAGS, *_dialect(), *(f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core())))]
     link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
+    anywhere = build in (None, "race")
+    if anywhere:
+        found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
     elif build == "asan":
@@ -173,11 +176,9 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
     else:  # where the products are elsewhere, -O3 takes two to four times as long and gains nothing
         flags.append("-O2" if products else "-O3")
-        found_in += [f"-fmacro-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
-    text = [unit, *found_in] if build else [unit.replace(str(kernel.path), kernel.path.name)]
+    text = [unit.replace(str(kernel.path), kernel.path.name)] if anywhere else [unit, *found_in]
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
-    here = f"{key} {kernel.path}"  # its line numbers are those of this file
-    if found := _open.get(here):
+    if found := _open.get(key):
         return found
     compile_ = [*flags, *found_in, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
     engine()  # before a library that needs its symbols
@@ -189,8 +190,8 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     def built(key: str, *more: str) -> cache.Opened:
         return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit, **GUARDS}, wanted, kernel)
 
-    lines = None if build else lambda: built(_hash(here, "lines"), "-g1", "-gdwarf-4").path
-    return _keep_open(here, Library(built(key), kernel, lines))
+    lines = None if build else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
+    return _keep_open(key, Library(built(key), kernel, lines))
 
 
 def places(path: Path) -> dict[str, Path]:

@@ -35,11 +35,12 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
         return EnvironmentFault(
             f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
+    why = with_lines(report, library, lines).strip()
     for name, folder in places(kernel.path).items():
-        report = report.replace(f"{name}/", f"{folder}/")
+        why = why.replace(f"{name}/", f"{folder}/")
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
     hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
-    return fault(f"{kernel.label}: {what} in {entry}", with_lines(report, library, lines).strip(), hint)
+    return fault(f"{kernel.label}: {what} in {entry}", why, hint)
 
 
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
