@@ -164,7 +164,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     found_in = _includes(kernel.path.parent)
     flags = [*_FLAGS, *_dialect(), *(f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core())))]
     link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
-    anywhere = build in (None, "race")
+    anywhere = build in (None, "race") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
     if anywhere:
         found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
