@@ -1,7 +1,7 @@
 """The host backend: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
 
-It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. The compiler
-is started by cache.py.
+It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. Kernels are
+compiled by build.py.
 """
 
 from __future__ import annotations
