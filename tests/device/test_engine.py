@@ -199,17 +199,17 @@ def test_copies_of_a_kernel_are_compiled_once(tmp_path: Path, monkeypatch: pytes
         assert run(Host(), tmp_path / name, body, np.zeros(1, np.float32))[0] == 7
     assert {path.parent.name for path in compiled} == {"one"}
     for name in ("one", "two"):
-        with pytest.raises(CheckFault, match=re.escape(f"{tmp_path / name / 'word_forward.cu'}:")):
+        with pytest.raises(CheckFault, match=re.escape(f" at {tmp_path / name / 'word_forward.cu'}:")):
             run(Host(check="race"), tmp_path / name, ATOMICS.format(barrier=""), block=64, shared=16)
     assert {path.parent.name for path in compiled} == {"one"}
     run(Host(), tmp_path / "two", body, np.zeros(1, np.float32))
     path = tmp_path / "two" / "word_forward.cu"
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "__syncwarp" in text)
-    with pytest.raises(KernelFault, match=f"{re.escape(str(path))}:{line}"):
+    with pytest.raises(KernelFault, match=f" at {re.escape(str(path))}:{line}"):
         run(Host(), path.parent, body, np.full(1, 2, np.float32))
     with pytest.raises(KernelFault, match="address 0x1234") as caught:
         run(Host(), path.parent, body, np.ones(1, np.float32))
-    assert "--check asan" in caught.value.why or f"{path}:{line - 1}" in caught.value.why  # zig keeps the lines
+    assert "--check asan" in caught.value.why or f" at {path}:{line - 1}" in caught.value.why  # zig keeps the lines
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors give 0, as a GPU gives a number")

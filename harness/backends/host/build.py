@@ -176,7 +176,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
     else:  # where the products are elsewhere, -O3 takes two to four times as long and gains nothing
         flags.append("-O2" if products else "-O3")
-    text = [unit.replace(str(kernel.path), kernel.path.name)] if anywhere else [unit, *found_in]
+    text = [unit.replace(str(kernel.path), "".join(places(kernel.path)) + kernel.path.name)] if anywhere else [unit, *found_in]
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
     if found := _open.get(key):
         return found
@@ -195,8 +195,11 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
 
 
 def places(path: Path) -> dict[str, Path]:
-    """By which names compiled code calls the folders of its files (its words say where they stand): a report has them replaced."""
-    return {"<kernel>": path.parent, "<include>": INCLUDE, "<host>": HOST}  # the compilers take the last that fits, or the longest
+    """By which names compiled code calls the folders of its files (its words say where they stand): a report has them replaced.
+
+    Absolute, or addr2line puts the folder before them in which the compiler ran. Of those that fit compilers take the last, or the longest.
+    """
+    return {"/<kernel>": path.parent, "/<include>": INCLUDE, "/<host>": HOST}
 
 
 def _includes(folder: Path) -> list[str]:
