@@ -90,7 +90,7 @@ def test_every_sample_is_kept(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", [{"min_time": float("nan")}, {"min_time": float("inf")}, {"samples": -1}])
 def test_times_that_cannot_be_meant_are_refused(asked: dict[str, Any]) -> None:
-    """From Python too, where no option's range is in between: NaN would end no row."""
+    """From Python too, where no option's range is in between."""
     with pytest.raises(UsageFault, match="at least 0, and finite"):
         experiment.run_sweep(experiment.Options("seqlen", device="cpu", **asked))
 

@@ -14,7 +14,8 @@ import pytest
 from test_fragment_words import HALVES, WIDTHS, each_width
 from word_kernel import TYPES, UNWRITTEN, f32, integers, run
 
-from harness.backends import Backend
+from harness.backends import Backend, CompileError
+from harness.backends.host.backend import Host
 
 HAIR = 1 + 2.0**-6 + 2.0**-13  # times an integer: no 16-bit number, but a float
 
@@ -381,3 +382,10 @@ def test_scale_rows_and_store_rows(backend: Backend, tmp_path: Path, dtype: str)
         want[: max(0, min(rows, 16)), :head_dim] = full[: max(0, rows), :head_dim]
         out = got.view(TYPES[dtype])[: 20 * pitch].reshape(20, pitch).astype(float)
         assert np.array_equal(out, want, equal_nan=True), (rows, head_dim)
+
+
+def test_wmma_of_other_types_does_not_compile(tmp_path: Path) -> None:
+    """On the CPU as on a GPU, whose wmma.mma has none of float32: no product would be a barrier only."""
+    body = "    fa::WmmaA<float> left; fa::WmmaBRow<float> right; fa::WmmaAccumulator sum; fa::wmma_mma(sum, left, right);"
+    with pytest.raises(CompileError, match="static assertion failed"):
+        run(Host(), tmp_path, body, before="#include <fa/wmma.cuh>")

@@ -122,7 +122,7 @@ def test_a_job_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -
     start = time.monotonic()
     with pytest.raises(child.Ended, match="took longer"):
         child.run(partial(jobs.die, signal.SIGSTOP), timeout=0.5)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("wrapper", [(), LAUNCHER], ids=["alone", "launched"])

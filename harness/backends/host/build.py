@@ -94,7 +94,7 @@ def engine() -> ctypes.CDLL:
 
 @functools.cache
 def _engine() -> ctypes.CDLL:
-    source = "".join(file.read_text() for file in sorted(HOST.glob("*.?pp")))
+    source = "".join(file.read_text() for file in (HOST / "engine.cpp", *sorted(HOST.glob("*.hpp"))))
     flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-w"]
     step = [*flags, f"-I{HOST}", str(HOST / "engine.cpp"), "-o", "{dir}/out.so"]
     # kernels find the engine's symbols by name
@@ -107,7 +107,7 @@ def _engine() -> ctypes.CDLL:
 
 @functools.cache
 def _tensor_core(sm: int) -> None:
-    """Load the products of a tensor core, once for all kernels that speak of them. -O3 takes six times as long for nothing."""
+    """Load the products of a tensor core, once for all kernels that speak of them. -O3 takes far longer, for nothing."""
     path = HOST / "tensor_core.cpp"
     flags = [*_FLAGS, *_dialect(), "-O2", "-shared", f"-DFA_HOST_SM={sm}"]
     step = [*flags, *_includes(HOST), str(path), "-o", "{dir}/out.so"]
@@ -174,7 +174,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         link.append("-fsanitize=address")
     elif build == "debug":
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
-    else:  # where the products are elsewhere, -O3 takes two to four times as long and gains nothing
+    else:  # where the products are elsewhere, -O3 takes far longer and gains nothing
         flags.append("-O2" if products else "-O3")
     text = [unit.replace(str(kernel.path), "".join(places(kernel.path)) + kernel.path.name)] if anywhere else [unit, *found_in]
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)

@@ -74,14 +74,15 @@ __forceinline__ void load_operand(uint32_t (&reg)[wmma_registers<T>], const T* f
     for (int i = 4; i < wmma_registers<T>; ++i) reg[i] = reg[i - 4];
 }
 
-template <class T, bool B_BY_COLUMNS> constexpr fa_host::Apply wmma_product = nullptr;
-template <> constexpr fa_host::Apply wmma_product<float16, false> = FA_HOST_PRODUCT(wmma_row_f16);
-template <> constexpr fa_host::Apply wmma_product<bfloat16, false> = FA_HOST_PRODUCT(wmma_row_bf16);
-template <> constexpr fa_host::Apply wmma_product<float16, true> = FA_HOST_PRODUCT(wmma_col_f16);
-template <> constexpr fa_host::Apply wmma_product<bfloat16, true> = FA_HOST_PRODUCT(wmma_col_bf16);
+template <class T, bool B_BY_COLUMNS>
+constexpr fa_host::Apply wmma_product = B_BY_COLUMNS ? FA_HOST_PRODUCT(wmma_col_f16) : FA_HOST_PRODUCT(wmma_row_f16);
+template <bool B_BY_COLUMNS>
+constexpr fa_host::Apply wmma_product<bfloat16, B_BY_COLUMNS> =
+    B_BY_COLUMNS ? FA_HOST_PRODUCT(wmma_col_bf16) : FA_HOST_PRODUCT(wmma_row_bf16);
 
 template <class T, bool B_BY_COLUMNS>
 __forceinline__ void product(float (&d)[8], const uint32_t* a, const uint32_t* b, const char* file, int line) {
+    static_assert(__is_same(T, float16) || __is_same(T, bfloat16));
     Collective& all = collective(file, line);
     const int chunk[2] = {chunk_of(fa_host_self->lane, 0), chunk_of(fa_host_self->lane, 1)};
     for (int half = 0; half < 2; ++half) {
