@@ -1,4 +1,4 @@
-"""Run every pass of every kernel on two small problems on the GPU: what compute-sanitizer is to watch (record.sh starts it).
+"""Run every pass of every kernel on a few small problems on the GPU: what compute-sanitizer is to watch (record.sh starts it).
 
 KERNEL ... restricts it to some. With `planted TOOL`, run instead the kernels of harness/selftest/faults.toml that the tool must find.
 """
@@ -8,42 +8,65 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from harness import choose
-from harness.backends import pick
+from harness.backends.cuda import Cuda
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
+from harness.kernel.kernel import Kernel
+from harness.kernel.plan import Device
 from harness.problem import Problem
 from harness.selftest.mutant import mutants
+
+#: Heads, key heads, tokens, head dim: one tile that is not full; several, in the forms that need them at head dim 128.
+SHAPES = ((3, 1, 65, 64), (2, 1, 256, 128))
+#: Several works a block, for kernels whose blocks take works from a counter: on a GPU of two multiprocessors, as far as plans know.
+MANY_WORKS = ((4, 2, 300, 64), (4, 2, 300, 128), (4, 2, 200, 256))
+
+
+class Small(Cuda):
+    """A GPU of which plans see two multiprocessors, one cluster."""
+
+    def device(self) -> Device:
+        """This GPU with two multiprocessors."""
+        return replace(super().device(), sms=2)
 
 
 def main() -> int:
     """Exit code 1 where a kernel is wrong."""
-    backend = pick("cuda")
+    whole, small = Cuda(), Small()
     wrong = 0
     if sys.argv[1:2] == ["planted"]:
         kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(sys.argv[2]).values()]
     else:
         kernels, _ = choose.kernels(sys.argv[1:] or ["00-99"], ("forward", "backward"))
+
+    def run(backend: Cuda, form: Kernel, problem: Problem) -> None:
+        nonlocal wrong
+        oracle = Oracle(problem, generate(problem, 42), None, np)
+        done = run_kernel(backend, form, oracle, oracle.inputs_of(form.pass_))
+        where = " on two multiprocessors" if backend is small else ""
+        verdict = "PASS" if done.passed else "FAIL"
+        sys.stdout.write(f"{verdict} {form.label} deterministic={form.deterministic} {problem.describe()}{where}\n")
+        wrong += not done.passed
+
     for chosen in kernels:
         dtypes = dict.fromkeys("float32" if d == "tf32" else d for d in chosen.dtypes)  # tf32 is arithmetic on float32 files
         forms = [chosen.made_deterministic() if deterministic else chosen for deterministic in chosen.forms]
-        # At head dim 64 one tile that is not full; at 128 several, in the forms that need them.
-        shapes = [shape for shape in ((3, 65, 64), (2, 256, 128)) if shape[2] <= chosen.head_dims[-1]]
-        for form, dtype, shape in itertools.product(forms, dtypes, shapes):
-            if dtype in ("float32", "bfloat16"):
-                heads, seq, dim = shape
-                problem = Problem.of(1, heads, seq, dim, heads_kv=1, dtype=dtype, causal=True)
-                oracle = Oracle(problem, generate(problem, 42), None, np)
-                done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
-                sys.stdout.write(
-                    f"{'PASS' if done.passed else 'FAIL'} {form.label} deterministic={form.deterministic} {problem.describe()}\n"
-                )
-                wrong += not done.passed
+        for form, dtype, shape in itertools.product(forms, dtypes, SHAPES + MANY_WORKS):
+            heads, heads_kv, seq, dim = shape
+            if dtype not in ("float32", "bfloat16") or dim > chosen.head_dims[-1]:
+                continue
+            problem = Problem.of(1, heads, seq, dim, heads_kv=heads_kv, dtype=dtype, causal=True)
+            if shape in SHAPES:
+                run(whole, form, problem)
+            elif form.plan(problem, small.device()).launches != form.plan(problem, whole.device()).launches:
+                run(small, form, problem)
     return int(wrong > 0)
 
 

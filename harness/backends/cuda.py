@@ -105,7 +105,7 @@ class Cuda(Backend):
         Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, KernelFault where an entry
         is not in the file or needs more shared memory than there is.
         """
-        plan = kernel.plan(problem, self._device, overrides)
+        plan = kernel.plan(problem, self.device(), overrides)
         if not kernel.runs_on(self._device.arch, problem.dtype):
             raise UsageFault(
                 f"{kernel.label} does not run on {self._device.name}",
