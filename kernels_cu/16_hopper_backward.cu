@@ -252,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < KV_STAGES; ++i) {
-            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(kv_empty + i, 2);
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1);
+            fa::mbarrier_init(kv_empty + i, 258);  // each storer arrives, and every thread of the consumers, which has read the number
             fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
         }
         for (int i = 0; i < STAGES; ++i) {
@@ -607,6 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(dkv_full + 2 * kv.stage() + consumer);
+        fa::mbarrier_arrive(kv_empty + kv.stage());
         kv.next();
     }
 }

@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (threadIdx.x == 0) {
         fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
-        fa::mbarrier_init(kv_empty, 10);  // each storer arrives, and each warp of the consumers when it has read the number
+        fa::mbarrier_init(kv_empty, 258);  // each storer arrives, and every thread of the consumers when it has read the number
         fa::mbarrier_init(dkv_full, 4), fa::mbarrier_init(dkv_full + 1, 4);  // each warp of a consumer
         for (int i = 0; i < 2; ++i) {
             fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int number = __shfl_sync(fa::full_warp, *number_smem, 0);  // known to the compiler as the same in the whole warp
         __syncwarp();
         if (number < 0) break;
-        release(kv_empty);
+        fa::mbarrier_arrive(kv_empty);
         work = work_of(args, number);
         at = Walk::begin(args, work);
         const bool seen = work.count > 0;
