@@ -71,17 +71,17 @@ if want run; then
     join run.log
 fi
 if want sanitizer; then
-    export FA_CLI_NO_POOL=1
+    export FA_CLI_NO_POOL=1 OMP_NUM_THREADS=2 # six processes, each with the reference on the CPU
     for tool in memcheck racecheck initcheck synccheck; do
         step 0 "part.1.$tool.log" compute-sanitizer --tool $tool --error-exitcode 99 --target-processes all \
-            $python experiments/verify/sanitize.py ${KERNELS:+${KERNELS//,/ }} &
+            $python experiments/verify/sanitize.py $tool ${KERNELS:+${KERNELS//,/ }} &
     done
     for tool in memcheck racecheck; do # a planted fault: the tools are awake
         step 99 "part.2.$tool.log" compute-sanitizer --tool $tool --print-limit 2 --error-exitcode 99 --target-processes all \
             $python experiments/verify/sanitize.py planted $tool &
     done
     join sanitizer.log
-    unset FA_CLI_NO_POOL
+    unset FA_CLI_NO_POOL OMP_NUM_THREADS
 fi
 $python - "$out" <<'PYTHON'
 import sys

@@ -1,6 +1,7 @@
-"""Run every pass of every kernel on a few small problems on the GPU: what compute-sanitizer is to watch (record.sh starts it).
+"""Run every pass of every kernel on a few small problems on the GPU: what compute-sanitizer's TOOL is to watch (record.sh starts it).
 
-KERNEL ... restricts it to some. With `planted TOOL`, run instead the kernels of harness/selftest/faults.toml that the tool must find.
+sanitize.py TOOL [KERNEL ...] restricts it to some. sanitize.py planted TOOL runs instead the kernels of harness/selftest/faults.toml that the
+tool must find.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from harness.selftest.mutant import mutants
 SHAPES = ((3, 1, 65, 64), (2, 1, 256, 128))
 #: Several works a block, for kernels whose blocks take works from a counter: on a GPU of two multiprocessors, as far as plans know.
 MANY_WORKS = ((4, 2, 300, 64), (4, 2, 300, 128), (4, 2, 200, 256))
+#: Left out of these by racecheck, which follows no chain of barriers (consumers, storer, producer) unless the reader itself arrives: a false
+#: alarm. Texts that it accepts are slower (kernels_cu/NOTES.md, "What the checks found").
+CHAINED = ("hopper_forward",)
 
 
 class Small(Cuda):
@@ -41,10 +45,11 @@ def main() -> int:
     """Exit code 1 where a kernel is wrong."""
     whole, small = Cuda(), Small()
     wrong = 0
-    if sys.argv[1:2] == ["planted"]:
-        kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(sys.argv[2]).values()]
+    tool, *names = sys.argv[1:]
+    if tool == "planted":
+        kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(names[0]).values()]
     else:
-        kernels, _ = choose.kernels(sys.argv[1:] or ["00-99"], ("forward", "backward"))
+        kernels, _ = choose.kernels(names or ["00-99"], ("forward", "backward"))
 
     def run(backend: Cuda, form: Kernel, problem: Problem) -> None:
         nonlocal wrong
@@ -65,7 +70,13 @@ def main() -> int:
             problem = Problem.of(1, heads, seq, dim, heads_kv=heads_kv, dtype=dtype, causal=True)
             if shape in SHAPES:
                 run(whole, form, problem)
-            elif form.plan(problem, small.device()).launches != form.plan(problem, whole.device()).launches:
+            elif form.plan(problem, small.device()).launches == form.plan(problem, whole.device()).launches:
+                continue
+            elif tool == "racecheck" and form.label in CHAINED:
+                sys.stdout.write(
+                    f"LEFT OUT {form.label} {problem.describe()} on two multiprocessors: racecheck follows no chain of barriers\n"
+                )
+            else:
                 run(small, form, problem)
     return int(wrong > 0)
 
