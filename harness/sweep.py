@@ -277,6 +277,6 @@ def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, P
         varied = "_".join(
             f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1 and key != "causal"
         )
-        varied += "_causal" * (problem.causal and isinstance(item.get("causal"), list))
-        found.append(("-".join(filter(None, (label, varied))) or problem.folder, problem))
+        test = "-".join(filter(None, (label, varied))) or problem.folder
+        found.append((test + "_causal" * (problem.causal and isinstance(item.get("causal"), list)), problem))
     return found

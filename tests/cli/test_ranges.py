@@ -301,6 +301,13 @@ def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> N
     assert masks[0] == masks[1] == {f"D64-S{512 << i}" for i in range(6)}
 
 
+def test_where_the_mask_alone_varies_it_is_the_end_of_the_name(tmp_path: Path) -> None:
+    """Of the test's name, or of the folder's where a shape has none."""
+    spec = tmp_path / "mine.toml"
+    spec.write_text('shapes = [{ test = "one", seq = 9, causal = [false, true] }, { heads = 2, seq = 9, causal = [true] }]\n')
+    assert [test for test, _ in sweep.load(str(spec)).shapes] == ["one", "one_causal", "B2_H2_S9_D64_causal"]
+
+
 def test_gradients_of_an_output_in_tf32_are_refused(fa_cli: Run) -> None:
     """O of tf32 tensor cores is too coarse for a backward pass in float32, which would be called wrong. 16 bits are alike."""
     words = ("run", "mma+fa2", "--mode", "both", "--batch", 1, "--heads", 1, "--seq", 32, "--dim", 32, "--device", "cpu")
