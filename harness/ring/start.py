@@ -95,12 +95,13 @@ def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
 
 
 def _watch(folder: Path, count: int, order: list[list[int]]) -> None:
-    """Note the ranks in the order in which their processes end, those together that are seen to have ended at the same time. mpiexec ends
-    all when one dies, and its message may name any of them.
+    """Note the ranks in the order in which their processes end, those together that are seen to have ended at the same time, or to be about
+    to: on a busy machine a rank that mpiexec ends because another dies may be gone before that one. mpiexec's message may name any of them.
 
     The first rank has most to do: one that has not ended some seconds after it hangs at its exit, and is killed.
     """
-    watched: dict[int, int] = {}
+    watched: dict[int, int] = {}  # ranks by the pidfd of their process
+    pids: dict[int, int] = {}
     poll, until = select.poll(), float("inf")
     while sum(map(len, order)) < count and folder.exists():
         if time.monotonic() > until:
@@ -109,14 +110,27 @@ def _watch(folder: Path, count: int, order: list[list[int]]) -> None:
         for rank in range(count):
             with suppress(OSError, ValueError):  # not there yet, not written yet, or gone already
                 if rank not in watched.values():
-                    watched[fd := os.pidfd_open(int((folder / f"pid.{rank}").read_text()))] = rank
+                    pids[rank] = int((folder / f"pid.{rank}").read_text())
+                    watched[fd := os.pidfd_open(pids[rank])] = rank
                     poll.register(fd, select.POLLIN)
-        seen = poll.poll(20)
-        order += [[watched[fd] for fd, _ in seen]] * bool(seen)
-        for fd, _ in seen:
+        seen = [fd for fd, _ in poll.poll(20)]
+        gone = [watched[fd] for fd in seen]
+        gone += [rank for rank in watched.values() if seen and rank not in gone and _exits(pids[rank])]
+        if new := [rank for rank in gone if not any(rank in some for some in order)]:
+            order.append(new)
+        for fd in seen:
             until = time.monotonic() + child.GRACE_SECONDS if watched[fd] == 0 else until
             poll.unregister(fd)
-            os.close(fd)
+    for fd in watched:
+        os.close(fd)
+
+
+def _exits(pid: int) -> bool:
+    """Whether a process has ended or is ending: the flag PF_EXITING of proc_pid_stat(5)."""
+    try:
+        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & 4)
+    except OSError:
+        return True
 
 
 def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from ..fault import EnvironmentFault
 
 
 class Stuck(EnvironmentFault):
-    """A rank waited for another longer than it may. done: exchanges that had ended on its GPU, if it waits there; when: seconds since 1970.
+    """A rank waited for another longer than it may. done: exchanges that had ended there, if it waits for one; when: seconds since 1970.
 
     Of several ranks the one with the fewest exchanges knows best, then the first to say so: the others wait for ranks that wait."""
 

@@ -283,6 +283,21 @@ def test_a_rank_without_mpi_that_fails(what: str, kind: type[Fault], said: str) 
     assert caught.value.what == said
 
 
+def test_who_has_exchanged_least_knows_who_hangs() -> None:
+    """Not who says so first: on a busy machine that may be one who waits for a rank that waits."""
+    with pytest.raises(Stuck, match="rank 2 did not answer within 3.1 s") as caught:
+        start._started(jobs.hanging, 4, cpu=True)
+    assert caught.value.why.startswith("rank 3 waited") and caught.value.done == 1
+
+
+def test_a_process_that_is_ending() -> None:
+    """It has no result to leave any more, whether or not somebody has seen it end."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert start._exits(process.pid)
+    assert start._exits(process.pid) and not start._exits(os.getpid())
+
+
 def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
     """By what the ring has not, not by the name of a kernel of its own."""
     done = fa_cli("ring", "--simulate", "2", "--compute", "naive", "--dtype", "float64", "--seq", "16", "--dim", "8", "--device", "cpu")

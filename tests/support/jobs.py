@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness.backends import CompileError, ContextLost
 from harness.fault import DataFault
 from harness.kernel.kernel import find
+from harness.ring.mpi import Mpi
 from harness.ring.place import Folder, Place
 
 
@@ -85,6 +88,19 @@ def rank(what: str, place: Place) -> list[object] | None:
         raise_or_die[what]()
     found = control.gather(place.rank)
     return found if place.rank == 0 else None
+
+
+def hanging(place: Place) -> None:
+    """A ring of MPI on CPUs in which rank 2 stops after an exchange. Its neighbour waits from later on than those that wait for that one."""
+    ring = Mpi(30.0)
+    ring.gather(None)  # all are there
+    send, receive = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+    ring.exchange(send, receive).wait()
+    ring.timeout = 3.1 if place.rank == 3 else 3.0
+    if place.rank == 2:
+        time.sleep(60)
+    while True:
+        ring.exchange(send, receive).wait()
 
 
 def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
