@@ -33,16 +33,19 @@ def sample(
 ) -> list[Part]:
     """Parts that together have every level that any part has, and at least so many cases as there are.
 
-    In an order that the seed and the name decide, each is taken that adds a level, or as long as there are too few. Of two parts the
-    one of half the cost comes first twice as often.
+    Each next one is drawn by the seed and the name: of those that add a level, later of all, the one of half the cost, or of twice as many new
+    levels or cases, comes first twice as often.
     """
     draw = random.Random(f"{seed()} {name}")
-    met: set[Hashable] = set()
+    left = [(draw.expovariate(1.0) * cost(part), part, levels(part)) for part in parts]
+    wanted: set[Hashable] = set().union(*(found for _, _, found in left))
     chosen: list[Part] = []
-    for part in sorted(parts, key=lambda part: draw.expovariate(1.0) * cost(part)):
-        if sum(map(size, chosen)) < least or not levels(part) <= met:
-            met |= levels(part)
-            chosen.append(part)
+    while left and (wanted or sum(map(size, chosen)) < least):
+        gains = [len(found & wanted) if wanted else size(part) for _, part, found in left]
+        nearest = min((i for i, gain in enumerate(gains) if gain), key=lambda i: left[i][0] / gains[i])
+        _, part, found = left.pop(nearest)
+        wanted -= found
+        chosen.append(part)
     return chosen
 
 

@@ -171,6 +171,8 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
     elif build == "asan":
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
+        if not _clang():  # checks as calls: a kernel compiles in a third to a half of the time, and runs a tenth longer
+            flags.append("--param=asan-instrumentation-with-call-threshold=0")
         link.append("-fsanitize=address")
     elif build == "debug":
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
