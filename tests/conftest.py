@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests already run side by side: one thread each, set before numpy loads its BLAS
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "FA_CLI_THREADS"):
         os.environ.setdefault(name, "1")
+if sys.prefix != sys.base_prefix and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Hundreds of tests start a Python, which would compile numpy and pandas each time. What they write lies in the venv, not in the tree.
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(Path(sys.prefix) / ".pycache")
+    sys.dont_write_bytecode = False
 
 import hints
 import pytest

@@ -91,7 +91,7 @@ def rank(what: str, place: Place) -> list[object] | None:
 
 
 def hanging(place: Place) -> None:
-    """A ring of MPI on CPUs in which rank 2 stops after an exchange. Its neighbour waits from later on than those that wait for that one."""
+    """A ring of MPI on CPUs in which rank 2 stops after an exchange. Its neighbour gives up later than those who wait for that one."""
     ring = Mpi(30.0)
     ring.gather(None)  # all are there
     send, receive = np.zeros(8, np.uint8), np.zeros(8, np.uint8)

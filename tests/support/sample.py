@@ -33,8 +33,8 @@ def sample(
 ) -> list[Part]:
     """Parts that together have every level that any part has, and at least so many cases as there are.
 
-    Each next one is drawn by the seed and the name: of those that add a level, later of all, the one of half the cost, or of twice as many new
-    levels or cases, comes first twice as often.
+    Each next one is drawn by the seed and the name: of those that add a level, later of all, the one of half the cost, or of twice as many
+    new levels or cases, comes first twice as often.
     """
     draw = random.Random(f"{seed()} {name}")
     left = [(draw.expovariate(1.0) * cost(part), part, levels(part)) for part in parts]
