@@ -608,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(dkv_full + 2 * kv.stage() + consumer);
-        fa::mbarrier_arrive(kv_empty + kv.stage());
+        fa::mbarrier_arrive(kv_empty + kv.stage());  // the storers arrive later; this is for racecheck, which asks it of every reader
         kv.next();
     }
 }
