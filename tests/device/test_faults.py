@@ -145,9 +145,12 @@ def test_a_missing_barrier_reads_poison(fault: Mutant, tmp_path: Path) -> None:
 
 @of("race")
 def test_a_missing_barrier_is_a_race_with_both_lines(fault: Mutant, tmp_path: Path) -> None:
-    """--check race names file and line of both accesses, whatever the schedule and even where the result is right."""
+    """--check race names file and line of both accesses, whatever the schedule and even where the result is right.
+
+    What touches the operands of a wgmma in flight stops the kernel besides, with its own exit code."""
     caught = told(fault, "race", Host(check="race"), tmp_path)
-    assert isinstance(caught, CheckFault) and caught.exit_code == 1
+    stopped = re.search(r"a wgmma (that reads it was )?in flight", caught.why) is not None
+    assert isinstance(caught, CheckFault) != stopped and caught.exit_code == (5 if stopped else 1)
     assert caught.why.count(".cu:") + caught.why.count(".cuh:") >= 2, caught.why
     assert "pc:" not in caught.why
 
