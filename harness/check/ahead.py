@@ -27,7 +27,7 @@ from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
 from ..fault import EnvironmentFault, Fault
 from ..problem import READS, WRITES, Problem
-from . import budget, oracle, reference, trial
+from . import baselines, budget, oracle, reference, trial
 from .contender import Contender, arithmetic_of
 from .tensors import Tensor, row_pitch
 
@@ -142,7 +142,7 @@ def parts(
     if not judged:
         return [lambda: _trial(backend, problem, passes, inputs)]
     found: list[Callable[[], object]] = [lambda: reference.reference(xp, problem, on_device())]
-    found += [partial(lambda arithmetic: reference.baselines(xp, problem, on_device(), arithmetic), each) for each in classes]
+    found += [partial(lambda arithmetic: baselines.baselines(xp, problem, on_device(), arithmetic), each) for each in classes]
     found += [partial(verdicts, name, classes[0]) for name in written if name in ("O", "logsumexp", "dQ")]
     return [*found, lambda: _trial(backend, problem, passes, inputs)]
 

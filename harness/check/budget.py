@@ -109,7 +109,7 @@ def budget(
     few rows have two competing keys, e alone depends on chance. dQ and dK have one more term for the cancellation in dP - delta (row
     norms; 4 u |scale|, in float64 4e-11 |scale|), all that is left of them where seq_kv = 1.
 
-    inputs: the storage tensors Q, K and dO, read for dQ and dK. baselines: what reference.baselines gives. Raises KeyError for a tensor
+    inputs: the storage tensors Q, K and dO, read for dQ and dK. baselines: what baselines.baselines gives. Raises KeyError for a tensor
     or an input that is not there.
     """
     expected = _expected(xp, problem, tensor, reference)
@@ -148,7 +148,7 @@ def compare(
     """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
 
     inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
-    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (reference.baselines). known: the limits
+    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (baselines.baselines). known: the limits
     that the same reference, baselines and inputs gave before, by tensor and class; new ones are added.
 
     Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
@@ -265,9 +265,9 @@ def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, t
 
 
 def _different(xp: ArrayModule, expected: Array) -> int:
-    """How many different values there are; of a large tensor, among some 4096 elements all over it."""
+    """How many different float32 values there are; of a large tensor, among some 4096 elements all over it."""
     flat = expected.reshape(-1)
-    return xp.unique(flat[:: max(1, flat.size // 4096)]).size
+    return xp.unique(flat[:: max(1, flat.size // 4096)].astype(np.float32)).size
 
 
 def _terms(problem: Problem, tensor: str) -> int:

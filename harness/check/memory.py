@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ..dataset.memory import available_memory
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
-from . import reference
+from . import baselines, reference, rounded
 from .tensors import row_pitch
 
 #: What numpy's and BLAS's own temporaries and the allocator add, measured: a share of it all, and bytes in any case.
@@ -31,21 +31,21 @@ def need(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (0
     tensors = {name: _device(p, name) for name in (*READS["backward"], *WRITES["backward"])}
     inputs = DTYPE_BYTES[p.dtype] * loaded
     held = 8 * (2 * q + 2 * k if backward else q)  # the reference
-    # The reference: inputs in float64, outputs, and of a tile the keys' and values' copies and the squares of its noise.
-    heads, scores = _tile(p)
-    copies = 3 * heads * p.seq_kv * p.head_dim
-    widest = 8 * (loaded + q + copies + 4 * scores)
+    # The reference: inputs in float64, outputs, and of a tile what its noise takes: squares of keys and values, and of P.
+    heads, scores = _tile(p, p.heads_q // p.heads_kv, reference.TILE_CPU)
+    widest = 8 * (loaded + q + 2 * heads * p.seq_kv * p.head_dim + 4 * scores)
     if backward:
         widest = max(widest, 8 * (loaded + 2 * q + 9 * k + 4 * scores))
     # The kernels: each with its tensors, outputs on the host, and copies of the inputs of the pass that runs.
     kept = sum(tensors[name] for pass_ in passes for name in (*READS[pass_], *WRITES[pass_], *WRITES[pass_]))
     devices = kept * len(workspaces) + sum(workspaces)
     originals = max(sum(tensors[name] for name in READS[pass_]) for pass_ in passes)
-    # The judge: the inputs in float32, twice while the next baseline replaces the last, or what compares a tensor in float64.
+    # The judge: the inputs, O of each way and a tile in float32 with its operands in float64, or what compares a tensor in float64.
     found = 4 * (2 * q + (4 * (q + 2 * k) if backward else 0))
-    baselines = 4 * (2 * loaded + 2 * q + copies + 4 * scores + (4 * q + 8 * k if backward else 0))
+    heads, scores = _tile(p, 1, baselines.TILE_CPU, rounded.CHUNK if backward else 1)
+    ways = 4 * (loaded + 2 * heads * p.seq_kv * p.head_dim + 9 * scores + (6 * q + 2 * k if backward else 2 * q))
     compared = 8 * 15 * max(q, k if backward else 0)  # with the moments: errors of the kernel and of three baselines, and their weights
-    return int(SLACK * (inputs + max(widest, held + devices + max(originals, found + max(baselines, compared))))) + FIXED
+    return int(SLACK * (inputs + max(widest, held + devices + max(originals, found + max(ways, compared))))) + FIXED
 
 
 def check(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (0,)) -> None:
@@ -56,11 +56,10 @@ def check(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (
         raise UsageFault(f"{problem.folder} is too large for this machine", why, "use a smaller --batch, --heads or --seq")
 
 
-def _tile(p: Problem) -> tuple[int, int]:
-    """The key heads of a tile of the reference on numpy, and its scores: see reference._Math.tiles."""
-    group = p.heads_q // p.heads_kv
-    step = max(1, min(p.seq_q, reference.TILE_CPU // (group * p.seq_kv)))
-    heads = max(1, min(p.batch * p.heads_kv, reference.TILE_CPU // (group * p.seq_kv * step)))
+def _tile(p: Problem, group: int, limit: int, multiple: int = 1) -> tuple[int, int]:
+    """The key heads of a tile and its scores: see reference.Grouped.tiles."""
+    step = min(p.seq_q, max(multiple, limit // (group * p.seq_kv)))
+    heads = max(1, min(p.batch * p.heads_kv, limit // (group * p.seq_kv * step)))
     return heads, heads * group * step * p.seq_kv
 
 

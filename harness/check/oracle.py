@@ -16,7 +16,7 @@ from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to
 from ..fault import UsageFault
 from ..problem import MODES, READS, WRITES, Problem
-from . import budget, memory, reference
+from . import baselines, budget, memory, reference
 from .tensors import Outputs, put
 
 #: Elements of the largest output up to which outputs are compared on the CPU: on a GPU a verdict is some 300 small kernels and 50 waits.
@@ -65,7 +65,7 @@ class Oracle:
         if arithmetic not in self._baselines:
             found: list[dict[str, Array]] = []
             if self.problem.dtype != "float64":
-                found = reference.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
+                found = baselines.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
             self._baselines[arithmetic] = found
         whole = [name for names in WRITES.values() if set(names) & set(outputs) for name in names]  # of the passes: some may be left out
         if max(math.prod(self.problem.shape(name)) for name in whole) <= ON_HOST:

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, and in the roundings that a kernel of each arithmetic class may have.
+"""Attention and its gradients in float64. baselines.py has them in the roundings that a kernel may have.
 
 Forward, per head, with S = scale Q K^T + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
 
@@ -19,16 +19,16 @@ key head that they read: arrays are (batch * heads_kv, group, rows, head_dim), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..array import Array, ArrayModule, every
-from ..dataset.storage import round_to, tf32, through, widen
+from ..dataset.storage import round_to, widen
 from ..problem import Problem
 from . import alike
 
-__all__ = ["Reference", "baselines", "reference", "round_to", "sample", "widen"]
+__all__ = ["Grouped", "Loops", "Reference", "reference", "round_to", "sample", "widen"]
 
 #: Above this many scores a head only a sample of rows is checked: the first and last row of each tile of EDGE, and SAMPLE random ones.
 DENSE_SCORES = 1 << 28
@@ -72,11 +72,7 @@ class Reference:
         return array if self.rows is None else array[:, :, self.rows[tensor]]
 
 
-# -- one attention, at any precision ----------------------------------------------------------------------------------
-
-
-def _same(array: Array) -> Array:
-    return array
+# -- one attention, tile by tile --------------------------------------------------------------------------------------
 
 
 def _square(array: Array) -> Array:
@@ -86,7 +82,7 @@ def _square(array: Array) -> Array:
 
 
 @dataclass
-class _Loops:
+class Loops:
     """The loops over all tiles that a computation has, for progress: those of one computation have about as many tiles each."""
 
     what: str
@@ -99,17 +95,16 @@ class _Loops:
 
 
 @dataclass(frozen=True)
-class _Math:
-    """One computation of attention and how it rounds: its working type, the operands of its products, P and dS."""
+class Grouped:
+    """The tensors of a problem with their heads grouped by the key head that they read, and the tiles of its scores.
+
+    work: the working type.
+    """
 
     xp: ArrayModule
     problem: Problem
-    work: str = "float64"
-    operand: Callable[[Array], Array] = _same
-    narrow: Callable[[Array], Array] = _same
-    reverse: bool = False  # sum over the keys from the last to the first: another valid order
-    noise: dict[str, float] | None = None  # receives Reference.noise; None: it is not computed
-    loops: _Loops = field(default_factory=lambda: _Loops("", 1, lambda text: None))
+    work: str
+    loops: Loops
 
     def load(self, tensors: Mapping[str, Array], name: str) -> Array:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
@@ -117,94 +112,103 @@ class _Math:
         array = widen(self.xp, tensors[name], p.tensor_dtype(name), self.work)
         return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
 
-    def product(self, a: Array, b: Array) -> Array:
-        return self.xp.matmul(self.operand(a), self.operand(b))
+    def shaped(self, name: str, array: Array) -> Array:
+        """A grouped array in the tensor's shape, (batch, heads, rows, ...)."""
+        shape = self.problem.shape(name)
+        return array.reshape(*shape[:2], -1, *shape[3:])
 
-    def key_order(self, keys: Array | None) -> Array:
-        order = self.xp.arange(self.problem.seq_kv) if keys is None else keys
-        return order[::-1] if self.reverse else order
+    def tiles(self, rows: Array, keys: int, group: int, limit: int, multiple: int = 1) -> Iterator[tuple[slice, Array]]:
+        """(slice of key heads, row indices) of each tile, of `group` query heads for each key head.
 
-    def note(self, name: str, squares: Array, factor: Array) -> None:
-        """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
-        assert self.noise is not None
-        self.largest(name, self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale)))
-
-    def largest(self, name: str, values: Array) -> None:
-        """Keep the largest finite value."""
-        assert self.noise is not None
-        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(values), values, 0.0).max()))
-
-    def note_alike(self, p: Array, row_sum: Array) -> None:
-        """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
-        assert self.noise is not None
-        one, other = alike.rounded_alike(self.xp, p, row_sum)
-        both = self.xp.abs(one) + self.xp.abs(other)
-        self.noise["alike"] = max(self.noise.get("alike", 0.0), float(both.max()))
-        for name, array in (("typical", both), ("drift", one), ("drift beside", other)):
-            self.noise[name] = self.noise.get(name, 0.0) + float(array.sum())
-
-    def tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
-        """(slice of key heads, row indices) of each tile; a tile has at most TILE_CPU or TILE_GPU scores, or one row."""
-        p, limit = self.problem, TILE_CPU if self.xp is np else TILE_GPU
-        group = p.heads_q // p.heads_kv
+        A tile has at most `limit` scores, or `multiple` rows, and is cut at multiples of so many rows.
+        """
+        p = self.problem
         step = max(1, min(len(rows), limit // (group * keys)))
-        some = max(1, limit // (group * keys * step))
+        step = max(multiple, step // multiple * multiple)
+        some = max(1, limit // (group * keys * min(step, len(rows))))
         places = [(first, row) for first in range(0, p.batch * p.heads_kv, some) for row in range(0, len(rows), step)]
         for number, (first, row) in enumerate(places):
             self.loops.tell(number, len(places))
             yield slice(first, first + some), rows[row : row + step]
         self.loops.done += 1
 
+    def masked(self, s: Array, rows: Array, keys: Array) -> Array:
+        """Scores (..., rows, keys) with -inf where the mask hides the key from the query row."""
+        if not self.problem.causal:
+            return s
+        visible = keys[None, :] <= rows[:, None] + self.problem.causal_shift
+        return self.xp.where(visible, s, s.dtype.type(-np.inf))
+
+
+@dataclass(frozen=True)
+class _Math(Grouped):
+    """Attention in float64. noise receives what Reference says of it."""
+
+    noise: dict[str, float]
+
+    def note(self, name: str, squares: Array, factor: Array) -> None:
+        """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
+        self.largest(name, self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale)))
+
+    def largest(self, name: str, values: Array) -> None:
+        """Keep the largest finite value."""
+        self.noise[name] = max(self.noise.get(name, 0.0), float(self.xp.where(self.xp.isfinite(values), values, 0.0).max()))
+
+    def note_alike(self, p: Array, row_sum: Array) -> None:
+        """Keep what alike.rounded_alike gives: the largest of the rows, and sums over all rows."""
+        one, other = alike.rounded_alike(self.xp, p, row_sum)
+        both = self.xp.abs(one) + self.xp.abs(other)
+        self.noise["alike"] = max(self.noise.get("alike", 0.0), float(both.max()))
+        for name, array in (("typical", both), ("drift", one), ("drift beside", other)):
+            self.noise[name] = self.noise.get(name, 0.0) + float(array.sum())
+
+    def float64_tiles(self, rows: Array, keys: int) -> Iterator[tuple[slice, Array]]:
+        """Tiles with all query heads of their key heads."""
+        limit = TILE_CPU if self.xp is np else TILE_GPU
+        return self.tiles(rows, keys, self.problem.heads_q // self.problem.heads_kv, limit)
+
     def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
         n, group, count, dim = q.shape
-        s = self.product(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
+        s = self.xp.matmul(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
         s *= self.problem.scale
-        s = s.reshape(n, group, count, -1)
-        if self.problem.causal:
-            visible = keys[None, :] <= rows[:, None] + self.problem.causal_shift
-            s = self.xp.where(visible, s, s.dtype.type(-np.inf))
-        return s
+        return self.masked(s.reshape(n, group, count, -1), rows, keys)
 
     def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
         """O (n, group, rows, D); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
-        xp, keys = self.xp, self.key_order(None)
+        xp, keys = self.xp, self.xp.arange(self.problem.seq_kv)
         n, group, _, dim = q.shape
         out = xp.empty((n, group, len(rows), dim), q.dtype)
         row_max, row_sum = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
         done = 0
-        for heads, some in self.tiles(rows, len(keys)):
+        for heads, some in self.float64_tiles(rows, len(keys)):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
-            s = self.scores(q[heads][:, :, some], k[heads, 0][:, keys], some, keys)
+            vs = v[heads, 0]
+            s = self.scores(q[heads][:, :, some], k[heads, 0], some, keys)
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
-            sizes = xp.where(s == -np.inf, 0.0, xp.abs(s)) if self.noise is not None else s
+            sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
             s -= m[..., None]
             p = xp.exp(s, out=s)
             row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
             divisor = xp.where(row_sum[heads, :, at] == 0, m.dtype.type(1), row_sum[heads, :, at])[..., None]
-            p, vs = self.narrow(p).reshape(p.shape[0], -1, len(keys)), v[heads, 0][:, keys]
-            out[heads, :, at] = o = self.product(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
-            if self.noise is not None:  # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
-                mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape) / divisor
-                self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
-                lengths, norm = _square(k[heads, 0][:, keys]), xp.sqrt(_square(q[heads][:, :, some]))
-                lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
-                self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
-                p *= p
-                o = o.reshape(p.shape[0], -1, dim)
-                of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
-                shape = (p.shape[0], group, len(some), -1)
-                self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
-                self.note("logsumexp", whole.reshape(shape), norm / divisor)
-                self.largest("products", xp.sqrt(xp.matmul(p, vs * vs)).reshape(shape) / divisor)
+            p = p.reshape(p.shape[0], -1, len(keys))
+            out[heads, :, at] = o = xp.matmul(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
+            # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
+            mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape) / divisor
+            self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
+            lengths, norm = _square(k[heads, 0]), xp.sqrt(_square(q[heads][:, :, some]))
+            lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
+            self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
+            p *= p
+            o = o.reshape(p.shape[0], -1, dim)
+            of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
+            shape = (p.shape[0], group, len(some), -1)
+            self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
+            self.note("logsumexp", whole.reshape(shape), norm / divisor)
+            self.largest("products", xp.sqrt(xp.matmul(p, vs * vs)).reshape(shape) / divisor)
         return out, row_max, row_sum
-
-    def logsumexp(self, row_max: Array, row_sum: Array) -> Array:
-        xp = self.xp
-        safe = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum)
-        return xp.where(row_sum == 0, row_sum.dtype.type(-np.inf), row_max + xp.log(safe))
 
     def gradients(
         self, x: Mapping[str, Array], row_max: Array, row_sum: Array, delta: Array, rows: Array, keys: Array | None
@@ -215,46 +219,45 @@ class _Math:
         """
         xp, scale = self.xp, self.problem.scale
         q, dout = x["Q"], x["dO"]
-        order = self.key_order(keys)
-        k, v = x["K"][:, 0][:, order], x["V"][:, 0][:, order]
+        k, v = x["K"][:, 0], x["V"][:, 0]
+        if keys is None:
+            keys = xp.arange(self.problem.seq_kv)
+        else:
+            k, v = k[:, keys], v[:, keys]
         n, group, _, dim = q.shape
         dq = xp.empty((n, group, len(rows), dim), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
         dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)
         row_sum = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum)
         done = 0
-        for heads, some in self.tiles(rows, len(order)):
+        for heads, some in self.float64_tiles(rows, len(keys)):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
             qs, ds = q[heads][:, :, some], dout[heads][:, :, some]
             flat_q, flat_d = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds))
-            p = self.scores(qs, k[heads], some, order)
+            p = self.scores(qs, k[heads], some, keys)
             p -= row_max[heads][:, :, some, None]
             p = xp.exp(p, out=p)
             p /= row_sum[heads][:, :, some, None]
-            dp = self.product(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
+            dp = xp.matmul(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
             dp -= delta[heads][:, :, some, None]
             dp *= p
-            flat = (p.shape[0], -1, len(order))
-            p, dp = self.narrow(p).reshape(flat), self.narrow(dp).reshape(flat)
-            dv[heads] += self.product(p.swapaxes(1, 2), flat_d)
-            dk[heads] += self.product(dp.swapaxes(1, 2), flat_q)
-            dq[heads, :, at] = self.product(dp, k[heads]).reshape(ds.shape)
-            if self.noise is not None:  # d P = P d s, and dP - delta as it is
-                p *= p
-                dp *= dp
-                of_q = _square(flat_q)
-                dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
-                dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
-                self.note("dQ", xp.matmul(dp, _square(k[heads]) * k[heads] * k[heads]), xp.sqrt(of_q) * abs(scale))
-        if self.noise is not None:
-            of_k = xp.sqrt(_square(k))
-            self.note("dV", dv_noise, of_k)
-            self.note("dK", dk_noise, of_k * abs(scale))
+            flat = (p.shape[0], -1, len(keys))
+            p, dp = p.reshape(flat), dp.reshape(flat)
+            dv[heads] += xp.matmul(p.swapaxes(1, 2), flat_d)
+            dk[heads] += xp.matmul(dp.swapaxes(1, 2), flat_q)
+            dq[heads, :, at] = xp.matmul(dp, k[heads]).reshape(ds.shape)
+            p *= p  # d P = P d s, and dP - delta as it is
+            dp *= dp
+            of_q = _square(flat_q)
+            dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
+            dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
+            self.note("dQ", xp.matmul(dp, _square(k[heads]) * k[heads] * k[heads]), xp.sqrt(of_q) * abs(scale))
+        of_k = xp.sqrt(_square(k))
+        self.note("dV", dv_noise, of_k)
+        self.note("dK", dk_noise, of_k * abs(scale))
         dq *= scale
         dk *= scale
-        if self.reverse:
-            dk, dv = dk[:, ::-1], dv[:, ::-1]
         return dq, dk, dv
 
     def backward(self, x: Mapping[str, Array], out: Array, row_max: Array, row_sum: Array) -> dict[str, Array]:
@@ -268,11 +271,6 @@ class _Math:
             dq = self.gradients(x, row_max, row_sum, delta, queries, None)[0]
             _, dk, dv = self.gradients(x, row_max, row_sum, delta, whole, keys)
         return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
-
-    def shaped(self, name: str, array: Array) -> Array:
-        """A grouped array in the tensor's shape, (batch, heads, rows, ...)."""
-        shape = self.problem.shape(name)
-        return array.reshape(*shape[:2], -1, *shape[3:])
 
 
 # -- what others call -------------------------------------------------------------------------------------------------
@@ -295,7 +293,7 @@ def sample(problem: Problem) -> tuple[Array, Array] | None:
     return rows(problem.seq_q), rows(problem.seq_kv)
 
 
-def _rows(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dict[str, Array] | None]:
+def rows_of(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, dict[str, Array] | None]:
     """The query rows that a forward pass must compute, and the rows of each tensor that are returned (None: all)."""
     picked, whole = sample(problem), xp.arange(problem.seq_q)
     if picked is None:
@@ -315,23 +313,29 @@ def reference(
     """
     noise: dict[str, float] = {}
     backward = "dO" in tensors
-    loops = _Loops("float64 reference", 1 + backward * (1 if sample(problem) is None else 2), progress)
-    math = _Math(xp, problem, noise=noise, loops=loops)
+    loops = Loops("float64 reference", 1 + backward * (1 if sample(problem) is None else 2), progress)
+    math = _Math(xp, problem, "float64", loops, noise)
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
-    rows, picked = _rows(xp, problem, backward)
+    rows, picked = rows_of(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
-        values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", math.logsumexp(row_max, row_sum))}
+        values = {"O": math.shaped("O", out), "logsumexp": math.shaped("logsumexp", logsumexp(xp, row_max, row_sum))}
         if backward:
             if picked:
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             values |= math.backward(x, out, row_max, row_sum)
-        spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, math.logsumexp(row_max, row_sum)))
+        spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, logsumexp(xp, row_max, row_sum)))
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
     finite = all(every(xp.isfinite(array)) for array in x.values())
     return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
+
+
+def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:
+    """row_max + log(row_sum), -inf where nothing is visible (row_sum 0). The logarithm is float64's, rounded to the type of the rows."""
+    safe = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum).astype("float64")
+    return xp.where(row_sum == 0, row_sum.dtype.type(-np.inf), row_max + xp.log(safe).astype(row_sum.dtype))
 
 
 def _spread(xp: ArrayModule, rows: Array) -> float:
@@ -342,53 +346,3 @@ def _spread(xp: ArrayModule, rows: Array) -> float:
     away = xp.where(finite, rows, 0.0)
     away = xp.where(finite, away - away.sum(axis=-1, keepdims=True) / number, 0.0)
     return float(xp.sqrt((away * away / number).sum(axis=-1)).min())
-
-
-def baselines(
-    xp: ArrayModule, problem: Problem, tensors: Mapping[str, Array], arithmetic: str, progress: Callable[[str], None] = lambda text: None
-) -> list[dict[str, Array]]:
-    """The outputs of a correct kernel of an arithmetic class, computed in several valid ways: their worst error sets the budget.
-
-    arithmetic: "f32" float32 throughout, one rounding of each output; "p16" the same with P and dS rounded to the input type before
-    their products; "tf32" every operand of a product rounded to tf32. tensors: as :func:`reference` takes them. Values are float32.
-
-    Two of the dicts hold O and logsumexp: the keys in order, and reversed. Where tensors holds dO there are also dicts of dQ, dK, dV:
-    with P = exp(S - m) / l; with P = exp(S - logsumexp) of the float32 logsumexp; the latter with the keys reversed. delta is computed
-    from O as stored, in the problem's type, which is what a backward pass reads. In 16 bits the O of these three differ by a factor of
-    1 +- 2^-21 before that rounding, since a correct kernel may round a value near a tie either way. p16 has a fourth, from an O without
-    rounded P: a backward pass may be given the O of its own class or a more exact one.
-
-    Empty for a float64 problem: its budget is absolute.
-    """
-    if problem.dtype == "float64":
-        return []
-    found: list[dict[str, Array]] = []
-    dtype, backward = problem.dtype, "dO" in tensors
-    narrow: Callable[[Array], Array] = (lambda array: through(xp, array, dtype)) if arithmetic == "p16" else _same
-    operand: Callable[[Array], Array] = (lambda array: tf32(xp, array)) if arithmetic == "tf32" else _same
-    rows, picked = _rows(xp, problem, backward)
-    rounded = arithmetic == "p16" and backward  # one way more, with a forward pass of its own
-    loops = _Loops(f"{arithmetic} baselines", 2 + rounded + backward * (3 + rounded) * (1 if picked is None else 2), progress)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for reverse in (False, True):
-            math = _Math(xp, problem, "float32", operand, narrow, reverse, loops=loops)
-            x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
-            out, row_max, row_sum = math.forward(x["Q"], x["K"], x["V"], rows)
-            lse = math.logsumexp(row_max, row_sum)
-            values = {"O": math.shaped("O", through(xp, out, dtype)), "logsumexp": math.shaped("logsumexp", lse)}
-            if backward and picked:
-                values = {name: value[:, :, picked[name]] for name, value in values.items()}
-            found.append(values)
-            if not backward:
-                continue
-            from_lse = (xp.where(lse == -np.inf, lse.dtype.type(0), lse), xp.ones_like(lse))
-            nudge = 2.0**-21 if dtype in ("float16", "bfloat16") else 0.0
-            low, same, high = (through(xp, out * factor, dtype) for factor in (1 - nudge, 1.0, 1 + nudge))
-            ways = [(*from_lse, high)] if reverse else [(row_max, row_sum, same), (*from_lse, low)]
-            if arithmetic == "p16" and not reverse:
-                exact = _Math(xp, problem, "float32", loops=loops).forward(x["Q"], x["K"], x["V"], rows)[0]
-                ways.append((row_max, row_sum, through(xp, exact, dtype)))
-            for shift, divisor, stored in ways:
-                grads = math.backward(x, stored, shift, divisor)
-                found.append({name: through(xp, value, dtype) for name, value in grads.items()})
-    return found

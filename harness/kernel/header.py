@@ -20,7 +20,7 @@ from .expression import LANGUAGE, ExpressionError
 #: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
 Table = dict[str, Any]
 
-#: The arithmetic classes: how a kernel rounds, and so its baselines (harness/check/reference.py).
+#: The arithmetic classes: how a kernel rounds, and so its baselines (harness/check/baselines.py).
 ARITHMETIC = ("f32", "p16", "tf32")
 
 #: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.

@@ -12,7 +12,8 @@ import pytest
 
 from harness.check import budget, moments
 from harness.check import oracle as oracles
-from harness.check.reference import Reference, baselines, reference, round_to
+from harness.check.baselines import baselines
+from harness.check.reference import Reference, reference, round_to
 from harness.dataset.generate import generate
 from harness.problem import Problem
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness import peers
 from harness.backends import pick
-from harness.check import budget, reference
+from harness.check import baselines, budget, reference
 from harness.check.contender import run_peer
 from harness.check.oracle import oracle_for
 from harness.dataset import generate as draws
@@ -243,14 +243,14 @@ def test_numpy_is_right(shape: dict[str, Any]) -> None:
     problem = Problem.of(**{"batch": 2, "heads": 2, **shape})
     inputs = draws.generate(problem, 3)
     expected = reference.reference(np, problem, inputs)
-    baselines = reference.baselines(np, problem, inputs, "f32")
+    ways = baselines.baselines(np, problem, inputs, "f32")
     for pass_, names in (("forward", ["O", "logsumexp"]), ("backward", ["dQ", "dK", "dV"])):
         prepared = peer("numpy").prepare(problem, inputs, pass_)
         outputs = prepared.outputs()
         assert list(outputs) == names
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (problem.shape(name), STORAGE[problem.tensor_dtype(name)])
-        verdicts = budget.compare(problem, outputs, expected, baselines, inputs=inputs)
+        verdicts = budget.compare(problem, outputs, expected, ways, inputs=inputs)
         assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert prepared.graph() is None and prepared.enqueue()() > 0 and prepared.call() > 0
         scores = 4 * problem.seq_q * problem.seq_kv

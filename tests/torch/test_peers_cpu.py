@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness import peers
-from harness.check import budget, reference
+from harness.check import baselines, budget, reference
 from harness.dataset import generate as dataset
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.peers import on_torch, sdpa
@@ -50,14 +50,14 @@ def check(peer: Any, shape: Problem, arithmetic: str = "f32") -> None:
     """Both passes of a peer within the error budget; every output there, in its storage type."""
     inputs = dataset.generate(shape, 3)
     expected = reference.reference(np, shape, inputs)
-    baselines = reference.baselines(np, shape, inputs, arithmetic)
+    ways = baselines.baselines(np, shape, inputs, arithmetic)
     for pass_, names in (("forward", {"O"}), ("backward", {"dQ", "dK", "dV"})):
         prepared = peer.prepare(shape, inputs, pass_)
         outputs = prepared.outputs()
         assert names <= set(outputs)
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (shape.shape(name), dataset.STORAGE[shape.tensor_dtype(name)])
-        verdicts = budget.compare(shape, outputs, expected, baselines, inputs=inputs)
+        verdicts = budget.compare(shape, outputs, expected, ways, inputs=inputs)
         assert all(v.max_abs <= v.budget for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert 0 < prepared.enqueue()() < 10 and 0 < prepared.call() < 10
         assert prepared.graph() is None
@@ -218,7 +218,7 @@ def test_rows_first_layout_and_logsumexp() -> None:
     inputs = dataset.generate(shape, 3)
     outputs = peer.prepare(shape, inputs, "forward").outputs()
     expected = reference.reference(np, shape, inputs)
-    verdicts = budget.compare(shape, outputs, expected, reference.baselines(np, shape, inputs, "f32"), inputs=inputs)
+    verdicts = budget.compare(shape, outputs, expected, baselines.baselines(np, shape, inputs, "f32"), inputs=inputs)
     assert set(verdicts) == {"O", "logsumexp"} and all(v.passed for v in verdicts.values())
     assert (outputs["logsumexp"][:, :, :30] == -np.inf).all()
 

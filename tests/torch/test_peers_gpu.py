@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness import peers
-from harness.check import budget, reference
+from harness.check import baselines, budget, reference
 from harness.check.contender import PEER_BUDGETS
 from harness.check.tensors import Outputs, put
 from harness.dataset import generate as draws
@@ -43,7 +43,7 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
     problem = Problem.of(**{"batch": 2, "heads": 2, "dtype": dtype, **shape})
     inputs = draws.generate(problem, 3)
     expected = reference.reference(np, problem, inputs)
-    baselines = reference.baselines(np, problem, inputs, "f32" if dtype == "float32" else "p16")
+    ways = baselines.baselines(np, problem, inputs, "f32" if dtype == "float32" else "p16")
     for pass_ in peer.passes:
         try:
             prepared = peer.prepare(problem, inputs, pass_)
@@ -54,7 +54,7 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
             pytest.xfail("flash-attn-4 4.0.0b36 gives a wrong dQ in the last tile at head dim 40, seen on an H200")
         outputs = prepared.outputs()
         assert set(outputs) >= ({"O"} if pass_ == "forward" else {"dQ", "dK", "dV"})
-        for verdict in budget.compare(problem, outputs, expected, baselines, inputs=inputs).values():
+        for verdict in budget.compare(problem, outputs, expected, ways, inputs=inputs).values():
             assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {budget.message(verdict)}"
         assert prepared.ran
         assert prepared.peak_bytes is not None and prepared.peak_bytes >= sum(inputs[t].nbytes for t in ("Q", "K", "V"))

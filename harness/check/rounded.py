@@ -1,0 +1,133 @@
+"""Matrix products and exponentials as a float32 kernel rounds them, with the same bits on every machine: for the baselines.
+
+BLAS adds up in an order of its own, which depends on the CPU, the number of threads and the release. Here the order is stated:
+
+    acc = round(acc + sum of CHUNK products),    chunk after chunk, each rounding to float32
+
+A product of two float32 numbers is exact in float64, and so nearly is a sum of CHUNK of them: its error, 2^-48 at most, changes the
+rounding to float32 of one sum in a million. So the sums of a chunk may be anybody's, and BLAS stays. Of the roundings that a chain of
+fused multiply-adds has, this has one in CHUNK, as a tensor core has one in each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+from ..array import Array, ArrayModule
+
+#: Products between two roundings. 32 cost half of what 16 cost, and no budget of a small problem changes by more than 5 % between them.
+CHUNK = 32
+#: Elements of an intermediate array whose memory a thread keeps.
+KEPT = 1 << 18
+#: Rows and columns of the output that a block of the GPU's kernel computes.
+TILE = 64
+
+_kept = threading.local()
+
+_CODE = r"""
+// acc = round(acc + sum of CHUNK products in float64), for a tile of TILE x TILE outputs: 256 threads with 4 x 4 each. Strides are in
+// elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
+extern "C" __global__ void __launch_bounds__(256)
+product(const float* a, const float* b, float* out, long long rows, long long terms, long long columns,
+        long long an, long long ar, long long ak, long long bn, long long bk, long long bc,
+        long long on, long long oro, long long oc, int reverse) {
+    __shared__ double a_smem[TILE][CHUNK + 1], b_smem[CHUNK][TILE + 1];
+    const long long row0 = (long long)blockIdx.y * TILE, column0 = (long long)blockIdx.x * TILE;
+    a += blockIdx.z * an, b += blockIdx.z * bn, out += blockIdx.z * on;
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    float acc[4][4];
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            acc[i][j] = r < rows && c < columns ? out[r * oro + c * oc] : 0.0f;
+        }
+    const long long chunks = (terms + CHUNK - 1) / CHUNK;
+    for (long long step = 0; step < chunks; ++step) {
+        const long long first = (reverse ? chunks - 1 - step : step) * CHUNK;
+        for (int at = threadIdx.x; at < TILE * CHUNK; at += 256) {  // neighbours in memory by neighbours among the threads
+            int r = ak == 1 ? at / CHUNK : at % TILE, k = ak == 1 ? at % CHUNK : at / TILE;
+            a_smem[r][k] = row0 + r < rows && first + k < terms ? a[(row0 + r) * ar + (first + k) * ak] : 0.0f;
+            r = bk == 1 ? at / CHUNK : at % TILE, k = bk == 1 ? at % CHUNK : at / TILE;
+            b_smem[k][r] = column0 + r < columns && first + k < terms ? b[(first + k) * bk + (column0 + r) * bc] : 0.0f;
+        }
+        __syncthreads();
+        double sum[4][4] = {};
+        for (int k = 0; k < CHUNK; ++k)
+            for (int i = 0; i < 4; ++i)
+                for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
+        for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < 4; ++j) acc[i][j] = (float)(acc[i][j] + sum[i][j]);
+        __syncthreads();
+    }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            if (r < rows && c < columns) out[r * oro + c * oc] = acc[i][j];
+        }
+}
+"""
+
+
+def product(xp: ArrayModule, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
+    """a b + into, by the sums at the head of this file; reverse: from the last chunk of terms to the first.
+
+    a: (n, rows, terms), b: (n, terms, columns), into: (n, rows, columns), which is changed; by default zeros. All float32 arrays of xp.
+    """
+    out = xp.zeros((*a.shape[:2], b.shape[2]), "float32") if into is None else into
+    if xp is not np:
+        if out.size and a.shape[2]:
+            _on_gpu(xp, a, b, out, reverse)
+        return out
+    terms = a.shape[2]
+    a, b, chunk = _wide("a", a), _wide("b", b), _scratch("chunk", out.shape)
+    starts = range(0, terms, CHUNK)
+    for start in reversed(starts) if reverse else starts:
+        np.matmul(a[:, :, start : start + CHUNK], b[:, start : start + CHUNK], out=chunk)
+        np.add(out, chunk, out=out, casting="same_kind")  # in float64, then rounded
+    return out
+
+
+def exp(xp: ArrayModule, array: Array) -> Array:
+    """exp of a float32 array, written over it: that of float64, rounded once. numpy's own of float32 differs by CPU and release."""
+    wide = _wide("a", array) if xp is np else array.astype("float64")
+    array[...] = xp.exp(wide, out=wide)
+    return array
+
+
+def _scratch(name: str, shape: tuple[int, ...]) -> Array:
+    """A float64 array for intermediate values, valid until the next one of that name: new memory costs more than the arithmetic in it."""
+    size, kept = math.prod(shape), vars(_kept)
+    if size > KEPT:
+        return np.empty(shape, "float64")
+    if name not in kept:
+        kept[name] = np.empty(KEPT, "float64")
+    found: Array = kept[name][:size].reshape(shape)
+    return found
+
+
+def _wide(name: str, array: Array) -> Array:
+    """A float32 array in float64."""
+    found = _scratch(name, array.shape)
+    found[...] = array
+    return found
+
+
+def _on_gpu(xp: Any, a: Array, b: Array, out: Array, reverse: bool) -> None:
+    (heads, rows, terms), columns = a.shape, b.shape[2]
+    strides = [np.int64(stride // 4) for array in (a, b, out) for stride in array.strides]
+    sizes = [np.int64(size) for size in (rows, terms, columns)]
+    grid = -(-columns // TILE), -(-rows // TILE)
+    for first in range(0, heads, 65535):  # the largest grid in z; in y a tile of the baselines has far fewer
+        some = slice(first, first + 65535)
+        arguments = (a[some], b[some], out[some], *sizes, *strides, np.int32(reverse))
+        _kernel(xp)((*grid, min(65535, heads - first)), (256,), arguments)
+
+
+@functools.cache
+def _kernel(xp: Any) -> Any:
+    return xp.RawKernel(_CODE, "product", options=(f"-DCHUNK={CHUNK}", f"-DTILE={TILE}"))
