@@ -20,7 +20,7 @@ from ..array import Array, ArrayModule
 from ..dataset.storage import tf32, through
 from ..problem import Problem
 from .reference import Grouped, Loops, logsumexp, rows_of, sample
-from .rounded import CHUNK, exp, product
+from .rounded import CHUNK, exp, product, summed
 
 #: Scores held at once, as reference.TILE_CPU and TILE_GPU.
 TILE_CPU, TILE_GPU = 1 << 17, 1 << 25
@@ -114,11 +114,6 @@ class _Math(Grouped):
     def product(self, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
         return product(self.xp, self.operand(a), self.operand(b), reverse, into)
 
-    def summed(self, terms: Array, reverse: bool = False) -> Array:
-        """The sums over the last axis of terms (n, rows, terms)."""
-        ones = self.xp.ones_like(terms[:, :1].swapaxes(1, 2))
-        return product(self.xp, terms, ones, reverse)[:, :, 0]
-
     def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
         """scale * q k^T with -inf where masked. q: (n, rows, D), k: (n, keys, D) -> (n, rows, keys)."""
         s = self.product(q, k.swapaxes(1, 2))
@@ -143,8 +138,9 @@ class _Math(Grouped):
                 s -= m[..., None]
                 p = exp(xp, s)
                 narrow = self.narrow(p)
+                sums = {reverse: summed(xp, p, reverse) for reverse in (False, True)}
                 for way, reverse, its in zip(ways, (False, True, False), (narrow, narrow, p), strict=False):
-                    row_sum = self.summed(p, reverse)
+                    row_sum = sums[reverse]
                     here = heads, member, at
                     way.row_max[here], way.row_sum[here] = m, row_sum
                     way.out[here] = self.product(its, v, reverse) / _divisor(xp, row_sum)[..., None]
@@ -180,7 +176,7 @@ class _Math(Grouped):
                     shift, divisor = (each[heads, member][:, some, None] for each in (way.shift, way.divisor))
                     p = exp(xp, s - shift)
                     p /= divisor
-                    delta = self.summed(dout * way.out[heads, member][:, some])
+                    delta = summed(xp, dout * way.out[heads, member][:, some])
                     ds = dp - delta[..., None]
                     ds *= p
                     p, ds = self.narrow(p), self.narrow(ds)

@@ -24,51 +24,70 @@ from ..array import Array, ArrayModule
 CHUNK = 32
 #: Elements of an intermediate array whose memory a thread keeps.
 KEPT = 1 << 18
-#: Rows and columns of the output that a block of the GPU's kernel computes.
-TILE = 64
+#: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once.
+ROWS, COLUMNS, STEP = 128, 64, 16
 
 _kept = threading.local()
 
 _CODE = r"""
-// acc = round(acc + sum of CHUNK products in float64), for a tile of TILE x TILE outputs: 256 threads with 4 x 4 each. Strides are in
+// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 256 threads with 8 x 4 each. Strides are in
 // elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
 extern "C" __global__ void __launch_bounds__(256)
 product(const float* a, const float* b, float* out, long long rows, long long terms, long long columns,
         long long an, long long ar, long long ak, long long bn, long long bk, long long bc,
         long long on, long long oro, long long oc, int reverse) {
-    __shared__ double a_smem[TILE][CHUNK + 1], b_smem[CHUNK][TILE + 1];
-    const long long row0 = (long long)blockIdx.y * TILE, column0 = (long long)blockIdx.x * TILE;
+    __shared__ double a_smem[ROWS][STEP + 1], b_smem[STEP][COLUMNS + 1];
+    const long long row0 = (long long)blockIdx.y * ROWS, column0 = (long long)blockIdx.x * COLUMNS;
     a += blockIdx.z * an, b += blockIdx.z * bn, out += blockIdx.z * on;
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
-    float acc[4][4];
-    for (int i = 0; i < 4; ++i)
+    float acc[8][4];
+    for (int i = 0; i < 8; ++i)
         for (int j = 0; j < 4; ++j) {
             const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
             acc[i][j] = r < rows && c < columns ? out[r * oro + c * oc] : 0.0f;
         }
     const long long chunks = (terms + CHUNK - 1) / CHUNK;
-    for (long long step = 0; step < chunks; ++step) {
-        const long long first = (reverse ? chunks - 1 - step : step) * CHUNK;
-        for (int at = threadIdx.x; at < TILE * CHUNK; at += 256) {  // neighbours in memory by neighbours among the threads
-            int r = ak == 1 ? at / CHUNK : at % TILE, k = ak == 1 ? at % CHUNK : at / TILE;
-            a_smem[r][k] = row0 + r < rows && first + k < terms ? a[(row0 + r) * ar + (first + k) * ak] : 0.0f;
-            r = bk == 1 ? at / CHUNK : at % TILE, k = bk == 1 ? at % CHUNK : at / TILE;
-            b_smem[k][r] = column0 + r < columns && first + k < terms ? b[(first + k) * bk + (column0 + r) * bc] : 0.0f;
+    for (long long chunk = 0; chunk < chunks; ++chunk) {
+        double sum[8][4] = {};
+        for (int part = 0; part < CHUNK; part += STEP) {
+            const long long first = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + part;
+            for (int at = threadIdx.x; at < ROWS * STEP; at += 256) {  // neighbours in memory by neighbours among the threads
+                const int r = ak == 1 ? at / STEP : at % ROWS, k = ak == 1 ? at % STEP : at / ROWS;
+                a_smem[r][k] = row0 + r < rows && first + k < terms ? a[(row0 + r) * ar + (first + k) * ak] : 0.0f;
+            }
+            for (int at = threadIdx.x; at < COLUMNS * STEP; at += 256) {
+                const int c = bk == 1 ? at / STEP : at % COLUMNS, k = bk == 1 ? at % STEP : at / COLUMNS;
+                b_smem[k][c] = column0 + c < columns && first + k < terms ? b[(first + k) * bk + (column0 + c) * bc] : 0.0f;
+            }
+            __syncthreads();
+            for (int k = 0; k < STEP; ++k)
+                for (int i = 0; i < 8; ++i)
+                    for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
+            __syncthreads();
         }
-        __syncthreads();
-        double sum[4][4] = {};
-        for (int k = 0; k < CHUNK; ++k)
-            for (int i = 0; i < 4; ++i)
-                for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 8; ++i)
             for (int j = 0; j < 4; ++j) acc[i][j] = (float)(acc[i][j] + sum[i][j]);
-        __syncthreads();
     }
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 8; ++i)
         for (int j = 0; j < 4; ++j) {
             const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
             if (r < rows && c < columns) out[r * oro + c * oc] = acc[i][j];
         }
+}
+
+// The same sums of the terms of a row, by a warp: terms lie side by side.
+extern "C" __global__ void __launch_bounds__(256)
+summed(const float* a, float* out, long long rows, long long terms, int reverse) {
+    const long long row = (long long)blockIdx.x * 8 + threadIdx.x / 32, chunks = (terms + CHUNK - 1) / CHUNK;
+    if (row >= rows) return;
+    float acc = 0;
+    for (long long chunk = 0; chunk < chunks; ++chunk) {
+        const long long at = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + threadIdx.x % 32;
+        double sum = at < terms ? a[row * terms + at] : 0.0f;
+        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+        acc = (float)(acc + sum);
+    }
+    if (threadIdx.x % 32 == 0) out[row] = acc;
 }
 """
 
@@ -89,6 +108,16 @@ def product(xp: ArrayModule, a: Array, b: Array, reverse: bool = False, into: Ar
     for start in reversed(starts) if reverse else starts:
         np.matmul(a[:, :, start : start + CHUNK], b[:, start : start + CHUNK], out=chunk)
         np.add(out, chunk, out=out, casting="same_kind")  # in float64, then rounded
+    return out
+
+
+def summed(xp: ArrayModule, terms: Array, reverse: bool = False) -> Array:
+    """The sums over the last axis, of CHUNK terms at a time as those of :func:`product`. terms: (n, rows, terms), float32 -> (n, rows)."""
+    if xp is np:
+        return product(xp, terms, np.ones((len(terms), terms.shape[2], 1), "float32"), reverse)[:, :, 0]
+    out = xp.zeros(terms.shape[:2], "float32")
+    if terms.size:
+        _summed_on_gpu(xp, terms, out, reverse)
     return out
 
 
@@ -121,13 +150,19 @@ def _on_gpu(xp: Any, a: Array, b: Array, out: Array, reverse: bool) -> None:
     (heads, rows, terms), columns = a.shape, b.shape[2]
     strides = [np.int64(stride // 4) for array in (a, b, out) for stride in array.strides]
     sizes = [np.int64(size) for size in (rows, terms, columns)]
-    grid = -(-columns // TILE), -(-rows // TILE)
+    grid = -(-columns // COLUMNS), -(-rows // ROWS)
     for first in range(0, heads, 65535):  # the largest grid in z; in y a tile of the baselines has far fewer
         some = slice(first, first + 65535)
         arguments = (a[some], b[some], out[some], *sizes, *strides, np.int32(reverse))
-        _kernel(xp)((*grid, min(65535, heads - first)), (256,), arguments)
+        _kernels(xp).get_function("product")((*grid, min(65535, heads - first)), (256,), arguments)
+
+
+def _summed_on_gpu(xp: Any, terms: Array, out: Array, reverse: bool) -> None:
+    sizes = np.int64(out.size), np.int64(terms.shape[2]), np.int32(reverse)
+    _kernels(xp).get_function("summed")((-(-out.size // 8),), (256,), (xp.ascontiguousarray(terms), out, *sizes))
 
 
 @functools.cache
-def _kernel(xp: Any) -> Any:
-    return xp.RawKernel(_CODE, "product", options=(f"-DCHUNK={CHUNK}", f"-DTILE={TILE}"))
+def _kernels(xp: Any) -> Any:
+    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    return xp.RawModule(code=_CODE, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))

@@ -25,6 +25,14 @@ CASES = [
 ]
 
 
+def _one_by_one(terms: Array, reverse: bool) -> Array:
+    """The sums over the last axis, in chunks."""
+    found, starts = np.zeros(terms.shape[:-1], np.float32), range(0, terms.shape[-1], rounded.CHUNK)
+    for start in reversed(starts) if reverse else starts:
+        found = (found + terms[..., start : start + rounded.CHUNK].astype(np.longdouble).sum(axis=-1)).astype(np.float32)
+    return found
+
+
 def test_a_product_is_rounded_in_the_stated_order(backend: Backend) -> None:
     """Bit for bit what a loop over chunks gives, whatever the strides, reversed too, and added to what is there."""
     random = np.random.RandomState(0)
@@ -43,6 +51,7 @@ def test_a_product_is_rounded_in_the_stated_order(backend: Backend) -> None:
                 found = xp.asarray(begin.copy())
                 assert rounded.product(xp, left, right, reverse, into=found) is found
                 assert (to_host(found) == wanted).all()
+        assert (to_host(rounded.summed(xp, xp.asarray(a), reverse)) == _one_by_one(a, reverse)).all()
     assert (wanted != np.matmul(a, b) + begin).any()  # the order matters: else this test sees nothing
 
 
