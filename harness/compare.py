@@ -29,7 +29,7 @@ from . import environment
 from .fault import DataFault, UsageFault
 from .files import TEXT, Kind, or_null, parse_json
 from .report.views import KEY, Key, geometric_mean, key_of, latest
-from .row import Row, read_records, read_rows, table_at
+from .row import Row, read_records, read_rows, rounded, table_at
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
@@ -146,8 +146,8 @@ def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool
         tuple(untimed),
         _labels(only_a),
         _labels(only_b),
-        geometric_mean(p.ratio for p in pairs),
-        {k: m for k in kernels if (m := geometric_mean(p.ratio for p in pairs if p.kernel == k)) is not None},
+        _mean(pairs),
+        {k: m for k in kernels if (m := _mean([p for p in pairs if p.kernel == k])) is not None},
         _differences(tables[0].parent / "env.json", tables[1].parent / "env.json"),
         tuple(failures),
         _advice(pairs, tables[1]),
@@ -213,6 +213,12 @@ def verdict(low: float, high: float) -> str:
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _mean(pairs: Sequence[Pair]) -> float | None:
+    """The geometric mean of time B / time A, without the last digits of a C library's logarithm; None without pairs."""
+    mean = geometric_mean(pair.ratio for pair in pairs)
+    return mean and rounded(mean)
 
 
 def _pair(row_a: Row, row_b: Row, a: Sample, b: Sample) -> Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shlex
 import time
@@ -11,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from .backends import Backend
+from .check.budget import UNIT, Verdict
 from .check.contender import Contender, PassResult, arithmetic_of
 from .dataset.generate import recipe
 from .files import Json
 from .kernel import Kernel
 from .measure.sampling import TIMINGS, Timing, together
 from .problem import PASSES, Problem
-from .row import CEILING, SHAPE, TYPES, Row, read_records
+from .row import CEILING, SHAPE, TYPES, Row, read_records, rounded
 from .run import Result
 
 
@@ -53,6 +55,22 @@ def samples_of(result: Result, row: Row) -> Json:
         "before": dict(timing.before),
         "after": dict(timing.after),
     }
+
+
+def errors_of(verdict: Verdict) -> dict[str, float | bool]:
+    """What JSON says of a tensor, in the order of README, "JSON": Verdict.numbers, as row.rounded has them.
+
+    Bias and slope - 1 of a right kernel are near zero. Their last digit is that of their limit, or of float32's unit roundoff where there
+    is none.
+    """
+    found = verdict.numbers()
+    for name, value in found.items():
+        if name in ("bias", "slope"):
+            limit = found[f"{name}_budget"]
+            found[name] = rounded(value, limit if math.isfinite(limit) else UNIT)
+        elif not isinstance(value, bool):
+            found[name] = rounded(value)
+    return found
 
 
 #: What a row is of, within its run; a row without a timing stands for all of them.
@@ -178,14 +196,14 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
-    of_tensors: Json = {f"MaxError_{name}": v.max_abs for name, v in verdicts.items()}
+    of_tensors: Json = {f"MaxError_{name}": rounded(v.max_abs) for name, v in verdicts.items()}
     row = Row(
         **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
-        MaxError=worst.max_abs,
-        MeanError=worst.mean_abs,
-        MSE=worst.mse,
-        MaxRelError=worst.max_rel,
+        MaxError=rounded(worst.max_abs),
+        MeanError=rounded(worst.mean_abs),
+        MSE=rounded(worst.mse),
+        MaxRelError=rounded(worst.max_rel),
         ErrorMessage=over or None,
         seed=result.seed,
         device=result.device,

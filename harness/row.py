@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 import os
 import typing
 import warnings
@@ -135,6 +136,10 @@ CEILING = "ceiling-"
 #: The column Type of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 
+#: Significant digits of an error or a budget in files and JSON. The float64 reference comes from a BLAS, whose order of summation differs
+#: by CPU, threads and release: an error of 1e-7 beside values of 1 is the same on all of them to some eight digits.
+DIGITS = 6
+
 #: The last column of the oldest files that are read. Columns that came after it may be missing, from the last one back.
 _OLDEST = "MaxError_dV"
 
@@ -155,6 +160,19 @@ _TYPES = {name: (typing.get_args(kind) or (kind,)) for name, kind in typing.get_
 def columns() -> list[str]:
     """The column names of results.csv, in order."""
     return [field.name for field in fields(Row)]
+
+
+def rounded(value: float, like: float | None = None) -> float:
+    """A number as files and JSON have it, the same on every machine: to DIGITS significant digits. What is not finite stays.
+
+    like: round to the decimal place that the last digit of this number has; for numbers near zero by cancellation, whose own last digits
+    are noise. Where it is 0 or not finite, to the value's own digits.
+    """
+    if not math.isfinite(value):
+        return value
+    if like is None or not like or not math.isfinite(like):
+        return float(f"{value:.{DIGITS - 1}e}")
+    return round(value, DIGITS - 1 - int(f"{like:.{DIGITS - 1}e}".partition("e")[2])) + 0.0  # no -0.0
 
 
 def encoded(path: Path, rows: Sequence[Row], anew: bool = False) -> bytes:

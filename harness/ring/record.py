@@ -14,7 +14,7 @@ from pathlib import Path
 from ..environment import environment
 from ..files import json_bytes, locked, make_folder, write_files
 from ..problem import MODES
-from ..row import read_records, refuse_table
+from ..row import read_records, refuse_table, rounded
 from .job import Outcome
 
 #: What tells a ring from another: the first columns of both tables.
@@ -72,7 +72,7 @@ def _rows(outcome: Outcome) -> list[dict[str, Cell]]:
         row |= {"status": "PASS" if outcome.passed else "FAIL", "device": outcome.device, "device_name": outcome.device_name}
         row |= {"simulated": outcome.simulated, "repeated": outcome.repeated, "device_bytes": outcome.device_bytes}
         row |= {"seed": outcome.spec.seed, "runs": len(time.seconds), "bytes_sent": sum(step.bytes for step in time.steps)}
-        row |= {"max_error": max(outcome.verdicts[t].max_abs for t in _TENSORS[name])}
+        row |= {"max_error": rounded(max(outcome.verdicts[t].max_abs for t in _TENSORS[name]))}
         row |= {"max_difference": max((outcome.differences[t] for t in _TENSORS[name] if t in outcome.differences), default=None)}
         if seconds and rate:
             row |= {"ms": seconds * 1e3, "tflops": rate, "tflops_rank": rate / outcome.ranks, "hidden": time.hidden}

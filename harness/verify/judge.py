@@ -28,6 +28,7 @@ from ..dataset.folder import check_size
 from ..fault import Fault
 from ..kernel import Kernel
 from ..problem import DTYPE_BYTES, Problem
+from ..row import rounded
 from ..run import open_backend
 from . import large
 from .cases import Case
@@ -192,7 +193,7 @@ def run_case(
             done = run_kernel(backend, form, oracle, oracle.inputs_of(chosen.pass_))
             done = done if repeat is None else done.relaunched(repeat)
             verdicts, broken, watched = done.verdicts, done.broken, done.watched
-        largest = {name: v.max_abs for name, v in verdicts.items()}
+        largest = {name: rounded(v.max_abs) for name, v in verdicts.items()}
         message = "; ".join(budget.message(v) for v in verdicts.values() if not v.passed) or broken
         code = 1 if message else 0
     except large.NoRoom:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from .cases import Case
 from .judge import CaseResult, Lost
 
-#: Seconds and attempts after which the smallest case so far is good enough.
-SECONDS, ATTEMPTS = 20.0, 120
+#: Attempts after which the smallest case so far is good enough: a number, so that every machine finds the same case. The seconds are for
+#: kernels that compile for minutes, and the message says where they ended it.
+ATTEMPTS, SECONDS = 120, 120.0
 
 
 def shrink(failed: CaseResult, run: Callable[[Case], CaseResult]) -> CaseResult:
@@ -18,7 +19,7 @@ def shrink(failed: CaseResult, run: Callable[[Case], CaseResult]) -> CaseResult:
 
     run judges a case. Simplifications are tried in turn, and from the start again after each that keeps the failure.
     """
-    until, attempts, best = time.monotonic() + SECONDS, 0, failed
+    until, attempts, best, cut = time.monotonic() + SECONDS, 0, failed, ""
     tried = {failed.case}
     found = True
     while found:
@@ -26,7 +27,10 @@ def shrink(failed: CaseResult, run: Callable[[Case], CaseResult]) -> CaseResult:
         for case in simpler(best.case):
             if case in tried:
                 continue
-            if attempts >= ATTEMPTS or time.monotonic() > until:
+            if attempts >= ATTEMPTS:
+                break
+            if time.monotonic() > until:
+                cut = f" in {SECONDS:.0f} s, not to the end"
                 break
             tried.add(case)
             attempts += 1
@@ -36,7 +40,7 @@ def shrink(failed: CaseResult, run: Callable[[Case], CaseResult]) -> CaseResult:
                 break
     if best is failed:
         return failed
-    return replace(best, message=f"{best.message} (shrunk from {failed.case.text()})")
+    return replace(best, message=f"{best.message} (shrunk from {failed.case.text()}{cut})")
 
 
 def simpler(case: Case) -> Iterator[Case]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -143,3 +145,18 @@ def test_shrinking_keeps_what_is_needed_and_ends(monkeypatch: pytest.MonkeyPatch
     count = 0
     shrink(start, run)
     assert count == 3
+
+
+def test_shrinking_that_the_clock_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are counted, so that every machine finds the same case. One that is too slow for them says that it did not."""
+    case, now = DRAWN[0], itertools.count(step=50.0)
+    monkeypatch.setattr("harness.verify.shrink.time.monotonic", lambda: next(now))
+    done = shrink(failure(case, True), lambda tried: failure(tried, True))
+    assert done.message.endswith(f"(shrunk from {case.text()} in 120 s, not to the end)")
+
+
+def test_a_drawn_scale_has_four_digits() -> None:
+    """Of a random one: the last digit of a power is the C library's."""
+    factors = {case.number: case.problem.scale / case.problem.head_dim**-0.5 for case in DRAWN}
+    assert all(math.isclose(factor, float(f"{factor:.4g}"), rel_tol=1e-14) for factor in factors.values())
+    assert len(set(factors.values())) > 20

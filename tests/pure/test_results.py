@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from rows import plain
 from harness import results
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
+from harness.check.moments import Moments
 from harness.kernel.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
@@ -145,3 +148,17 @@ def test_rows_without_a_result() -> None:
     rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what; why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()
+
+
+def test_json_has_no_digits_that_a_blas_made() -> None:
+    """Six digits of an error; bias and slope to the last place of their limits, or of float32's unit roundoff where there is none."""
+    its = Moments(0.02235762067, 2.40251037, -1.58892197e-10, 1.133545319e-05, 0.99999997794847, 1.1494863e-05)
+    right = Verdict("O", 4.177024830465115e-07, 1 / 3, 2 / 3, 1.0, 4.239516419e-06, True, (0,), 1.0, 1.0, "", "", its)
+    assert results.errors_of(right) == {
+        **{"max_abs": 4.17702e-07, "mean_abs": 0.333333, "mse": 0.666667, "max_rel": 1.0, "budget": 4.23952e-06, "passed": True},
+        **{"rms": 0.0223576, "rms_budget": 2.40251, "bias": -2e-10, "bias_budget": 1.13355e-05},
+        **{"slope": 0.9999999779, "slope_budget": 1.14949e-05},
+    }
+    few = results.errors_of(replace(right, moments=replace(its, bias_budget=math.inf, slope_budget=math.inf)))
+    assert (few["bias"], few["slope"]) == (-1.589e-10, 0.9999999779485)
+    assert list(few) == list(right.numbers())

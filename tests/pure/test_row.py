@@ -189,3 +189,13 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskFault, match="cannot write"):
         append_row(tmp_path / "file" / "r.csv", plain())
+
+
+def test_numbers_are_rounded_to_what_every_machine_has() -> None:
+    """Six digits, or the place of the sixth digit of a limit; what is not finite stays."""
+    assert row.rounded(4.177024830465115e-07) == row.rounded(4.177024829910003e-07) == 4.17702e-07
+    assert (row.rounded(0.0), row.rounded(-123456.7), row.rounded(math.inf)) == (0.0, -123457.0, math.inf)
+    assert math.isnan(row.rounded(math.nan, 1.0))
+    assert row.rounded(0.9999999779484772, 1.149486e-5) == 0.9999999779
+    assert repr(row.rounded(-1.5e-17, 1.1335e-5)) == "0.0"
+    assert row.rounded(1.2345678, 0.0) == row.rounded(1.2345678, math.inf) == 1.23457

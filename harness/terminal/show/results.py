@@ -75,6 +75,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
 
 def result_json(result: Result) -> dict[str, object]:
     """A Result as the JSON object of README, "JSON"."""
+    from ...results import errors_of  # numpy: not for list and --help
+
     return {
         "compute": result.compute,
         "mode": result.mode,
@@ -85,7 +87,7 @@ def result_json(result: Result) -> dict[str, object]:
         "time_ms": dict(result.time_ms),
         "tflops": dict(result.tflops),
         "gbps": dict(result.gbps),
-        "errors": {name: v.numbers() for name, v in result.verdicts.items()},
+        "errors": {name: errors_of(v) for name, v in result.verdicts.items()},
         "outputs": str(result.outputs.resolve()) if result.outputs else None,
         **({"broken": result.broken} if result.broken else {}),
     }

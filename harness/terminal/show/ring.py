@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...check import budget
 from ...problem import MODES, PASSES
+from ...results import errors_of
 from ..printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def ring_json(outcome: Outcome) -> dict[str, Any]:
         "time_ms": {name: s * 1e3 if s else None for name, s in seconds.items()},
         "tflops": {name: problem.flops(name) / 1e12 / s if s else None for name, s in seconds.items()},
         "gbps": {name: problem.bytes(name) / 1e9 / s if s else None for name, s in seconds.items()},
-        "errors": {name: v.numbers() for name, v in outcome.verdicts.items()},
+        "errors": {name: errors_of(v) for name, v in outcome.verdicts.items()},
         "outputs": None,
         "ranks": outcome.ranks,
         "partition": outcome.partition,
