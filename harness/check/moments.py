@@ -22,8 +22,9 @@ it is taken out first. With g_i, its share of the sum (sum g_i = 1, G = sum g_i^
     t / (1 - t sqrt(G)) * sqrt(sum (x_i - X g_i)^2)
 
 exceeds the limit above. The bound holds for any number of rows. Where there are too few, t sqrt(G) >= 1, nothing is judged: with equal
-shares fewer than 38 rows, or 38 columns of all heads. Nor where all elements of a head are equal, which share one error. There the
-largest error alone decides.
+shares fewer than 38 rows, or 38 columns of all heads. Nor where all elements of a head are equal, which share one error, nor where the
+reference is zero: dQ and dK of one visible key, of which float64 leaves 2^-53 of what cancelled, or nothing, by the order of its sums.
+There the largest error alone decides.
 
 **The weights.** A rounding error is relative to its row, so row i counts with 1 / (its mean square + 1 % of the tensor's). Errors below
 are relative in this sense; those of logsumexp are absolute.
@@ -82,6 +83,9 @@ SIGNIFICANCE = 6.1
 UNIT = 2.0**-24
 _ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
+#: A reference below this part of its float32 baselines' errors, and a row below this part of the longest, are what float64 left of a
+#: cancellation: noise, which is another on each machine.
+_NOISE, _ROW_NOISE = 2.0**-24, 2.0**-40
 #: Pairs below which the host finds a ratio sooner than a GPU, which waits some 50 times.
 _FEW = 1 << 15
 
@@ -162,7 +166,8 @@ def copies(xp: ArrayModule, expected: Array) -> float:
     """How much the rows of a head are copies of each other: the eighth power of the mean cosine of two rows, 0 to 1."""
     finite = xp.where(xp.isfinite(expected), expected, 0.0)
     length = xp.sqrt((finite * finite).sum(axis=-1, keepdims=True))
-    unit = finite / xp.where(length > 0, length, 1.0)
+    some = length > _ROW_NOISE * length.max()
+    unit = xp.where(some, finite / xp.where(some, length, 1.0), 0.0)
     together = unit.sum(axis=-2) / max(1, expected.shape[-2])
     return float((together * together).sum(axis=-1).max()) ** 8
 
@@ -190,7 +195,8 @@ def base(xp: ArrayModule, expected: Array, finite: Array, baselines: Sequence[Ar
     expected, *others = (xp.where(kept, each, 0.0) for each in (expected, *baselines))
     number = int(xp.where(kept, 1.0, 0.0).sum())
     weight, largest = _weight(xp, kept, expected, absolute)
-    if not number or not baselines or not (absolute or largest > 0 and not _one_value(xp, expected)):
+    rough = max((float((each * each).mean(axis=-1).max()) for each in others), default=0.0)
+    if not number or not baselines or not (absolute or largest > _NOISE**2 * rough and not _one_value(xp, expected)):
         return Base(kept, 0)
     worst = []
     for axis in (-1,) if absolute else (-1, -2):

@@ -109,6 +109,21 @@ def test_copies() -> None:
     assert moments.copies(np, draw.randn(1, 2, 100, 16)) < 1e-9
 
 
+def test_what_float64_leaves_of_a_cancellation_is_no_reference() -> None:
+    """A row of noise is no copy of others, and a tensor of noise has no moments: as where the sums happen to cancel to 0."""
+    draw = np.random.RandomState(6)
+    exact = draw.randn(1, 2, 64, 16)
+    exact[:, :, 0] = 0.0
+    noisy = exact.copy()
+    noisy[:, :, 0] = 1e-17 * draw.randn(1, 2, 16)
+    assert moments.copies(np, noisy[:, :, :4]) == moments.copies(np, exact[:, :, :4]) > 0
+    noise, error = 1e-17 * draw.randn(1, 2, 64, 48), 1e-8 * draw.randn(1, 2, 64, 48)
+    found = moments.judge(np, noise, error, [error], NOTHING, False)
+    assert found == moments.judge(np, 0 * noise, error, [error], NOTHING, False)
+    assert math.isnan(found.rms) and math.isnan(found.slope)
+    assert moments.judge(np, 1e-7 * exact[..., 1:], 1e-8 * exact[..., 1:], [error[..., :15]], NOTHING, False).slope == pytest.approx(1.1)
+
+
 def test_row_sums_of_terms_near_one_may_stagnate() -> None:
     """Scores of 1e-6: a float32 chain rounds each term to 1. Its logsumexp is too high in all rows, and right; a third more is not."""
     draw, keys = np.random.RandomState(3), 1024
