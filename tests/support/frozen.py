@@ -1,7 +1,7 @@
 """Turn what a command did into text that can be frozen: exit code, stdout, stderr, the files it wrote; what differs by run is masked.
 
 The masks below are the whole list. A mask keeps that a value is there and, for errors, how it is written: 2.70e-07 becomes #.##e-##.
-A JSON document keeps its keys and their order, every value that is not masked, and floats to six digits (the last ones are BLAS's).
+A JSON document keeps its keys and their order and every value that is not masked.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ TEXT = [
     (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |\Z)", r"\1<compiler's text with nosuch>\n"),
     (r"(hint: the command was: ).*", r"\1<compiler's command>"),
 ]
+#: Columns of printed tables with errors, and the keys of JSON documents and columns of CSV files with them. A compiler decides them, but
+#: not the rest of the machine: test_machines.py has them without a mask.
+ERROR_COLUMNS = [(r"(max|mean) \|error\||MSE", "digits"), (r"max relative", "<float>")]
+ERROR_KEYS = [
+    (r"(rms|bias|slope)(_budget)?", "<float>"),
+    (r"max_abs|mean_abs|mse|max_rel|max_errors|MaxError(_\w+)?|MeanError|MSE|MaxRelError", "<float>"),
+]
 #: Columns of printed tables.
 COLUMNS = [
-    (r"(max|mean) \|error\||MSE", "digits"),
-    (r"max relative|ms|ms \(median\)|CPU ms|seconds", "<float>"),
+    *ERROR_COLUMNS,
+    (r"ms|ms \(median\)|CPU ms|seconds", "<float>"),
     (r"times as fast as .*", "<ratio>"),
     (r"registers", "<int>"),
 ]
@@ -40,8 +47,7 @@ COLUMNS = [
 KEYS = [
     (r"time_ms|tflops|gbps|KernelTime_ms|TorchTime_ms|Speedup|TFLOPS|Bandwidth_GBps", "<float>"),
     (r"ms|p20_ms|p80_ms|call_ms|samples_ms|seconds|vs_default|vs_low|vs_high", "<float>"),
-    (r"(rms|bias|slope)(_budget)?", "<float>"),
-    (r"max_abs|mean_abs|mse|max_rel|max_errors|MaxError(_\w+)?|MeanError|MSE|MaxRelError", "<float>"),
+    *ERROR_KEYS,
     (r"registers|cpus", "<int>"),
     (r"run_id|source_hash|(O|logsumexp|dQ|dK|dV)\.bin", "<hash>"),  # sha256 of what a compiler's code computed, not of inputs
     (r"device_name|platform|compiler|python|versions", "<text>"),
@@ -79,7 +85,7 @@ def document(value: Any, here: Path, mask: str = "") -> Any:
         return value
     if mask:
         return mask
-    return float(f"{value:.6g}") if isinstance(value, float) else masked(value, here)
+    return value if isinstance(value, float) else masked(value, here)
 
 
 def printed(text: str, here: Path) -> str:
