@@ -36,7 +36,7 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
 
     input_scale multiplies Q and K before the cast, and so the scores by its square. In float32, Q, K and V are byte for byte those of
     numpy.random.seed(seed) and randn(...).astype(float32), drawn in that order. In float64 one element of 20,000 has another last bit
-    where the C library's logarithm is without fused multiply-adds (x86 before 2013); rounding to the other types leaves nothing of it.
+    where the C library's logarithm is without fused multiply-adds (x86 before 2013); rounded to another type, one of 10^13.
     Raises UsageFault for a seed outside 0 to 2^32 - 1.
     """
     if input_scale == 1.0:
