@@ -257,6 +257,19 @@ def test_tolerance_only_tightens() -> None:
     assert not budget.compare(problem, got, exact, ways, tolerance=1e-12)["O"].passed
 
 
+def test_equal_errors_have_one_place() -> None:
+    """The first of the largest errors, also where the last bits of float64, which a BLAS decides, make another one larger."""
+    problem = Problem.of(1, 1, 4, 2)
+    _, exact, ways = oracle(problem, 1.0, False)
+    for noise in (-(2.0**-50), 2.0**-50):
+        values = np.ones((1, 1, 4, 2))
+        values[0, 0, 2, 1] += noise
+        got = np.ones((1, 1, 4, 2), np.float32)
+        got[0, 0, 1:] = 3
+        found = budget.compare(problem, {"O": got}, replace(exact, values={**exact.values, "O": values}), ways)["O"]
+        assert found.worst == (0, 0, 1, 0)
+
+
 def test_message_names_the_place() -> None:
     """One line: tensor, batch, head, row, tile, column, got, expected."""
     problem = Problem.of(2, 2, 130, 4)
