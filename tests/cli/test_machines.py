@@ -60,13 +60,19 @@ def settings() -> dict[str, dict[str, str]]:
     return found
 
 
-def told(folder: Path, setting: dict[str, str]) -> str:
-    """What the story prints under a setting."""
-    folder.mkdir()
+def started(setting: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """What Python did with these words under a setting."""
     plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     fixed = {"OPENBLAS_NUM_THREADS": "1", "FA_CLI_DEVICE": "cpu", "FA_CLI_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(STORY), str(folder)]
-    done = subprocess.run(command, env=plain | fixed | setting, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *words], env=plain | fixed | setting, capture_output=True, text=True, check=False)
+
+
+def told(folder: Path, setting: dict[str, str]) -> str | None:
+    """What the story prints under a setting; None where numpy itself dies, as OpenBLAS 0.3.34 with Haswell's kernels on a Zen 4."""
+    folder.mkdir()
+    done = started(setting, str(STORY), str(folder))
+    if done.returncode < 0 and started(setting, "-c", "import numpy; a = numpy.ones((512, 512)); a @ a").returncode < 0:
+        return None
     assert not done.returncode, done.stderr
     return done.stdout
 
@@ -77,12 +83,14 @@ def test_every_digit_is_the_same_on_every_machine(tmp_path: Path) -> None:
     every = settings()
     names = list(every)
     first = told(tmp_path / "0", every[names[0]])  # alone: it compiles what is not in the cache
-    assert '"budget": ' in first and "shrunk from" in first and '"slope": ' in first and '"Q.bin": "64bca3d87aac7a77' in first
+    assert first and '"budget": ' in first and "shrunk from" in first and '"slope": ' in first and '"Q.bin": "64bca3d87aac7a77' in first
     with ThreadPoolExecutor(2) as pool:
-        others = pool.map(told, [tmp_path / str(number) for number in range(1, len(names))], [every[name] for name in names[1:]])
+        found = pool.map(told, [tmp_path / str(number) for number in range(1, len(names))], [every[name] for name in names[1:]])
+        others = {name: other for name, other in zip(names[1:], found, strict=True) if other is not None}
+        assert others or len(names) == 1
         wrong = [
             line
-            for name, other in zip(names[1:], others, strict=True)
+            for name, other in others.items()
             for line in difflib.unified_diff(first.splitlines(), other.splitlines(), names[0], name, n=0, lineterm="")
         ]
     assert not wrong, "\n".join(wrong)
