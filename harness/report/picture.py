@@ -61,7 +61,8 @@ def error_figure(errors: Array, title: str) -> Figure:
     axis = figure.subplots()
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#d62728")
     norm = LogNorm(max(low, high * 1e-6), max(high, low * 1.001), clip=True)
-    image = axis.imshow(np.ma.masked_invalid(np.maximum(values, low)), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+    # imshow masks what is not finite.
+    image = axis.imshow(np.maximum(values, low), aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     figure.colorbar(image, ax=axis, label="|error| (largest of the block)")
     for colour, width in (("black", 3.2), ("white", 1.6)):  # seen on every colour
         axis.plot(column, row, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
