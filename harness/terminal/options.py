@@ -79,7 +79,11 @@ class FaCli(click.Group):
             code = _interrupted(error, obj["arguments"])
         except Exception as error:
             code = explain(error, obj["verbosity"])
-        sys.exit(streams.flushed() or code or 0)
+        try:
+            code = streams.flushed() or code
+        except OSError as error:  # a full disk, which the verb has said where it met it first
+            code = code if code == DiskFault.exit_code else explain(error, obj["verbosity"])
+        sys.exit(code or 0)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         complete.attach(cmd)

@@ -41,10 +41,15 @@ def open_pipe() -> Iterator[None]:
 
 
 def flushed() -> int:
-    """Flush stdout; CLOSED_PIPE where its reader is gone. Python would flush at its end, and then complain."""
+    """Flush stdout; CLOSED_PIPE where its reader is gone. Raises OSError where it cannot be written.
+
+    Then stdout is /dev/null: Python would flush again at its end, complain, and exit with a code of its own.
+    """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
         return CLOSED_PIPE
     return 0

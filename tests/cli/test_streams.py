@@ -47,10 +47,13 @@ def test_a_closed_pipe_is_141(words: list[str], tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_full_stdout_is_exit_6(tmp_path: Path) -> None:
-    """The table could not be written: said on stderr, not taken for success."""
-    done = ended(tmp_path, ">/dev/full", "list")
-    assert done.returncode == 6 and "No space left" in done.stderr and "hint: " in done.stderr
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["--help"]])
+def test_a_full_stdout_is_exit_6(words: list[str], unbuffered: str, tmp_path: Path) -> None:
+    """What could not be written is said on stderr, once, and not taken for success, whenever Python writes it."""
+    done = ended(tmp_path, ">/dev/full", *words, PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 6 and done.stderr.count("No space left") == 1 and "hint: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @needs_compiler
