@@ -24,14 +24,15 @@ from ..array import Array, ArrayModule
 CHUNK = 32
 #: Elements of an intermediate array whose memory a thread keeps.
 KEPT = 1 << 18
-#: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once.
-ROWS, COLUMNS, STEP = 128, 64, 16
+#: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once. Where blocks of the
+#: first number of rows would be fewer than BLOCKS, some two for each multiprocessor, they have the second.
+ROWS, COLUMNS, STEP, BLOCKS = (128, 32), 64, 16, 256
 
 _kept = threading.local()
 
 _CODE = r"""
-// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 256 threads with 8 x 4 each. Strides are in
-// elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
+// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 256 threads with ROWS / 16 x 4 each. Strides
+// are in elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
 extern "C" __global__ void __launch_bounds__(256)
 product(const float* a, const float* b, float* out, long long rows, long long terms, long long columns,
         long long an, long long ar, long long ak, long long bn, long long bk, long long bc,
@@ -40,15 +41,15 @@ product(const float* a, const float* b, float* out, long long rows, long long te
     const long long row0 = (long long)blockIdx.y * ROWS, column0 = (long long)blockIdx.x * COLUMNS;
     a += blockIdx.z * an, b += blockIdx.z * bn, out += blockIdx.z * on;
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
-    float acc[8][4];
-    for (int i = 0; i < 8; ++i)
+    float acc[ROWS / 16][4];
+    for (int i = 0; i < ROWS / 16; ++i)
         for (int j = 0; j < 4; ++j) {
             const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
             acc[i][j] = r < rows && c < columns ? out[r * oro + c * oc] : 0.0f;
         }
     const long long chunks = (terms + CHUNK - 1) / CHUNK;
     for (long long chunk = 0; chunk < chunks; ++chunk) {
-        double sum[8][4] = {};
+        double sum[ROWS / 16][4] = {};
         for (int part = 0; part < CHUNK; part += STEP) {
             const long long first = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + part;
             for (int at = threadIdx.x; at < ROWS * STEP; at += 256) {  // neighbours in memory by neighbours among the threads
@@ -61,14 +62,14 @@ product(const float* a, const float* b, float* out, long long rows, long long te
             }
             __syncthreads();
             for (int k = 0; k < STEP; ++k)
-                for (int i = 0; i < 8; ++i)
+                for (int i = 0; i < ROWS / 16; ++i)
                     for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
             __syncthreads();
         }
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < ROWS / 16; ++i)
             for (int j = 0; j < 4; ++j) acc[i][j] = (float)(acc[i][j] + sum[i][j]);
     }
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < ROWS / 16; ++i)
         for (int j = 0; j < 4; ++j) {
             const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
             if (r < rows && c < columns) out[r * oro + c * oc] = acc[i][j];
@@ -150,19 +151,21 @@ def _on_gpu(xp: Any, a: Array, b: Array, out: Array, reverse: bool) -> None:
     (heads, rows, terms), columns = a.shape, b.shape[2]
     strides = [np.int64(stride // 4) for array in (a, b, out) for stride in array.strides]
     sizes = [np.int64(size) for size in (rows, terms, columns)]
-    grid = -(-columns // COLUMNS), -(-rows // ROWS)
+    blocks, (many, few) = -(-columns // COLUMNS) * heads, ROWS
+    of_block = many if blocks * -(-rows // many) >= BLOCKS else few
+    grid = -(-columns // COLUMNS), -(-rows // of_block)
     for first in range(0, heads, 65535):  # the largest grid in z; in y a tile of the baselines has far fewer
         some = slice(first, first + 65535)
         arguments = (a[some], b[some], out[some], *sizes, *strides, np.int32(reverse))
-        _kernels(xp).get_function("product")((*grid, min(65535, heads - first)), (256,), arguments)
+        _kernels(xp, of_block).get_function("product")((*grid, min(65535, heads - first)), (256,), arguments)
 
 
 def _summed_on_gpu(xp: Any, terms: Array, out: Array, reverse: bool) -> None:
     sizes = np.int64(out.size), np.int64(terms.shape[2]), np.int32(reverse)
-    _kernels(xp).get_function("summed")((-(-out.size // 8),), (256,), (xp.ascontiguousarray(terms), out, *sizes))
+    _kernels(xp, ROWS[0]).get_function("summed")((-(-out.size // 8),), (256,), (xp.ascontiguousarray(terms), out, *sizes))
 
 
 @functools.cache
-def _kernels(xp: Any) -> Any:
-    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": ROWS, "COLUMNS": COLUMNS}
+def _kernels(xp: Any, rows: int) -> Any:
+    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": rows, "COLUMNS": COLUMNS}
     return xp.RawModule(code=_CODE, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))
