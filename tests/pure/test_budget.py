@@ -325,7 +325,9 @@ def test_limits_are_computed_once(on_host: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(budget, "budget", lambda *given: 0.0)
     with monkeypatch.context() as once:
         once.setattr(moments, "base", None)
-        assert judge.judge({"dQ": outputs["dQ"]}, "p16", 64) | judge.judge(outputs, "p16", 64) == first
+        again = judge.judge({"dQ": outputs["dQ"]}, "p16", 64) | judge.judge(outputs, "p16", 64)
+        # As texts: the moments of logsumexp hold NaN, and from Python 3.13 on a dataclass with one is not even equal to itself.
+        assert {name: repr(again[name]) for name in first} == {name: repr(each) for name, each in first.items()}
         rough = judge.judge({"dQ": outputs["dQ"] * np.float16(1.01)}, "p16", 64)["dQ"]
         assert "too large: slope" in rough.reason or "exceeds the budget" in rough.reason
     assert all(verdict.passed for verdict in first.values())
