@@ -90,7 +90,8 @@ def save(figure: Figure, path: Path, dpi: int = 300) -> Path:
         pyplot.close(figure)
     reduced = io.BytesIO()
     _frequent(np.asarray(Image.open(whole).convert("RGB"))).save(reduced, "png", dpi=(dpi, dpi), optimize=True)
-    write_files(path.parent, {path.name: reduced.getbuffer()})
+    # Not getbuffer(), a view: Python before 3.12.2 may crash where garbage is collected that holds one, and later ones complain.
+    write_files(path.parent, {path.name: reduced.getvalue()})
     return path
 
 

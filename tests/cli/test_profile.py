@@ -6,10 +6,10 @@ import csv
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import program
 import pytest
 from click.testing import Result
 
@@ -61,8 +61,7 @@ def tool(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     def put(name: str, text: str) -> None:
-        (folder / name).write_text(f"#!{sys.executable}\n{text}")
-        (folder / name).chmod(0o755)
+        program.write(folder / name, text)
 
     return put
 

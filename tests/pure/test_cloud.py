@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import program
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,14 +55,13 @@ def test_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     monkeypatch.setenv("FA_CLI_GPU", "L4")
     (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin/fa-cli"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, pathlib, sys\n"
+    program.write(
+        tmp_path / "bin/fa-cli",
+        "import os, pathlib, sys\n"
         "assert os.listdir() == ['mine_forward.cu'] and sys.argv[1:] == ['run', '--compute', './mine_forward.cu']\n"
         "pathlib.Path('data').mkdir(); pathlib.Path('data/Q.bin').write_text('Q'); pathlib.Path('data/meta.json').write_text('{}')\n"
-        "sys.exit(1)\n"
+        "sys.exit(1)\n",
     )
-    program.chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
     (home / "mine_forward.cu").write_text("// a kernel")

@@ -186,10 +186,10 @@ def test_editable_install_is_live() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("fa-cli is not installed in this environment")
-    found = Path(done.stdout.split()[0])
+    found = Path(done.stdout.splitlines()[0])
     if found.parent != ROOT and (found.parent / "pyproject.toml").is_file():
         pytest.skip(f"the checkout installed in this environment is another one: {found.parent}")
-    assert done.stdout.split() == [str(ROOT / "cli.py"), str(ROOT / "harness" / "problem.py")]
+    assert done.stdout.splitlines() == [str(ROOT / "cli.py"), str(ROOT / "harness" / "problem.py")]
 
 
 def test_generated_documents_are_up_to_date() -> None:
