@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ if sys.prefix != sys.base_prefix and os.environ.pop("PYTHONDONTWRITEBYTECODE", N
     # Hundreds of tests start a Python, which would compile numpy and pandas each time. What they write lies in the venv, not in the tree.
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(Path(sys.prefix) / ".pycache")
     sys.dont_write_bytecode = False
+
+# Python looks for a folder with room where /tmp is full; the compilers that tests start do not.
+os.environ.setdefault("TMPDIR", tempfile.gettempdir())
 
 import hints
 import pytest
