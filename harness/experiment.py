@@ -182,7 +182,8 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
 
     written = [folder / "speed.csv", folder / "env.json"]
     if not options.no_figures:
-        written += [figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")]
+        made = figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")
+        written += [made] if made else []
     return Outcome([], written, [*notes, *left_out], speeds)
 
 

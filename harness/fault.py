@@ -56,7 +56,7 @@ class DiskFault(Fault):
 
 
 class Dropped(UserWarning):
-    """Says what was left out of a table or record that an interrupted write had torn."""
+    """Says what was left out: of a table or record that an interrupted write had torn, or a figure that could not be drawn."""
 
 
 def clipped(text: str, most: int = 300) -> str:

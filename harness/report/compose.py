@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,7 +19,7 @@ from ..files import Json, make_folder, settle, write_files
 from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
 from .page import page
-from .style import plain, save
+from .style import drawn, plain, save
 from .summary import commit_of, dates_of, summary
 from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views
 
@@ -79,9 +80,9 @@ def draw(
         ) -> bool:
             progress(f"{told} {kind}, {pass_} {part.dtype}")
             some = part.picked()
-            if figure := function(some, label, _footer(some, env or {})):
-                made.append(_save(figure, out_dir, _name(name, part.type, kind) + part.suffix))
-            return figure is not None
+            draws = partial(function, some, label, _footer(some, env or {}))
+            made.extend(files := _saved(draws, out_dir, _name(name, part.type, kind) + part.suffix))
+            return bool(files)
 
         apart = view.only(())
         for part in over_head_dims(view):
@@ -102,8 +103,8 @@ def draw(
     for number, panels in enumerate(tables, len(several)):
         progress(f"{number}/{total} draws the ladder")
         first = panels[0]
-        figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
-        made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
+        draws = partial(ladder.draw, panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
+        made += _saved(draws, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu)
     return made
 
 
@@ -143,9 +144,12 @@ def _drawable(row: Row) -> Row:
     return replace(row, **texts)
 
 
-def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
-    """Save a figure in the folder. A name has words of rows in it, a device's: what is no letter of a file name becomes -."""
-    return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
+def _saved(draws: Callable[[], plot.Figure | None], folder: Path, name: str) -> list[Path]:
+    """The file of a figure, where there is one and it can be drawn. A name has words of rows in it, a device's: what is no letter of a
+    file name becomes -."""
+    file = folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png")
+    path = drawn(file.name, lambda: save(figure, file) if (figure := draws()) else None)
+    return [path] if path else []
 
 
 def redraw(

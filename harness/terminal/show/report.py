@@ -162,7 +162,8 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
                 name = f"error_{tensor}.png" if place == 0 else f"error_{result.compute}_{tensor}.png"
                 title = f"|error| of {tensor}, {result.compute}, {result.problem.describe()}"
-                made.append(report.error_picture(picture, title, result.outputs / name))
+                if path := report.error_picture(picture, title, result.outputs / name):
+                    made.append(path)
     return made
 
 
