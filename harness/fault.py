@@ -59,6 +59,14 @@ class Dropped(UserWarning):
     """Says what was left out: of a table or record that an interrupted write had torn, or a figure that could not be drawn."""
 
 
+def printable(text: str) -> str:
+    """A text of a file's or a user's as a terminal or a page may have it: what is neither printed nor a line break or tab is escaped.
+
+    Escape sequences set colours and titles of a terminal; U+202E turns the rest of a line round.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def clipped(text: str, most: int = 300) -> str:
     """A text of a user's, of at most `most` characters: a message is read, so it must not be as long as a file."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"

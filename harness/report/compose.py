@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,7 +20,7 @@ from . import figures, ladder
 from .page import page
 from .style import drawn, plain, save
 from .summary import commit_of, dates_of, summary
-from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views
+from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views, with_texts
 
 if TYPE_CHECKING:
     from matplotlib import figure as plot
@@ -66,7 +65,7 @@ def draw(
     if isinstance(source, Path):
         source, found = read(source)
         env = found if env is None else env
-    rows, title = [_drawable(row) for row in source], plain(title)
+    rows, title = with_texts(source, plain), plain(title)
     made: list[Path] = []
     every, tables = views(rows), ladders(rows)
     several = [view for view in every if _compares(view, every)]
@@ -136,12 +135,6 @@ def _name(name: str, type_: str, kind: str) -> str:
     first, _, more = kind.partition("_")
     rest = kind if first != words[-1] else more
     return "_".join(filter(None, (name, pass_.rstrip("_"), rest)))
-
-
-def _drawable(row: Row) -> Row:
-    """A row whose texts a figure can hold."""
-    texts: Json = {name: plain(value) for name, value in vars(row).items() if isinstance(value, str)}
-    return replace(row, **texts)
 
 
 def _saved(draws: Callable[[], plot.Figure | None], folder: Path, name: str) -> list[Path]:

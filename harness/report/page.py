@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ..fault import printable
 from ..files import Json
 from ..row import CEILING, Row
 from .summary import ceiling_words, facts
-from .views import HOST_TIME, PASS_WORDS, latest, picojoules
+from .views import HOST_TIME, PASS_WORDS, latest, picojoules, with_texts
 
 #: Columns of the table: heading, and the column of results.csv, whose value each cell has in full.
 COLUMNS = {
@@ -69,7 +70,7 @@ document.querySelector("input").oninput = event => {
 
 def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -> str:
     """The page of a run: its latest rows, its environment record, and PNG files, which it holds. All texts are escaped."""
-    every = latest(rows)
+    every, title = latest(with_texts(rows, printable)), printable(title)
     measured = [row for row in every if not row.Kernel.startswith(CEILING)]
     counts = Counter(row.Status for row in measured)
     verdicts = ", ".join(f'<span class="{status}">{counts[status]} {status}</span>' for status in sorted(counts, key=lambda s: -counts[s]))
@@ -78,7 +79,7 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
         found["ceilings"] = "; ".join(ceilings)
     if any(row.device == "cpu" for row in measured):
         found["times"] = HOST_TIME
-    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in found.items())
+    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(str(value)))}</dd>" for name, value in found.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_ALLOWED}">
 <meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ..fault import DiskFault, Dropped, Fault, UsageFault
+from ..fault import DiskFault, Dropped, Fault, UsageFault, printable
 from ..problem import MODES, Problem
 from . import complete, interrupt, streams
 from .progress import clear
@@ -129,8 +129,7 @@ def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
 
 def shown(text: str) -> str:
     """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
-    whole = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in whole.split("\n"))
+    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in printable(text).split("\n"))
     return "\n".join(lines)
 
 
