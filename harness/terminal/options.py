@@ -110,11 +110,11 @@ def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
     """Say that Ctrl-C came, and how to go on where the verb can; a run that is watched leaves that to the watch."""
     if interrupt.WATCHED in os.environ:
         return interrupt.CODE
-    resumable = "resume" in getattr(error.__cause__, "__notes__", ())
+    notes = getattr(error.__cause__, "__notes__", ())
+    if "resume" not in notes:
+        return complain("interrupted", "; ".join(notes), code=interrupt.CODE)
     again = [*arguments, *(() if "--resume" in arguments else ("--resume",))]
-    return complain(
-        "interrupted", "the rows that are done are kept" * resumable, shlex.join(["fa-cli", *again]) * resumable, interrupt.CODE
-    )
+    return complain("interrupted", "the rows that are done are kept", shlex.join(["fa-cli", *again]), interrupt.CODE)
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
@@ -203,8 +203,8 @@ def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str 
 
 def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
-    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("[1-9][0-9]{0,17}", v)), None):
-        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("0|[1-9][0-9]{0,17}", v)), None):
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with an integer of at least 0, as BLOCK_Q=64.")
     return {name: int(value) for name, value in pairs.items()}
 
 
