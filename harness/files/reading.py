@@ -75,7 +75,9 @@ def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int =
 
 
 def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
-    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
+    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8.
+
+    A byte order mark, which some editors write, is no part of it."""
     data = bytearray()
 
     def room(count: int) -> memoryview:
@@ -84,7 +86,7 @@ def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
 
     _read(path, None, hint, limit, room)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataFault(f"{path} cannot be read", str(error), hint) from None
 

@@ -159,20 +159,21 @@ def redraw(
 
     Figures go into pictures (default: the folder), with_page index.html beside them, which holds them; summary.md into texts (default:
     pictures). Elsewhere than in the folder their names start with `name`, since those of several experiments lie side by side there.
-    Nothing else is written. Without `figures` none is drawn.
+    Nothing else is written. title: by default the sweep's of env.json, else name. Without `figures` none is drawn.
     """
     rows, env = read(folder)
+    title = title or str(env.get("title") or "") or name
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
     texts = texts or pictures
     file = f"{name}_summary.md" if apart and name and texts.resolve() != folder.resolve() else "summary.md"
-    write_files(texts, {file: summary(rows, env, title or name or "Results").encode()})
+    write_files(texts, {file: summary(rows, env, title or "Results").encode()})
     made = draw(rows, pictures, name if apart else "", title, env, progress) if figures else []
     if with_page:
         index = pictures / (f"{name}_index.html" if apart and name else "index.html")
-        write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
+        write_files(pictures, {index.name: page(rows, env, title or "Results", made).encode()})
         made.insert(0, index)
     return [texts / file, *made]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -39,6 +39,7 @@ COLUMNS = {
     "status": "Status",
     "why": "ErrorMessage",
 }
+EMPTY = "<td></td>"  # a column of nothing else is left out
 _ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -72,6 +73,7 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
     """The page of a run: its latest rows, its environment record, and PNG files, which it holds. All texts are escaped."""
     every, title = latest(with_texts(rows, printable)), printable(title)
     measured = [row for row in every if not row.Kernel.startswith(CEILING)]
+    shown = {head: column for head, column in COLUMNS.items() if any(_cell(row, column) != EMPTY for row in measured)}
     counts = Counter(row.Status for row in measured)
     verdicts = ", ".join(f'<span class="{status}">{counts[status]} {status}</span>' for status in sorted(counts, key=lambda s: -counts[s]))
     found = facts(rows, env)
@@ -88,8 +90,8 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
 <dl>{about}</dl>
 <div>{"".join(map(_figure, pictures))}</div>
 <p><input type="search" placeholder="kernel, test, dtype …" aria-label="show rows with these words"> Click a heading to sort.</p>
-<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(head)}</th>" for head in COLUMNS)}</tr></thead><tbody>
-{chr(10).join(map(_row, measured))}
+<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(head)}</th>" for head in shown)}</tr></thead><tbody>
+{chr(10).join(_row(row, shown.values()) for row in measured)}
 </tbody></table></div>
 <script>{_SCRIPT}</script></body></html>
 """
@@ -100,14 +102,14 @@ def _figure(path: Path) -> str:
     return f'<figure><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></figure>\n'
 
 
-def _row(row: Row) -> str:
-    return f"<tr>{''.join(_cell(row, column) for column in COLUMNS.values())}</tr>"
+def _row(row: Row, columns: Iterable[str]) -> str:
+    return f"<tr>{''.join(_cell(row, column) for column in columns)}</tr>"
 
 
 def _cell(row: Row, column: str) -> str:
     value = getattr(row, column) if column else picojoules(row)
     if value is None:
-        return "<td></td>"
+        return EMPTY
     if isinstance(value, bool):
         return f"<td>{'causal' if value else ''}</td>"
     if isinstance(value, float):

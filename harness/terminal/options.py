@@ -83,11 +83,16 @@ class FaCli(click.Group):
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         complete.attach(cmd)
+        cmd.help = cmd.help or complete.docstring(cmd.callback)
         super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with streams.open_pipe():
             return super().make_context(*args, **kwargs)
+
+    def get_help(self, ctx: click.Context) -> str:
+        self.help = self.help or complete.docstring(self.callback)
+        return super().get_help(ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
         with streams.open_pipe():

@@ -109,6 +109,32 @@ def test_compare(fa_cli: Run, tmp_path: Path) -> None:
     assert fa_cli("compare", "b", "a", "--fail-if", "slower:5%", "-q").stdout.startswith("PASS 4 rows: 0 SAME, 4 FASTER")
 
 
+def test_compare_of_nothing_that_passed_fails(fa_cli: Run, tmp_path: Path) -> None:
+    """There is no time in either; where B is right now, that is no failure."""
+    (row, *_) = read_rows(run(tmp_path / "good") / "results.csv")
+    bad = replace(row, Status="FAIL", KernelTime_ms=None, timing=None)
+    for name, each in (("a", bad), ("b", bad), ("c", replace(row, KernelTime_ms=None, timing=None))):
+        append_row(tmp_path / name / "results.csv", each)
+    result = fa_cli("compare", "a", "b")
+    assert result.exit_code == 1 and "FAIL no row of both runs passed in B: nothing was compared" in result.stdout
+    assert fa_cli("compare", "a", "b", "--json").exit_code == 1 and fa_cli("compare", "a", "c").exit_code == 0
+
+
+def test_a_report_has_the_title_of_its_sweep(fa_cli: Run, tmp_path: Path) -> None:
+    """It is in env.json; an older record has none, then it is the folder's name."""
+    run(tmp_path / "seqlen")
+    for record, words, title in (
+        ({}, (), "seqlen"),
+        ({"title": "Lengths"}, (), "Lengths"),
+        ({"title": "Lengths"}, ("--title", "Mine"), "Mine"),
+    ):
+        (tmp_path / "seqlen" / "env.json").write_text(json.dumps(record))
+        assert fa_cli("report", "seqlen", *words).exit_code == 0
+        assert (tmp_path / "seqlen" / "summary.md").read_text().startswith(f"# {title}\n")
+        assert f"<h1>{title}</h1>" in (tmp_path / "seqlen" / "index.html").read_text()
+    assert "<th>MHz</th>" not in (tmp_path / "seqlen" / "index.html").read_text(), "a column that no row has"
+
+
 def test_compare_json(fa_cli: Run, tmp_path: Path) -> None:
     """One document, also with exit code 1."""
     run(tmp_path / "a")

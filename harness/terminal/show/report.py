@@ -80,6 +80,9 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
     for failure in found.failures:
         line("FAIL", failure)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    if not found.pairs and not found.failures and code:
+        line("FAIL", "no row of both runs passed in B: nothing was compared")
+        return code
     mean = f"; geometric mean of B / A {found.geomean:.4f}" if found.geomean else ""
     line("PASS" if found.passed else "FAIL", f"{len(found.pairs)} rows: {counts}{mean}")
     return code
