@@ -139,7 +139,7 @@ def tune(
     default, swept = _swept(kernel, problem, backend, tiles or {}, one_by_one)
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
     said = "; CPU times say nothing about a GPU" * (backend.name == "cpu")
-    note(f"{len(found)} variants of {kernel.label} are compiled, checked and timed{said}")
+    note(f"{len(found)} variant{'s' * (len(found) > 1)} of {kernel.label} to compile, check and time{said}")
     tuned = Tuned(kernel, problem, backend.name, backend.device().name, found, by)
     right: dict[int, PassResult] = {}
     try:
