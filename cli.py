@@ -263,7 +263,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
-    found = harness.tune.tune(name, pass_, problem, tiles=tile, progress=progress, **options.without_mask(given))
+    found = harness.tune.tune(name, pass_, problem, options.note, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
 
 
@@ -351,14 +351,14 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @main.command(epilog=options.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
 @click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
-@click.option("--title", default="", help="Above the figures.  [default: DIR's name]")
+@click.option("--title", default="", help="Above the figures.  [default: the sweep's, else DIR's name]")
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
     """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
     that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
     name, step = folder.resolve().name, harness.terminal.progress.teller(context.obj["verbosity"])
-    drawn = harness.report.redraw(folder, output_dir, name, title or name, with_page=True, progress=step)
+    drawn = harness.report.redraw(folder, output_dir, name, title, with_page=True, progress=step)
     step("")
     return harness.terminal.show.report.redrawn(drawn, json, context.obj["verbosity"])
 

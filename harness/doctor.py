@@ -21,7 +21,7 @@ from .backends.cuda import Cuda, pip_line
 from .backends.host.build import compiler
 from .backends.nvml import driver_cuda
 from .fault import Fault, UsageFault, install_extra
-from .files import exposed
+from .files import exposed, private_again, replaceable
 from .ring import peer, probe
 from .ring.start import on_ranks
 
@@ -292,8 +292,12 @@ def _cache(name: str, folder: Path, variable: str, needed: bool, exposed_is: str
         return Check(name, FAIL if needed else WARN, detail, f"set {variable} to a folder of yours")
     for path in _below(folder) if there == folder else ():
         if why := exposed(path.lstat() if path != folder else path.stat()):
-            hint = f"if that was you: chmod -R go-w {folder}; else rm -r {folder}, or set {variable} to a folder of yours"
+            hint = private_again(path, folder, variable)
             return Check(name, exposed_is, f"{path} may be another user's: {why}, and the code there is run", hint)
+    if above := replaceable(folder):
+        return Check(
+            name, exposed_is, f"{above[0]} is open: {above[1]}, and the code there is run", private_again(above[0], folder, variable)
+        )
     return Check(name, OK, str(folder))
 
 

@@ -123,7 +123,7 @@ def _measured(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """The rows of the run, those of a resumed one included, each kept in the folder as soon as its shape is done. Raises _Lost."""
-    run_id, rows = runs.begin(folder, sweep.name, backend, options)
+    run_id, rows = runs.begin(folder, sweep, backend, options)
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
         rows = runs.keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
     policy = replace(POLICY[backend.name], asked_samples=options.samples, asked_seconds=options.min_time)
@@ -182,7 +182,8 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
 
     written = [folder / "speed.csv", folder / "env.json"]
     if not options.no_figures:
-        written += [figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")]
+        made = figure.draw([asdict(speed) for speed in speeds], sweep.title, record, pictures / "training_speed.png")
+        written += [made] if made else []
     return Outcome([], written, [*notes, *left_out], speeds)
 
 

@@ -56,7 +56,15 @@ class DiskFault(Fault):
 
 
 class Dropped(UserWarning):
-    """Says what was left out of a table or record that an interrupted write had torn."""
+    """Says what was left out: of a table or record that an interrupted write had torn, or a figure that could not be drawn."""
+
+
+def printable(text: str) -> str:
+    """A text of a file's or a user's as a terminal or a page may have it: what is neither printed nor a line break or tab is escaped.
+
+    Escape sequences set colours and titles of a terminal; U+202E turns the rest of a line round.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def clipped(text: str, most: int = 300) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from . import environment, files, results
 from .fault import Dropped, UsageFault, clipped
 from .row import Row, encoded, holds_a_run, mend, read_rows
-from .sweep import ROOT, SWEEPS, Options
+from .sweep import ROOT, SWEEPS, Options, Sweep
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -40,7 +40,7 @@ def place(name: str, options: Options, backend: Backend) -> tuple[Path, Path]:
     return folder, pictures
 
 
-def begin(folder: Path, sweep: str, backend: Backend, options: Options) -> tuple[str, list[Row]]:
+def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tuple[str, list[Row]]:
     """The run_id, and the rows it has already where it is resumed. Torn tables are cut to their whole lines, env.json names the run.
 
     env.json is written before the first row: the run to resume is the one that it names, whether that has rows or not.
@@ -134,5 +134,5 @@ def _refuse_another(folder: Path, name: str, backend: Backend) -> None:
         raise UsageFault(f"{folder} holds a run of another device", why, f"use --output-dir {shlex.quote(other)}")
 
 
-def _environment(sweep: str, backend: Backend, run_id: str) -> bytes:
-    return files.json_bytes(environment.environment(run_id=run_id, sweep=sweep, **backend.environment()))
+def _environment(sweep: Sweep, backend: Backend, run_id: str) -> bytes:
+    return files.json_bytes(environment.environment(run_id=run_id, sweep=sweep.name, **backend.environment(), title=sweep.title))

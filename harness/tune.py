@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -110,6 +109,7 @@ def tune(
     spec: str,
     pass_: str,
     problem: Problem,
+    note: Callable[[str], None] = lambda text: None,
     *,
     tiles: Mapping[str, Sequence[int]] | None = None,
     device: str = "auto",
@@ -123,7 +123,8 @@ def tune(
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
     The default is among them, as the baseline. one_by_one: a value at a time in place of the product, all others at their defaults. by:
-    one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json beside. Raises UsageFault for an unknown or
+    one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json beside; after Ctrl-C those that
+    are known by then. note is told how many there are, before the first is compiled. Raises UsageFault for an unknown or
     refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
     EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
     DiskFault.
@@ -137,40 +138,64 @@ def tune(
     kernel = _chosen(spec, pass_, problem, backend, deterministic)
     default, swept = _swept(kernel, problem, backend, tiles or {}, one_by_one)
     found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
-    oracle = oracle_for(problem, backend, pass_, seed, progress)
-    inputs = oracle.inputs_of(pass_)
-    found = _pruned(found, lambda row: _prune(kernel, problem, backend, row), progress)
+    said = "; CPU times say nothing about a GPU" * (backend.name == "cpu")
+    note(f"{len(found)} variant{'s' * (len(found) > 1)} of {kernel.label} to compile, check and time{said}")
+    tuned = Tuned(kernel, problem, backend.name, backend.device().name, found, by)
     right: dict[int, PassResult] = {}
+    try:
+        _judge(tuned, backend, right, seed, progress)
+        _measure(tuned, backend, right, progress)
+    except KeyboardInterrupt as stop:
+        known = [row for i, row in enumerate(found) if row.status != PASS or i in right]
+        if output_dir and known:
+            _write(replace(tuned, rows=known), output_dir, backend)
+            stop.add_note(f"{len(known)} of {len(found)} variants are in {output_dir / TABLE}")
+        raise
+    progress("")
+    tuned = replace(tuned, rows=sorted(found, key=lambda row: _order(row, by)))
+    if output_dir:
+        _write(tuned, output_dir, backend)
+    return tuned
+
+
+def _judge(tuned: Tuned, backend: Backend, right: dict[int, PassResult], seed: int, progress: Callable[[str], None]) -> None:
+    """Replace each of the rows by what came of it before it is timed; what can be timed goes into right, by its place."""
+    kernel, found = tuned.kernel, tuned.rows
+    oracle = oracle_for(tuned.problem, backend, kernel.pass_, seed, progress)
+    inputs = oracle.inputs_of(kernel.pass_)
+    _pruned(found, lambda row: _prune(kernel, tuned.problem, backend, row), progress)
     for i, row in enumerate(found):
         if row.status == PASS:
             progress(f"{i}/{len(found)} checks {' '.join(f'{name}={value}' for name, value in row.tiles.items())}")
             found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, oracle, inputs, tiles))
             if checked:
                 right[i] = checked
+
+
+def _measure(tuned: Tuned, backend: Backend, right: Mapping[int, PassResult], progress: Callable[[str], None]) -> None:
+    """Give the rows that are right their times, and those that are metered their energy."""
+    found, problem, policy = tuned.rows, tuned.problem, POLICY[backend.name]
     contenders = {str(i): checked.timed for i, checked in right.items()}
     ready: dict[str, Ready] = {}
-    timings = measure(contenders, backend, "warm", POLICY[backend.name], progress, ready) if right else {}
+    timings = measure(contenders, backend, "warm", policy, progress, ready) if right else {}
     base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
     for i in right:
         found[i] = _timed(found[i], timings[str(i)], base, problem)
-    metered = sorted((i for i in right if found[i].ms), key=lambda i: found[i].ms or 0.0)[: None if by == "energy" else FASTEST]
-    for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, POLICY[backend.name], progress, ready).items():
+    metered = sorted((i for i in right if found[i].ms), key=lambda i: found[i].ms or 0.0)[: None if tuned.by == "energy" else FASTEST]
+    for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, policy, progress, ready).items():
         found[int(name)] = _metered(found[int(name)], timing, problem)
-    progress("")
-    tuned = Tuned(kernel, problem, backend.name, backend.device().name, sorted(found, key=lambda row: _order(row, by)), by)
-    if output_dir:
-        _write(tuned, output_dir, backend)
-    return tuned
 
 
-def _pruned(rows: Sequence[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> list[Variant]:
-    """The rows as prune leaves them, several at a time: compilers release the interpreter lock."""
-    found = []
+def _pruned(rows: list[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> None:
+    """Replace the rows by what prune makes of them, several at a time: compilers release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for done, row in enumerate(pool.map(prune, rows), 1):
-            found.append(row)
-            progress(f"{done}/{len(rows)} compiles")
-    return found
+        try:
+            for done, row in enumerate(pool.map(prune, rows), 1):
+                rows[done - 1] = row
+                progress(f"{done}/{len(rows)} compiles")
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # else it compiles all that are left first
+            raise
 
 
 def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, deterministic: bool) -> Kernel:
@@ -220,8 +245,12 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
         return replace(row, status=PRUNED, why=_first_error(error))
     except EnvironmentFault:
         row = replace(row, shared_bytes=max(launch.shared for launch in plan.launches))  # no NVRTC: registers are not known
-    with suppress(Fault):  # a kernel that does not load is reported by its check
+    try:
         backend.load(kernel, problem, row.tiles)
+    except CompileError as error:
+        return replace(row, status=PRUNED, why=_first_error(error))
+    except Fault:
+        pass  # a kernel that compiles and does not load is reported by its check
     return row
 
 
@@ -247,7 +276,7 @@ def _first_error(error: CompileError) -> str:
     """The line that matters of a compiler's log, and of an assertion without a message the line of source below it."""
     lines = [" ".join(line.split()) for line in error.log.splitlines()] or ["it does not compile"]
     at = next((i for i, line in enumerate(lines) if "error" in line), 0)
-    source = next((f": {line}" for line in lines[at + 1 : at + 2] if line.startswith("static_assert")), "")
+    source = next((f": {found[0]}" for line in lines[at + 1 : at + 2] if (found := re.search("static_assert.*", line))), "")
     return re.sub(r"^\S*/", "", lines[at]) + source
 
 
@@ -255,8 +284,6 @@ def _check(row: Variant, run: Callable[[Mapping[str, int]], PassResult]) -> tupl
     """The variant checked against float64, and what can be timed where it passes."""
     try:
         result = run(row.tiles)
-    except CompileError as error:  # where there was no NVRTC to ask before
-        return replace(row, status=PRUNED, why=_first_error(error)), None
     except ContextLost as fault:
         words = " ".join(f"{name}={value}" for name, value in row.tiles.items())
         raise KernelFault(f"{fault.what} (with {words})", fault.why, "leave that value out: --tile") from fault

@@ -15,9 +15,11 @@ from .reading import json_bytes as json_bytes
 from .reading import open_regular as open_regular
 from .reading import or_null as or_null
 from .reading import parse_json as parse_json
+from .reading import private_again as private_again
 from .reading import read_exact as read_exact
 from .reading import read_json as read_json
 from .reading import read_text as read_text
+from .reading import replaceable as replaceable
 from .reading import sha256 as sha256
 from .writing import JOURNAL as JOURNAL
 from .writing import READERS_SECONDS as READERS_SECONDS

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -75,7 +76,9 @@ def read_exact(path: Path, size: int | None = None, hint: str = "", limit: int =
 
 
 def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
-    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8."""
+    """The text of a regular file. Raises DataFault as :func:`read_exact` does, and where it is not UTF-8.
+
+    A byte order mark, which some editors write, is no part of it."""
     data = bytearray()
 
     def room(count: int) -> memoryview:
@@ -84,7 +87,7 @@ def read_text(path: Path, hint: str = "", limit: int = TABLE_LIMIT) -> str:
 
     _read(path, None, hint, limit, room)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataFault(f"{path} cannot be read", str(error), hint) from None
 
@@ -189,3 +192,23 @@ def exposed(about: os.stat_result) -> str:
     if about.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {about.st_uid}"
     return f"its mode {stat.S_IMODE(about.st_mode):04o} lets others write" if about.st_mode & 0o022 else ""
+
+
+def replaceable(folder: Path) -> tuple[Path, str] | None:
+    """The folder above one in which others may put another in its place, and why; None where nobody may."""
+    for above in folder.resolve().parents:
+        mode = above.stat().st_mode if above.exists() else 0
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            return above, f"its mode {stat.S_IMODE(mode):04o} lets others replace {folder}"
+    return None
+
+
+def private_again(path: Path, folder: Path, variable: str) -> str:
+    """What helps where a path in a folder of code, or one above it, is exposed. chmod is for its owner and root alone."""
+    elsewhere = f"a folder of yours: export {variable}=$HOME/.cache/fa-cli-own"
+    owner = path.lstat().st_uid
+    if path != folder and folder.resolve().is_relative_to(path.resolve()):
+        return f"chmod o-w {shlex.quote(str(path))}, or {elsewhere}" if os.geteuid() in (0, owner) else elsewhere
+    if owner not in (0, os.geteuid()):
+        return elsewhere
+    return f"if that was you: chmod -R go-w {shlex.quote(str(folder))}; else rm -r {shlex.quote(str(folder))}, or {elsewhere}"

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,8 +212,18 @@ def disk_fault(place: Path, error: OSError) -> DiskFault:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFault(f"no room to write in {place}", reason, f"free some space: df -h {place}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return DiskFault(f"cannot write in {place}", reason, f"choose another folder, or: chmod u+w {place}")
+        copy = f"write to a folder of your own; what is in this one goes with: cp -r {shlex.quote(str(place))} COPY && chmod -R u+w COPY"
+        hint = f"chmod u+w {shlex.quote(str(place))}, or another folder" if _own(place, error) else copy
+        return DiskFault(f"cannot write in {place}", reason, hint)
     return DiskFault(f"cannot write in {place}", reason, "check the folder and its disk")
+
+
+def _own(place: Path, error: OSError) -> bool:
+    """Whether chmod may help: the folder is this user's, and its file system can be written."""
+    try:
+        return error.errno != errno.EROFS and place.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 @contextmanager

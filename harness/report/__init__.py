@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from .. import doors
+
+if "ipykernel" not in sys.modules:  # what Jupyter names for its own kernels may not be there in the commands of a terminal
+    os.environ["MPLBACKEND"] = "Agg"  # read when matplotlib loads, which refuses a backend that it does not know
 
 if TYPE_CHECKING:
     from .compose import draw as draw

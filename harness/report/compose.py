@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,9 +18,9 @@ from ..files import Json, make_folder, settle, write_files
 from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
 from .page import page
-from .style import plain, save
+from .style import drawn, plain, save
 from .summary import commit_of, dates_of, summary
-from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views
+from .views import MODES, PASS_WORDS, PREFIX, View, by_head_dim, families, ladders, over_head_dims, shape_of, views, with_texts
 
 if TYPE_CHECKING:
     from matplotlib import figure as plot
@@ -65,7 +65,7 @@ def draw(
     if isinstance(source, Path):
         source, found = read(source)
         env = found if env is None else env
-    rows, title = [_drawable(row) for row in source], plain(title)
+    rows, title = with_texts(source, plain), plain(title)
     made: list[Path] = []
     every, tables = views(rows), ladders(rows)
     several = [view for view in every if _compares(view, every)]
@@ -79,9 +79,9 @@ def draw(
         ) -> bool:
             progress(f"{told} {kind}, {pass_} {part.dtype}")
             some = part.picked()
-            if figure := function(some, label, _footer(some, env or {})):
-                made.append(_save(figure, out_dir, _name(name, part.type, kind) + part.suffix))
-            return figure is not None
+            draws = partial(function, some, label, _footer(some, env or {}))
+            made.extend(files := _saved(draws, out_dir, _name(name, part.type, kind) + part.suffix))
+            return bool(files)
 
         apart = view.only(())
         for part in over_head_dims(view):
@@ -102,8 +102,8 @@ def draw(
     for number, panels in enumerate(tables, len(several)):
         progress(f"{number}/{total} draws the ladder")
         first = panels[0]
-        figure = ladder.draw(panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
-        made.append(_save(figure, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu))
+        draws = partial(ladder.draw, panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
+        made += _saved(draws, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu)
     return made
 
 
@@ -137,15 +137,12 @@ def _name(name: str, type_: str, kind: str) -> str:
     return "_".join(filter(None, (name, pass_.rstrip("_"), rest)))
 
 
-def _drawable(row: Row) -> Row:
-    """A row whose texts a figure can hold."""
-    texts: Json = {name: plain(value) for name, value in vars(row).items() if isinstance(value, str)}
-    return replace(row, **texts)
-
-
-def _save(figure: plot.Figure, folder: Path, name: str) -> Path:
-    """Save a figure in the folder. A name has words of rows in it, a device's: what is no letter of a file name becomes -."""
-    return save(figure, folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png"))
+def _saved(draws: Callable[[], plot.Figure | None], folder: Path, name: str) -> list[Path]:
+    """The file of a figure, where there is one and it can be drawn. A name has words of rows in it, a device's: what is no letter of a
+    file name becomes -."""
+    file = folder / (re.sub(r"[^\w.+=()@,-]+", "-", name)[:200] + ".png")
+    path = drawn(file.name, lambda: save(figure, file) if (figure := draws()) else None)
+    return [path] if path else []
 
 
 def redraw(
@@ -162,20 +159,21 @@ def redraw(
 
     Figures go into pictures (default: the folder), with_page index.html beside them, which holds them; summary.md into texts (default:
     pictures). Elsewhere than in the folder their names start with `name`, since those of several experiments lie side by side there.
-    Nothing else is written. Without `figures` none is drawn.
+    Nothing else is written. title: by default the sweep's of env.json, else name. Without `figures` none is drawn.
     """
     rows, env = read(folder)
+    title = title or str(env.get("title") or "") or name
     folder = folder if folder.is_dir() else folder.parent
     pictures = pictures or folder
     apart = pictures.resolve() != folder.resolve()
     make_folder(pictures)
     texts = texts or pictures
     file = f"{name}_summary.md" if apart and name and texts.resolve() != folder.resolve() else "summary.md"
-    write_files(texts, {file: summary(rows, env, title or name or "Results").encode()})
+    write_files(texts, {file: summary(rows, env, title or "Results").encode()})
     made = draw(rows, pictures, name if apart else "", title, env, progress) if figures else []
     if with_page:
         index = pictures / (f"{name}_index.html" if apart and name else "index.html")
-        write_files(pictures, {index.name: page(rows, env, title or name or "Results", made).encode()})
+        write_files(pictures, {index.name: page(rows, env, title or "Results", made).encode()})
         made.insert(0, index)
     return [texts / file, *made]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from ..fault import printable
 from ..files import Json
 from ..row import CEILING, Row
 from .summary import ceiling_words, facts
-from .views import HOST_TIME, PASS_WORDS, latest, picojoules
+from .views import HOST_TIME, PASS_WORDS, latest, picojoules, with_texts
 
 #: Columns of the table: heading, and the column of results.csv, whose value each cell has in full.
 COLUMNS = {
@@ -38,6 +39,7 @@ COLUMNS = {
     "status": "Status",
     "why": "ErrorMessage",
 }
+EMPTY = "<td></td>"  # a column of nothing else is left out
 _ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -69,8 +71,9 @@ document.querySelector("input").oninput = event => {
 
 def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -> str:
     """The page of a run: its latest rows, its environment record, and PNG files, which it holds. All texts are escaped."""
-    every = latest(rows)
+    every, title = latest(with_texts(rows, printable)), printable(title)
     measured = [row for row in every if not row.Kernel.startswith(CEILING)]
+    shown = {head: column for head, column in COLUMNS.items() if any(_cell(row, column) != EMPTY for row in measured)}
     counts = Counter(row.Status for row in measured)
     verdicts = ", ".join(f'<span class="{status}">{counts[status]} {status}</span>' for status in sorted(counts, key=lambda s: -counts[s]))
     found = facts(rows, env)
@@ -78,7 +81,7 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
         found["ceilings"] = "; ".join(ceilings)
     if any(row.device == "cpu" for row in measured):
         found["times"] = HOST_TIME
-    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in found.items())
+    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(str(value)))}</dd>" for name, value in found.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_ALLOWED}">
 <meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>
@@ -87,8 +90,8 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
 <dl>{about}</dl>
 <div>{"".join(map(_figure, pictures))}</div>
 <p><input type="search" placeholder="kernel, test, dtype …" aria-label="show rows with these words"> Click a heading to sort.</p>
-<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(head)}</th>" for head in COLUMNS)}</tr></thead><tbody>
-{chr(10).join(map(_row, measured))}
+<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(head)}</th>" for head in shown)}</tr></thead><tbody>
+{chr(10).join(_row(row, shown.values()) for row in measured)}
 </tbody></table></div>
 <script>{_SCRIPT}</script></body></html>
 """
@@ -99,14 +102,14 @@ def _figure(path: Path) -> str:
     return f'<figure><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></figure>\n'
 
 
-def _row(row: Row) -> str:
-    return f"<tr>{''.join(_cell(row, column) for column in COLUMNS.values())}</tr>"
+def _row(row: Row, columns: Iterable[str]) -> str:
+    return f"<tr>{''.join(_cell(row, column) for column in columns)}</tr>"
 
 
 def _cell(row: Row, column: str) -> str:
     value = getattr(row, column) if column else picojoules(row)
     if value is None:
-        return "<td></td>"
+        return EMPTY
     if isinstance(value, bool):
         return f"<td>{'causal' if value else ''}</td>"
     if isinstance(value, float):

@@ -6,6 +6,8 @@ import io
 import math
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ..array import Array
+from ..fault import Dropped, Fault, clipped
 from ..files import write_files
 
 if TYPE_CHECKING:
@@ -38,13 +41,34 @@ RC: Any = {  # of rcParams, whose names matplotlib lists as literals
 }
 
 
-def error_picture(errors: Array, title: str, path: Path) -> Path:
+@contextmanager
+def _own_style(rc: Any) -> Iterator[None]:
+    """matplotlib's own defaults and rc, whatever a matplotlibrc says; what it says holds again afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(rc)
+        yield
+
+
+def drawn(name: str, draw: Callable[[], Path | None], rc: Keywords = RC) -> Path | None:
+    """What draw returns, in our own style; None where it cannot, which is a warning: no verdict hangs on a figure. Faults pass."""
+    try:
+        with _own_style(rc):
+            return draw()
+    except Fault:
+        raise
+    except Exception as error:
+        warnings.warn(f"{name} was not drawn: {type(error).__name__}: {clipped(str(error))}", Dropped, stacklevel=2)
+        return None
+
+
+def error_picture(errors: Array, title: str, path: Path) -> Path | None:
     """Draw an |error| map (rows x blocks of columns, as budget.error_map gives it) with its worst cell marked. Returns the path.
 
-    Colours are logarithmic; cells that are not finite are red. Raises DiskFault where the file cannot be written.
+    Colours are logarithmic; cells that are not finite are red. None, and a warning, where it cannot be drawn. Raises DiskFault where
+    the file cannot be written.
     """
-    with matplotlib.rc_context(RC):
-        return save(error_figure(errors, title), path, 150)
+    return drawn(path.name, lambda: save(error_figure(errors, title), path, 150))
 
 
 def error_figure(errors: Array, title: str) -> Figure:

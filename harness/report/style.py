@@ -27,6 +27,7 @@ from .palette import DASHES as DASHES
 from .palette import look_of as look_of
 from .picture import RC as RC
 from .picture import Keywords as Keywords
+from .picture import drawn as drawn
 from .picture import plain as plain
 from .picture import save as save
 from .views import HOST_TIME, View, problem_of

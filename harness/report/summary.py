@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
+from ..fault import printable
 from ..files import Json
 from ..row import CEILING, Row
-from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, views
+from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, views, with_texts
 
 
 def summary(rows: Sequence[Row], env: Json, title: str = "Results") -> str:
     """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command."""
-    parts = [f"# {title}"]
+    parts, rows = [f"# {_markdown(title)}"], with_texts(rows, _markdown)
     for view in views(rows):
         timings: list[str | None] = [timing for timing in TIMINGS if any(row.timing == timing for row in view.rows)]
         parts += [_section(view, timing) for timing in timings or [view.timing]]
@@ -52,6 +54,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _markdown(text: str) -> str:
+    """A text that is no HTML in Markdown, and no escape sequence where it is printed."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text))
 
 
 def _section(view: View, timing: str | None) -> str:
@@ -165,6 +172,6 @@ def facts(rows: Sequence[Row], env: Json) -> dict[str, str]:
 
 def _environment(rows: Sequence[Row], env: Json) -> str:
     found = facts(rows, env)
-    command = found.pop("command", None)
-    text = "; ".join(f"{name} {value}" for name, value in found.items())
+    command = printable(found.pop("command", "")).replace("`", "'")
+    text = "; ".join(f"{name} {_markdown(value)}" for name, value in found.items())
     return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{command}`" if command else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,21 @@ import matplotlib.pyplot as plt
 
 from ..files import disk_fault
 from .palette import BLUE
-from .style import GREY
+from .style import GREY, drawn
 
 #: A column of the CSV, its unit and what it is divided by.
 PANELS = (("tokens_per_s", "1000 tokens/s", 1e3), ("step_peak_bytes", "peak memory of a step (MB)", 1e6))
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], path: Path) -> Path:
+def draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], path: Path) -> Path | None:
     """A bar for each attention that was measured, its 20th to 80th percentile as a line. On a CPU there is no memory to show.
 
-    rows: lines of speed.csv. Raises DiskFault.
+    rows: lines of speed.csv. Returns path, None (and a warning) where it cannot be drawn. Raises DiskFault.
     """
+    return drawn(path.name, partial(_draw, rows, title, env, path), {})
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], path: Path) -> Path:
     found = [row for row in rows if row["tokens_per_s"]]
     panels = [panel for panel in PANELS if any(row[panel[0]] for row in found)] or list(PANELS[:1])
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 1.4, 0.36 * len(found) + 1.9), squeeze=False, sharey=True)

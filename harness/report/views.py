@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import peers
+from ..files import Json
 from ..kernel.kernel import catalogue
 from ..problem import Problem
 from ..row import CEILING, SHAPE, TYPES, Row
@@ -36,6 +37,16 @@ Key = tuple[str | float | None, ...]
 def key_of(row: Row) -> Key:
     """The values of KEY in a row."""
     return tuple(getattr(row, name) for name in KEY)
+
+
+def with_texts(rows: Iterable[Row], change: Callable[[str], str]) -> list[Row]:
+    """Rows with their words, which are a file's, as figures or pages may have them."""
+
+    def changed(row: Row) -> Row:
+        texts: Json = {name: change(value) for name, value in vars(row).items() if isinstance(value, str)}
+        return replace(row, **texts)
+
+    return list(map(changed, rows))
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,9 @@ from .place import Place, found
 from .transport import Hangs, Stuck
 
 T = TypeVar("T")
+
+#: How many ranks --gpus starts at most: so many whatever the machine, and so many for each of its cores.
+FEW, RANKS_A_CORE = 16, 4
 
 
 def ring(
@@ -64,11 +67,14 @@ def on_ranks(job: Callable[[Place], T | None], device: str, gpus: int | None = N
     if place:
         return job(place)
     cpu = device == "cpu" or (device == "auto" and not nvidia_driver())
+    if (gpus or 2) > (most := max(FEW, RANKS_A_CORE * (os.cpu_count() or 1))):
+        why = f"each is a process, and this machine has {os.cpu_count()} cores: at most {most} are started"
+        raise UsageFault(f"{gpus} ranks", why, f"fa-cli ring --simulate {gpus}, or fewer --gpus")
     return _started(job, gpus or 2, cpu)
 
 
 def _started(job: Callable[[Place], T | None], count: int, cpu: bool) -> T:
-    with tempfile.TemporaryDirectory(prefix="fa_cli_ring_") as name, ExitStack() as held:
+    with _ended_by_sigterm(count > 1), tempfile.TemporaryDirectory(prefix="fa_cli_ring_") as name, ExitStack() as held:
         places = [Place(rank, count, rank, "mpi" if cpu and count > 1 else "folder", Path(name)) for rank in range(count)]
         if count == 1:
             alone = job(places[0])
@@ -85,6 +91,22 @@ def _started(job: Callable[[Place], T | None], count: int, cpu: bool) -> T:
             said.seek(0)
             told = said.read()
             return _outcome(commands, [None] * count, _ended_badly(Path(name), count, told, order) if code else [], told)
+
+
+@contextmanager
+def _ended_by_sigterm(others: bool) -> Iterator[None]:
+    """A batch system's or timeout's SIGTERM is an exception here, so that no rank and no folder is left.
+
+    others: the kernels run in other processes. During a launch of this one the exception would wait for its end.
+    """
+    if not others or threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _rank(job: Callable[[Place], T | None], place: Place) -> T | None:
@@ -133,6 +155,10 @@ def _exits(pid: int) -> bool:
         return True
 
 
+#: What MPICH and Open MPI say of a rank that ends them all, as one does at Ctrl-C.
+_ABORTED = re.compile(r"\(rank (\d+) in comm \d+\): application called MPI_Abort|MPI_ABORT was invoked on rank (\d+)")
+
+
 def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) -> list[list[int]]:
     """The ranks to blame where mpiexec failed, those that ended first or have not begun; said: its words and theirs. A rank that gave
     up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
@@ -143,6 +169,8 @@ def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) ->
         )
     if hangs := re.search(r"a kernel of rank (\d+) did not end within ([\d.e+-]+) s", said):
         raise Hangs(int(hangs[1]), float(hangs[2]))
+    if aborted := _ABORTED.search(said):  # MPI ends all others then, some of them before it
+        return [[int(aborted[1] or aborted[2])], *order]
     return [late[:1]] if late else order
 
 

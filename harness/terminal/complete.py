@@ -1,12 +1,17 @@
-"""What the shell completes: kernels, dtypes, sweeps, peers, data folders. Only names of files are read: a Tab takes as long as --help."""
+"""What the shell completes: kernels, dtypes, sweeps, peers, data folders. Only names of files are read: a Tab takes as long as --help.
+
+And what --help says of a command where Python runs without docstrings.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..problem import DTYPE_BYTES, MODES
 
@@ -67,3 +72,16 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "data": data_folders,
 }
 LISTS = ("compute", "peers")
+
+
+def docstring(function: Callable[..., Any] | None) -> str | None:
+    """A docstring where Python runs without them (-OO, PYTHONOPTIMIZE=2), from the source."""
+    if sys.flags.optimize < 2 or not function:
+        return None
+    import ast
+    import inspect
+
+    with suppress(OSError, SyntaxError):
+        (node,) = ast.parse(inspect.getsource(inspect.unwrap(function))).body
+        return ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+    return None

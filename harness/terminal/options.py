@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ..fault import DiskFault, Dropped, Fault, UsageFault
+from ..fault import DiskFault, Dropped, Fault, UsageFault, printable
 from ..problem import MODES, Problem
 from . import complete, interrupt, streams
 from .progress import clear
@@ -87,11 +87,16 @@ class FaCli(click.Group):
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         complete.attach(cmd)
+        cmd.help = cmd.help or complete.docstring(cmd.callback)
         super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with streams.open_pipe():
             return super().make_context(*args, **kwargs)
+
+    def get_help(self, ctx: click.Context) -> str:
+        self.help = self.help or complete.docstring(self.callback)
+        return super().get_help(ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
         with streams.open_pipe():
@@ -114,11 +119,11 @@ def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
     """Say that Ctrl-C came, and how to go on where the verb can; a run that is watched leaves that to the watch."""
     if interrupt.WATCHED in os.environ:
         return interrupt.CODE
-    resumable = "resume" in getattr(error.__cause__, "__notes__", ())
+    notes = getattr(error.__cause__, "__notes__", ())
+    if "resume" not in notes:
+        return complain("interrupted", "; ".join(notes), code=interrupt.CODE)
     again = [*arguments, *(() if "--resume" in arguments else ("--resume",))]
-    return complain(
-        "interrupted", "the rows that are done are kept" * resumable, shlex.join(["fa-cli", *again]) * resumable, interrupt.CODE
-    )
+    return complain("interrupted", "the rows that are done are kept", shlex.join(["fa-cli", *again]), interrupt.CODE)
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
@@ -133,8 +138,7 @@ def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
 
 def shown(text: str) -> str:
     """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
-    whole = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in whole.split("\n"))
+    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in printable(text).split("\n"))
     return "\n".join(lines)
 
 
@@ -208,8 +212,8 @@ def parse_mode(_context: click.Context, _parameter: click.Parameter, value: str 
 
 def _tiles(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     pairs = {name: value for name, _, value in (text.partition("=") for text in values)}
-    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("[1-9][0-9]{0,17}", v)), None):
-        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with a positive integer, as BLOCK_Q=64.")
+    if wrong := next((f"{n}={v}" for n, v in pairs.items() if not re.fullmatch("0|[1-9][0-9]{0,17}", v)), None):
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE with an integer of at least 0, as BLOCK_Q=64.")
     return {name: int(value) for name, value in pairs.items()}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..fault import printable
 from .options import shown
 from .progress import clear
 from .tables import Laid, lay_out
@@ -56,7 +57,7 @@ def plain(laid: Laid) -> str:
 def line(*parts: str) -> None:
     """One line of result on stdout; of one that starts with a verdict, the verdict is coloured on a terminal."""
     clear()
-    word, space, rest = " ".join(p for p in parts if p).partition(" ")
+    word, space, rest = printable(" ".join(p for p in parts if p)).partition(" ")
     Console(highlight=False, soft_wrap=True).print(Text(word, style=_STYLES.get(word, "")) + space + rest)
 
 

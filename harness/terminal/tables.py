@@ -17,6 +17,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from ..fault import printable
+
 #: Columns whose cells are words, of a sentence, a list or a shape: they wrap at spaces, to no fewer letters than this.
 PROSE = {"why": 20, "idea": 24, "question": 20, "found": 20, "what": 20, "shape": 14, "dtypes": 16, "passes": 8, "also": 6}
 #: Columns that a narrow table does without: the first leaves first.
@@ -69,12 +71,12 @@ def lay_out(
 
 
 def text_of(value: object) -> str:
-    """A cell: - where nothing is known, a float to four digits."""
+    """A cell: - where nothing is known, a float to four digits, of text what can be printed."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) and (value == 0 or 1e-2 <= abs(value) < 1e5) else f"{value:.2e}"
-    return str(value)
+    return printable(str(value))
 
 
 # -- details ----------------------------------------------------------------------------------------------------------

@@ -300,6 +300,11 @@ def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices
         raise ValueError(f"q, k and v do not belong together: {text}; v is like k, and has the batch and head_dim of q")
     if q[1] % k[1] if k[1] else q[1]:
         raise ValueError(f"{q[1]} query heads cannot share {k[1]} key heads evenly: heads_kv divides heads_q")
+    check_kinds(dtypes, devices)
+
+
+def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
+    """Raise ValueError where q, k and v are of more than one dtype or device."""
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
         raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")

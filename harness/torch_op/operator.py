@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from .. import choose
 from ..fault import DataFault, Fault, UsageFault
-from .call import edited, ready
+from .call import check_kinds, edited, ready
 
 
 def attention(
@@ -143,6 +143,21 @@ def _gradients(ctx: Any, do: Any, _: Any, call: Any = None) -> tuple[Any, ...]:
     return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
 
 
+# A call with one tensor on meta among others comes here too, and its outputs would be memory that nothing has written.
+
+
+def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
+    check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    return _outputs(q)
+
+
+def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -> tuple[Any, Any, Any]:
+    check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    if not do.device == o.device == lse.device == q.device:
+        raise ValueError(f"dO, O and logsumexp are on {do.device}, {o.device} and {lse.device}, q on {q.device}: one device for all")
+    return _like(q), _like(k), _like(v)
+
+
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic, SymInt? causal_shift"
 _FORWARD = torch.library.custom_op(
     "fa::forward",
@@ -156,8 +171,8 @@ _BACKWARD = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
-_FORWARD.register_fake(lambda q, *_: _outputs(q))
-_BACKWARD.register_fake(lambda do, q, k, v, *_: (_like(q), _like(k), _like(v)))
+_FORWARD.register_fake(_fake_forward)
+_BACKWARD.register_fake(_fake_backward)
 _FORWARD.register_autograd(_gradients, setup_context=_save)
 # custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
 _DIRECT = torch.library.Library("fa", "FRAGMENT")

@@ -67,3 +67,16 @@ def test_it_imports_no_numpy(tmp_path: Path) -> None:
     environment = os.environ | {"_FA_CLI_COMPLETE": "bash_complete", "COMP_WORDS": "fa-cli run --compute na", "COMP_CWORD": "3"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("plain,naive\n", "\n")
+
+
+def test_help_needs_no_docstrings() -> None:
+    """PYTHONOPTIMIZE=2 strips them from what is imported; the words are those of every day."""
+    for words in ((), ("tune",)):
+        said = []
+        for level in ("0", "2"):
+            wide = os.environ | {"PYTHONOPTIMIZE": level}
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "cli.py"), *words, "--help"], capture_output=True, text=True, env=wide, check=True
+            )
+            said.append(done.stdout)
+        assert said[0] == said[1] and len(said[0]) > 500

@@ -75,13 +75,17 @@ def test_the_line_goes_before_a_message(terminal: Terminal, speak: Callable[[str
     tell("")
 
 
-def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
-    """With -q, and where stderr is a file or a pipe."""
+def test_a_line_in_a_while_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
+    """Where stderr is a file or a pipe, a plain line every half minute; none with -q, and none of a command that is soon done."""
     progress.teller(-1)("works")
     assert not terminal.getvalue()
     monkeypatch.setattr(terminal, "isatty", lambda: False)
-    progress.teller(0)("works")
-    assert not terminal.getvalue()
+    tell = progress.teller(0)
+    for done in range(61):  # a second each
+        tell(f"{done}/100 checks \x1b[31m")
+    tell("")
+    printing.line("done")
+    assert terminal.getvalue() == "29% 0:30, 1:11 left  checks ?[31m\n59% 1:00, 0:41 left  checks ?[31m\n"
 
 
 def on_a_terminal(folder: Path, *arguments: str) -> str:

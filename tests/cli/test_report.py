@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from click.testing import Result
 from rows import append_row
 
 from harness.problem import Problem
-from harness.row import Row
+from harness.row import Row, read_rows
 
 Run = Callable[..., Result]
 
@@ -54,6 +55,24 @@ def run(folder: Path, factor: float = 1.0, device_name: str = "NVIDIA H200") -> 
     return folder
 
 
+def test_what_a_table_of_others_holds_is_only_text(fa_cli: Run, tmp_path: Path) -> None:
+    """A results.csv may come from anyone: no escape sequence, no turned line and no HTML of its cells reaches a terminal or a page."""
+    nasty = "\x1b[31m\u202e<script>alert(1)</script>\x9b2J"
+    (row, *_) = read_rows(run(tmp_path / "seqlen") / "results.csv")
+    bad = {"Kernel": nasty, "Test": nasty, "ErrorMessage": nasty, "device_name": nasty, "commit": nasty}
+    append_row(tmp_path / "seqlen" / "results.csv", replace(row, **{name: text for name, text in bad.items() if hasattr(row, name)}))
+    (tmp_path / "seqlen" / "env.json").write_text(json.dumps({"device_name": nasty, "command": [nasty, "`"]}))
+    printed = [fa_cli("compare", "seqlen", "seqlen"), fa_cli("report", "seqlen", "--title", f"T{nasty}")]
+    assert [result.exit_code for result in printed] == [0, 0], printed
+    page, text = ((tmp_path / "seqlen" / name).read_text() for name in ("index.html", "summary.md"))
+    for each in (*(result.output for result in printed), page, text):
+        assert not set(each) & set("\x1b\u202e\x9b")
+    assert "\\x1b[31m\\u202e<script>" in printed[0].stdout
+    assert page.count("<script>") == 1 and page.count("&lt;script&gt;") >= 5
+    commands = [line for line in text.splitlines() if line.startswith("Command: ")]
+    assert "<script>" not in text.replace(commands[0], "") and "&lt;script>" in text and commands[0].count("`") == 2
+
+
 def test_report(fa_cli: Run, tmp_path: Path) -> None:
     """Figures and summary beside the rows, or elsewhere under the folder's name."""
     run(tmp_path / "seqlen")
@@ -88,6 +107,32 @@ def test_compare(fa_cli: Run, tmp_path: Path) -> None:
     result = fa_cli("compare", "a", "b", "--fail-if", "slower:5%")
     assert result.exit_code == 1 and "slower by 10.0%" in result.stdout
     assert fa_cli("compare", "b", "a", "--fail-if", "slower:5%", "-q").stdout.startswith("PASS 4 rows: 0 SAME, 4 FASTER")
+
+
+def test_compare_of_nothing_that_passed_fails(fa_cli: Run, tmp_path: Path) -> None:
+    """There is no time in either; where B is right now, that is no failure."""
+    (row, *_) = read_rows(run(tmp_path / "good") / "results.csv")
+    bad = replace(row, Status="FAIL", KernelTime_ms=None, timing=None)
+    for name, each in (("a", bad), ("b", bad), ("c", replace(row, KernelTime_ms=None, timing=None))):
+        append_row(tmp_path / name / "results.csv", each)
+    result = fa_cli("compare", "a", "b")
+    assert result.exit_code == 1 and "FAIL no row of both runs passed in B: nothing was compared" in result.stdout
+    assert fa_cli("compare", "a", "b", "--json").exit_code == 1 and fa_cli("compare", "a", "c").exit_code == 0
+
+
+def test_a_report_has_the_title_of_its_sweep(fa_cli: Run, tmp_path: Path) -> None:
+    """It is in env.json; an older record has none, then it is the folder's name."""
+    run(tmp_path / "seqlen")
+    for record, words, title in (
+        ({}, (), "seqlen"),
+        ({"title": "Lengths"}, (), "Lengths"),
+        ({"title": "Lengths"}, ("--title", "Mine"), "Mine"),
+    ):
+        (tmp_path / "seqlen" / "env.json").write_text(json.dumps(record))
+        assert fa_cli("report", "seqlen", *words).exit_code == 0
+        assert (tmp_path / "seqlen" / "summary.md").read_text().startswith(f"# {title}\n")
+        assert f"<h1>{title}</h1>" in (tmp_path / "seqlen" / "index.html").read_text()
+    assert "<th>MHz</th>" not in (tmp_path / "seqlen" / "index.html").read_text(), "a column that no row has"
 
 
 def test_compare_json(fa_cli: Run, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_report_writes_nothing_into_what_it_reads(fa_cli: Run, results: Path, tm
     before = contents(results)
     found = fa_cli("report", results / "s", "--output-dir", "figures")
     assert found.exit_code == 0 and contents(results) == before
-    assert (tmp_path / "figures" / "s_summary.md").read_text().startswith("# s\n")
+    assert (tmp_path / "figures" / "s_summary.md").read_text().startswith("# a test\n")
     for words in (("report", "experiment_results"), ("compare", "experiment_results", "experiment_results/s")):
         found = fa_cli(*words)
         assert found.exit_code == 3 and "hint: give one of them: experiment_results/s" in found.stderr
@@ -101,3 +101,10 @@ def test_samples_that_are_asked_for(fa_cli: Run, results: Path, monkeypatch: pyt
     assert fa_cli(*WORDS, "--compute", "naive", "--peers", "none", "--min-time", 0.02).exit_code == 0
     lines = [json.loads(line) for line in (results / "s-4" / "samples.jsonl").read_text().splitlines()]
     assert lines and all(sum(line["samples_ms"]) >= 20 for line in lines)
+
+
+def test_a_sweep_may_have_a_byte_order_mark(fa_cli: Run, tmp_path: Path) -> None:
+    """Some editors write one."""
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbfshapes = [{ batch = 1, heads = 1, seq = [16, 33], dim = 8 }]\n")
+    result = fa_cli("experiment", "bom.toml", "--dry-run")
+    assert result.exit_code == 0 and "2 shapes" in result.output, result.output

@@ -127,6 +127,58 @@ def test_backward_and_all_pruned(fa_cli: Run, planted: str) -> None:
     assert result.exit_code == 2 and "0 of 2 variants are right, 2 pruned" in result.stdout
 
 
+@needs_compiler
+def test_a_tile_may_be_0(fa_cli: Run) -> None:
+    """As in fa2's own header; how many variants there are is told before the first is compiled."""
+    result = fa_cli("tune", "fa2", *SHAPE, "--tile", "PAD=0", "--json")
+    assert result.exit_code == 0 and [row["tiles"] for row in json.loads(result.stdout)["rows"]] == [{"PAD": 0}]
+    assert result.stderr.startswith("note: 1 variant of fa2_forward to compile, check and time; CPU times say nothing about a GPU\n")
+    result = fa_cli("run", "--compute", "fa2", *SHAPE, "--tile", "BLOCK_Q=0")
+    assert result.exit_code == 2 and "divides by zero" in result.stderr
+
+
+@needs_compiler
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("where", ["_prune", "_check", "measure"])
+def test_ctrl_c_keeps_what_is_known(where: str, fa_cli: Run, planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pruned, what is wrong and what is right is in tune.csv; a variant that nobody has looked at is not."""
+    real, seen = getattr(tune, where), list[object]()
+
+    def stopped(*given: Any, **more: Any) -> Any:
+        seen.append(given)
+        if where == "measure" or (given[-1] if where == "_prune" else given[0]).tiles["HOW"] == 6:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(tune, where, stopped)
+    result = fa_cli("tune", planted, *SHAPE, "--tile", "HOW=3,4,5,6", "--output-dir", "out")
+    known = {"_prune": {"4", "5"}, "_check": {"2", "3", "4", "5"}, "measure": {"2", "3", "4", "5", "6"}}[where]
+    assert result.exit_code == 130 and f"{len(known)} of 5 variants are in out/tune.csv" in result.stderr, result.output
+    with open(tmp_path / "out" / "tune.csv") as file:
+        rows = {row["tiles"].removeprefix("HOW="): row for row in csv.DictReader(file)}
+    wanted = {"2": "PASS", "3": "FAIL", "4": "PRUNED", "5": "PRUNED", "6": "PASS"}
+    assert {how: row["status"] for how, row in rows.items()} == {how: wanted[how] for how in known}
+    assert not any(row["ms"] for row in rows.values())
+
+
+@needs_compiler
+def test_a_variant_that_does_not_compile_is_compiled_once(fa_cli: Run, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no NVRTC to ask before, the CPU's compiler is not asked again by the check."""
+    loads, load = list[int](), type(tune.pick("cpu")).load
+
+    def counted(self: Any, kernel: Kernel, problem: Problem, tiles: Any = None, *more: Any) -> Any:
+        loads.append((tiles or {}).get("HOW"))
+        return load(self, kernel, problem, tiles, *more)
+
+    def absent(*_: object) -> None:
+        raise EnvironmentFault("no NVRTC", "", "")
+
+    monkeypatch.setattr(nvrtc, "resources", absent)
+    monkeypatch.setattr(type(tune.pick("cpu")), "load", counted)
+    rows = rows_of(fa_cli("tune", planted, *SHAPE, "--tile", "HOW=4", "--json"))
+    assert rows[4]["status"] == "PRUNED" and "HOW != 4" in rows[4]["why"] and loads.count(4) == 1 and loads.count(2) >= 2
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -232,6 +232,17 @@ def test_a_cache_others_may_write_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert checks()["cupy cache"].status == "WARN" and "x.so" in checks()["cupy cache"].detail
 
 
+def test_a_folder_above_the_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend refuses it too; chmod is said to whom it helps."""
+    tmp_path.chmod(0o777)
+    check = checks()["cache"]
+    assert check.status == "FAIL" and f"{tmp_path} is open" in check.detail and check.hint.startswith(f"chmod o-w {tmp_path}, or ")
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    assert checks()["cache"].hint.startswith("a folder of yours: export FA_CLI_CACHE_DIR=")
+    tmp_path.chmod(0o1777)
+    assert checks()["cache"].status == "OK"
+
+
 def test_a_file_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "file").touch(mode=0o644)
     owner = (tmp_path / "file").stat()

@@ -212,3 +212,22 @@ def test_a_file_that_is_cleared_away_before_its_rename_is_an_error(tmp_path: Pat
     with pytest.raises(DiskFault, match="cannot write in"):
         files.write_files(tmp_path, {"figure.png": b"whole"})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "owner", "hint"),
+    [
+        (errno.EACCES, 0, "chmod u+w 'a b', or another folder"),
+        (errno.EROFS, 0, "cp -r 'a b' COPY && chmod -R u+w COPY"),
+        (errno.EACCES, 1, "cp -r 'a b' COPY && chmod -R u+w COPY"),
+    ],
+)
+def test_what_helps_where_a_folder_cannot_be_written(
+    number: int, owner: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """chmod where the folder is one's own; of a folder of others, or on a read-only file system, a copy."""
+    monkeypatch.chdir(tmp_path)
+    Path("a b").mkdir()
+    user = os.geteuid() + owner
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert writing.disk_fault(Path("a b"), OSError(number, "no")).hint.endswith(hint)

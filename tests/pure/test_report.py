@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from rows import CPU, append_row, ceilings, lengths, row
 
-from harness.fault import DataFault, DiskFault
+from harness.fault import DataFault, DiskFault, Dropped
 from harness.problem import Problem
 from harness.report import compose as report
 from harness.report.picture import error_figure, error_picture
@@ -46,6 +47,46 @@ def test_error_picture(tmp_path: Path) -> None:
     assert "worst: row 50, block 1: not finite" in error_figure(errors, "O of fa2").axes[0].get_title()
     assert (first.axes[0].lines[0].get_xdata()[0], first.axes[0].lines[0].get_ydata()[0]) == (3, 40)
     assert "|error|" in first.axes[1].get_ylabel()
+
+
+@pytest.mark.parametrize("settings", ["MPLBACKEND", "matplotlibrc"])
+def test_figures_need_nothing_of_the_users_matplotlib(tmp_path: Path, settings: str) -> None:
+    """Jupyter names a backend for the commands of its terminals too; a matplotlibrc may ask for a LaTeX that is not there."""
+    for each in lengths("fa2", "naive"):
+        append_row(tmp_path / "results.csv", each)
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfont.family: nothing\n" * (settings == "matplotlibrc"))
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from harness import report\n"
+        "report.error_picture(np.ones((4, 2)), 'O', Path('error_O.png')); report.redraw(Path())\n"
+        "import matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    )
+    environment = (
+        os.environ
+        | {"PYTHONPATH": str(ROOT)}
+        | ({"MPLBACKEND": "module://matplotlib_inline.backend_inline"} if settings == "MPLBACKEND" else {})
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.returncode == 0 and done.stdout == f"{settings == 'matplotlibrc'}\n", done  # a user's own figures are the user's
+    assert {"error_O.png", "seqlen_analysis.png"} <= {path.name for path in tmp_path.glob("*.png")}
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, the summary and the page are there; a disk that is full is still a fault."""
+    for each in lengths("fa2", "naive"):
+        append_row(tmp_path / "results.csv", each)
+    monkeypatch.setitem(report.OVER_S, "seqlen_analysis", lambda *_: 1 / 0)
+    with pytest.warns(Dropped, match=r"^seqlen_analysis.png was not drawn: ZeroDivisionError: division by zero$"):
+        made = report.redraw(tmp_path, with_page=True)
+    assert [path.name for path in made] == ["summary.md", "index.html", "memory.png", "error_vs_S.png"]
+    monkeypatch.setattr("harness.report.picture.error_figure", lambda *_: 1 / 0)
+    with pytest.warns(Dropped, match=r"error_O.png was not drawn"):
+        assert error_picture(np.zeros((4, 1)), "zero", tmp_path / "error_O.png") is None
+    monkeypatch.undo()
+    monkeypatch.setattr(report, "save", lambda *_: (_ for _ in ()).throw(DiskFault("full", "", "")))
+    with pytest.raises(DiskFault):
+        report.redraw(tmp_path)
 
 
 def test_an_error_picture_loads_little(tmp_path: Path) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import subprocess
+import sys
 from datetime import timedelta
 
-from harness.ring import place
+import pytest
+from rooms import ROOT
+
+from harness.ring import place, start
 
 #: What torch 2.11's store takes at most; it ends the connection at more.
 LIMIT = 8 << 20
@@ -43,3 +51,33 @@ def test_only_the_first_rank_waits_at_the_end() -> None:
     assert len(closed) == 1
     stores[0].close()
     assert set(values) > closed
+
+
+def two_nodes() -> dict[str, list[str]]:
+    """README's commands for two nodes that try them, by launcher."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("Two nodes of eight GPUs each") : text.index("Ranks that are started by `--gpus`")]
+    assert section.count("\n") <= 25 and all(
+        f"`{name}" in section for name in ("MASTER_PORT", "MASTER_ADDR", "NCCL_SOCKET_IFNAME=", "-iface")
+    )
+    lines = [shlex.split(line, comments=True) for line in re.findall(r"^(?:mpiexec|torchrun) .* doctor --ring.*$", section, re.M)]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_the_readme_tries_two_nodes_by_mpi() -> None:
+    """With two ranks, and this machine as the node."""
+    words = [word.replace("node0:8,node1:8", "localhost:2").replace("16", "2") for word in two_nodes()["mpiexec"]]
+    words = [
+        start.mpiexec(),
+        *(each for word in words for each in ([sys.executable, str(ROOT / "cli.py")] if word == "fa-cli" else [word])),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, env=os.environ | {"FA_CLI_DEVICE": "cpu"})
+    assert done.returncode == 0 and "GB/s each way" in done.stdout, done
+
+
+def test_the_readme_tries_two_nodes_by_torchrun() -> None:
+    """Every option is one of torchrun's, and the rest is our command."""
+    run = pytest.importorskip("torch.distributed.run")
+    given = run.get_args_parser().parse_args(two_nodes()["torchrun"])
+    assert (given.nnodes, given.nproc_per_node, given.node_rank, given.master_addr, given.no_python) == ("2", "8", 0, "node0", True)
+    assert [given.training_script, *given.training_script_args] == ["fa-cli", "doctor", "--ring"]

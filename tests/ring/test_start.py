@@ -129,6 +129,29 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert seconds < 10
 
 
+def test_a_rank_that_is_interrupted_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """It tells MPI to end them all, and MPI does so from the first on."""
+    code, said, _ = interrupted(words(*LONG), tmp_path, signal.SIGINT, 1.5)
+    assert code == EnvironmentFault.exit_code and "error: rank 2 died" in said, said
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    """A batch system's word, or timeout's: no folder, and no rank that goes on."""
+    here = {**os.environ, "TMPDIR": str(tmp_path), "FA_CLI_THREADS": "1"}
+    with subprocess.Popen(words(*LONG), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=here) as process:
+        until = time.monotonic() + 30
+        while len(found := list(tmp_path.glob("fa_cli_ring_*/pid.?"))) < 4 and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        ranks = [Path("/proc", path.read_text()) for path in found]
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 143 and "Traceback" not in said, said
+    while any(each.exists() for each in ranks) and time.monotonic() < until + 10:
+        time.sleep(0.05)
+    assert len(ranks) == 4 and not any(each.exists() for each in ranks) and not list(tmp_path.glob("fa_cli_*"))
+
+
 def test_a_rank_that_hangs_ends_the_run(tmp_path: Path) -> None:
     """Within the timeout; a neighbour names it."""
     code, said, seconds = interrupted(words(*LONG), tmp_path, signal.SIGSTOP, 1.5)
@@ -217,6 +240,7 @@ def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result
     ("words", "said"),
     [
         (("--gpus", 2, "--simulate", 2), "--gpus and --simulate together"),
+        (("--gpus", 5000, "--device", "cpu"), "5000 ranks"),
         (("--simulate", 2, "--bandwidth", "nan"), "nan is no number"),
         (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
         (("--simulate", 2, "--timeout", "nan"), "nan is no number"),

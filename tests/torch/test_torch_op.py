@@ -249,6 +249,27 @@ def test_shapes_and_dtypes_that_do_not_belong_together(device: Any) -> None:
         attention(*(q.int(),) * 3)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_tensor_on_meta_is_refused(device: Any, place: int) -> None:
+    """torch takes such a call to the operator's entry for shapes alone: its outputs were memory that nothing had written."""
+    for gradient in (False, True):
+        q, k, v = (torch.randn(1, 2, 16, 8, device="meta" if i == place else device, requires_grad=gradient) for i in range(3))
+        mixed = "on meta, torch.float32 on" if place < 2 else "torch.float32 on meta"
+        with pytest.raises(ValueError, match=f"(?s){mixed}.*one device"):
+            attention(q, k, v)
+        if place:  # with q on meta it is torch's own that refuses
+            with pytest.raises(ValueError, match="one device"):
+                torch_op.sdpa(q, k, v)
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match="(?s)on meta.*on one device"):
+            torch.compile(attention, backend="eager", fullgraph=True)(q, k, v)
+    assert attention(*torch.empty(3, 1, 2, 16, 8, device="meta")).shape == (1, 2, 16, 8)  # all three: shapes only, as torch has it
+    o, lse = torch.ops.fa.forward(*torch.randn(3, 1, 2, 16, 8, device=device), False, None, "fa2", True, None, False)
+    q, k, v = torch.randn(3, 1, 2, 16, 8, device=device)
+    with pytest.raises(ValueError, match="dO, O and logsumexp are on meta"):
+        torch.ops.fa.backward(o.to("meta"), q, k, v, o, lse, False, None, "fa2", True, None)
+
+
 @pytest.mark.parametrize("shared", ["heads", "batches", "rows", "half rows"])
 def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """TMA is given no map of them: what a tensor map is of is copied, and what is read by its address is not."""

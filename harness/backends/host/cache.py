@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...fault import DiskFault, EnvironmentFault
-from ...files import JSON_LIMIT, exposed
+from ...files import JSON_LIMIT, exposed, private_again, replaceable
 from ...kernel.kernel import Kernel
 from ..protocol import CompileError, cache_dir
 from .library import check_library
@@ -129,10 +129,8 @@ def _folder(*parts: str) -> Iterator[int]:
     except OSError as error:
         raise _disk(path, error) from None
     try:
-        for above in path.resolve().parents:  # who may rename the cache's folder may put another in its place
-            about = above.stat()
-            if about.st_mode & 0o002 and not about.st_mode & stat.S_ISVTX:
-                raise _foreign(above, f"its mode {stat.S_IMODE(about.st_mode):04o} lets others replace {path}")
+        if above := replaceable(path):
+            raise _foreign(*above)
         _own(descriptor, path)
         for part in parts:
             path /= part
@@ -154,8 +152,8 @@ def _own(descriptor: int, path: Path) -> None:
 
 
 def _foreign(path: Path, why: str) -> EnvironmentFault:
-    hint = f"if that was you: chmod -R go-w {cache_dir()}; else rm -r {cache_dir()}, or set FA_CLI_CACHE_DIR to a folder of yours"
-    return EnvironmentFault(f"{path} in the cache of compiled kernels may be another user's", f"{why}, and the code there is run", hint)
+    what = f"{path} in the cache of compiled kernels may be another user's"
+    return EnvironmentFault(what, f"{why}, and the code there is run", private_again(path, cache_dir(), "FA_CLI_CACHE_DIR"))
 
 
 def _disk(path: Path, error: OSError) -> DiskFault:

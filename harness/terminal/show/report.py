@@ -80,6 +80,9 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
     for failure in found.failures:
         line("FAIL", failure)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    if not found.pairs and not found.failures and code:
+        line("FAIL", "no row of both runs passed in B: nothing was compared")
+        return code
     mean = f"; geometric mean of B / A {found.geomean:.4f}" if found.geomean else ""
     line("PASS" if found.passed else "FAIL", f"{len(found.pairs)} rows: {counts}{mean}")
     return code
@@ -162,7 +165,8 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
                 name = f"error_{tensor}.png" if place == 0 else f"error_{result.compute}_{tensor}.png"
                 title = f"|error| of {tensor}, {result.compute}, {result.problem.describe()}"
-                made.append(report.error_picture(picture, title, result.outputs / name))
+                if path := report.error_picture(picture, title, result.outputs / name):
+                    made.append(path)
     return made
 
 
