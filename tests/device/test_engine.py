@@ -244,6 +244,23 @@ def test_atomics_under_the_race_check(tmp_path: Path) -> None:
     assert f"word_forward.cu:{at}" in caught.value.why
 
 
+def test_a_race_in_a_lambda_or_a_function_is_at_the_line_of_the_access(tmp_path: Path) -> None:
+    """Not at that of the call, which may be far away: also of a lambda that a word calls."""
+    body = """\
+    int* n = fa::dynamic_shared<int>();
+    auto store = [&](int at) {
+        n[at] = t;
+    };
+    auto twice = [&](auto&& each) { each(0), each(1); };
+    out[t] = 0;
+    twice([&](int at) { store(at); });"""
+    with pytest.raises(CheckFault) as caught:
+        run(Host(check="race"), tmp_path, body, block=64, shared=16)
+    lines = (tmp_path / "word_forward.cu").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines, 1) if "n[at] = t" in line)
+    assert set(re.findall(r"word_forward\.cu:(\d+)", caught.value.why)) == {str(at)}
+
+
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
