@@ -18,6 +18,7 @@ from .choose import kernels
 from .fault import UsageFault, clipped
 from .kernel import Device, Kernel, catalogue, is_path
 from .kernel.expression import ExpressionError, evaluate
+from .kernel.signature import check_parameters
 from .problem import PASSES, Problem
 
 #: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
@@ -168,6 +169,7 @@ def _row(case: _Case) -> CompileRow:
     of = kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
     row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
     try:
+        check_parameters(kernel)
         dynamic = _dynamic_shared(kernel, case.problem, case.device)
         shared = max(dynamic.values())
         if shared > limit:

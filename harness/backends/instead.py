@@ -36,6 +36,7 @@ HEADERS = {
     **dict.fromkeys(("cmath", "math.h", "cuda/std/cmath", "math_constants.h", "limits", "cfloat", "float.h", "algorithm"), _MATH),
     **dict.fromkeys(("cstdint", "stdint.h", "cstddef", "stddef.h"), "<fa/args.cuh> has uint32_t and int64_t"),
     **dict.fromkeys(("cuda_fp16.h", "cuda_bf16.h"), _TYPES),
+    **dict.fromkeys(("cstdio", "stdio.h", "cassert", "assert.h"), "printf and assert need no header"),
     "mma.h": "the words of <fa/wmma.cuh>",
     **dict.fromkeys(("cuda_runtime.h", "cuda.h", "device_launch_parameters.h"), "threadIdx, __shared__ and the like need no header"),
 }
@@ -44,7 +45,7 @@ _UNKNOWN = re.compile(
     r"(?:'(?P<g>\w+)' was not declared|'(?P<t>\w+)' does not name a type|use of undeclared identifier '(?P<c>\w+)'"
     r"|unknown type name '(?P<u>\w+)'|identifier \"(?P<n>\w+)\" is undefined|'(?P<m>\w+)' is not a member of 'std'"
     r"|no member named '(?P<k>\w+)' in namespace 'std'|namespace \"std\" has no member \"(?P<s>\w+)\""
-    r"|could not open source file \"(?P<h>[\w./]+)\""
+    r"|(?:could not|cannot) open source file \"(?P<h>[\w./]+)\""
     r"|#include <(?P<i>[\w./]+)> has no meaning)"
 )
 

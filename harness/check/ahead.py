@@ -23,11 +23,12 @@ import numpy as np
 from ..array import Array, copied, every
 from ..backends import Backend, Loaded
 from ..backends.protocol import cache_dir
+from ..dataset.change import Change
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
 from ..fault import EnvironmentFault, Fault
 from ..problem import READS, WRITES, Problem
-from . import baselines, budget, oracle, reference, trial
+from . import baselines, budget, oracle, reference
 from .contender import Contender, arithmetic_of
 from .tensors import Tensor, row_pitch
 
@@ -160,11 +161,14 @@ def _trial(backend: Backend, problem: Problem, passes: Sequence[str], inputs: Ma
         tensor.upload(inputs.get(name, np.zeros(problem.shape(name), STORAGE[dtype])))
         before = copied(backend.xp, tensor.buffer)
         bits = tensor.bits()
-        moved = trial.Change.drawn(problem).of(backend.xp, name, bits)
+        moved = Change.drawn(problem).of(backend.xp, name, bits)
         every(moved == copied(backend.xp, bits))
         bits[:] = moved
         tensor.buffer[:] = before
         assert tensor.intact() and every(tensor.buffer == before)
+        elsewhere = Tensor(backend, problem.shape(name), dtype, row_pitch(problem, name), wide=1)
+        elsewhere.upload(copied(backend.xp, tensor.values()))
+        assert elsewhere.intact() and every(copied(backend.xp, elsewhere.bits()) == copied(backend.xp, bits))
 
 
 def _marker(backend: Backend, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> Path:

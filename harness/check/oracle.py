@@ -13,7 +13,7 @@ from ..array import Array, ArrayModule, every, to_host
 from ..backends import Backend
 from ..dataset import generate
 from ..dataset.folder import check_size
-from ..dataset.storage import STORAGE, round_to
+from ..dataset.storage import STORAGE, round_to, widen
 from ..fault import UsageFault
 from ..problem import MODES, READS, WRITES, Problem
 from . import baselines, budget, memory, reference
@@ -34,6 +34,10 @@ def small(problem: Problem) -> bool:
     """
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     return max(scores, *(math.prod(problem.shape(name)) for name in ("Q", "K"))) <= SMALL
+
+
+#: Scores of a key head up to which a part of a problem gets a reference of its own.
+PART = 1 << 26
 
 
 @dataclass
@@ -150,3 +154,44 @@ def oracle_for(
     # On the CPU the shapes of a sweep run in forks, which keep nothing for each other, and memory.check counts one set of inputs.
     inputs = generate.inputs(problem, seed, names) if backend.xp is np else generate.kept(problem, seed, names)
     return Oracle(problem, inputs, None, backend.xp, progress)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One key head, with its query heads, in which one input is new: place[name] of each tensor, and the oracle of what lies there.
+
+    inputs: all that its pass reads, host storage arrays (1, heads, rows[, head_dim]); of a backward pass O and logsumexp are new too.
+    """
+
+    name: str
+    place: Mapping[str, tuple[slice, slice]]
+    oracle: Oracle
+    inputs: Mapping[str, Array]
+
+    @classmethod
+    def drawn(cls, whole: Oracle, pass_: str, name: str, bits: Mapping[str, Array], logits: float) -> Part | None:
+        """A drawn head with half the rows of an input new: one drawn column there changes its sign.
+
+        bits: of the pass's tensors as they lie in device memory, unsigned integers. None where its reference would take too long, or
+        a sign would change more than signs: scores may grow beyond `logits`, the largest that the kernel takes; NaN and infinity.
+        """
+        all_, draw = whole.problem, np.random.default_rng()
+        problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
+        if problem.heads_q * problem.seq_q * problem.seq_kv > PART:
+            return None
+        batch, head = int(draw.integers(all_.batch)), int(draw.integers(all_.heads_kv))
+        groups = {each: array.shape[1] // all_.heads_kv for each, array in bits.items()}
+        place = {each: (slice(batch, batch + 1), slice(head * n, head * n + n)) for each, n in groups.items()}
+        inputs = {}
+        for each in READS[pass_]:
+            own = np.array(to_host(bits[each][place[each]]))
+            if each == name:
+                rows = draw.permutation(own.shape[2])[: (own.shape[2] + 1) // 2]
+                own[:, :, rows, draw.integers(own.shape[3])] ^= own.dtype.type(1 << (8 * own.dtype.itemsize - 1))
+            inputs[each] = own.view(STORAGE[all_.tensor_dtype(each)])
+        wide: dict[str, Array] = {each: widen(np, inputs[each], all_.dtype) for each in whole.inputs if each in inputs}
+        longest = [float((wide[each] ** 2).sum(-1).max()) ** 0.5 for each in ("Q", "K")]
+        if not all(np.isfinite(array).all() for array in wide.values()) or math.prod(longest) * abs(all_.scale) > logits:
+            return None
+        oracle = Oracle(problem, {each: inputs[each] for each in wide}, whole.tolerance, whole.xp)
+        return cls(name, place, oracle, inputs | oracle.inputs_of(pass_))

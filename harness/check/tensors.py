@@ -21,11 +21,14 @@ from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
 from ..fault import KernelFault
 from ..kernel.expression import round_up
+from ..kernel.plan import Workspace
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 
 POISON = 0xFF
 _ALIGN = 256
 _PIECE = 1 << 28
+#: Bytes of a layout: an address that is 16-byte aligned and no more, and what each next tensor's rows are further apart.
+_STEP = 16
 #: Elements of outputs up to which a GPU keeps a copy of them, to be judged and compared with; those of more lie on the host.
 PLACED = 1 << 27
 
@@ -49,18 +52,23 @@ def put(xp: ArrayModule, array: Array) -> Array:
 class Tensor:
     """One tensor in device memory: (batch, heads, rows, pitch) elements between two guard bands, poisoned when it is made.
 
-    Raises as Backend.memory does where there is no room.
+    wide: 0, or the tensor lies as no other does: as (batch, rows + 1, heads, pitch), with rows so many times 16 bytes further apart, and an
+    address that is 16-byte aligned only. A logsumexp, whose rows are contiguous, has the address alone. Raises as Backend.memory does
+    where there is no room.
     """
 
-    def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str, pitch: int) -> None:
-        self.backend, self.shape, self.pitch = backend, shape, pitch
+    def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str, pitch: int, wide: int = 0) -> None:
+        self.backend, self.shape, self.wide = backend, shape, wide if len(shape) == 4 else 0
         self.storage = STORAGE[dtype] if dtype in STORAGE else np.dtype(dtype)
+        self.pitch = pitch + self.wide * _STEP // self.storage.itemsize
         rows = math.prod(shape[:-1]) if len(shape) == 4 else math.prod(shape)
-        self.bytes = rows * pitch * self.storage.itemsize
-        guard = backend.guard_bytes
-        self._raw = backend.memory(self.bytes + 2 * guard + (_ALIGN if guard else 0))
+        if self.wide:
+            rows += shape[0] * shape[1]
+        self.bytes = rows * self.pitch * self.storage.itemsize
+        guard, step = backend.guard_bytes, _STEP if wide else 0
+        self._raw = backend.memory(self.bytes + 2 * guard + (_ALIGN if guard else 0) + step)
         self.poison()
-        self._start = guard + (-(backend.address(self._raw) + guard) % _ALIGN if guard else 0)
+        self._start = guard + (-(backend.address(self._raw) + guard) % _ALIGN if guard else 0) + step
         self.address = backend.address(self._raw) + self._start
 
     @property
@@ -79,8 +87,15 @@ class Tensor:
         item = (
             self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
         )
-        shape = (*self.shape[:3], self.pitch) if len(self.shape) == 4 else self.shape
-        return self.buffer.view(item).reshape(shape)
+        flat = self.buffer.view(item)
+        return self.arranged(flat) if len(self.shape) == 4 else flat.reshape(self.shape)
+
+    def arranged(self, flat: Array) -> Array:
+        """The view (batch, heads, rows, pitch) of a flat array of its elements, those between its rows included."""
+        batch, heads, rows, _ = self.shape
+        if self.wide:
+            return flat.reshape(batch, rows + 1, heads, self.pitch)[:, :rows].transpose(0, 2, 1, 3)
+        return flat.reshape(batch, heads, rows, self.pitch)
 
     def upload(self, array: Array) -> None:
         """Copy an array of the tensor's shape and storage type, as :func:`put` takes it; the columns beyond head_dim stay poisoned.
@@ -89,8 +104,8 @@ class Tensor:
         """
         view, source = self.rows(), put(self.backend.xp, array)
         source = source if self.backend.xp is np else source.view(view.dtype)
-        for part in view.reshape(-1, *array.shape[:3], *view.shape[3:]):
-            part[..., : array.shape[-1]] = source
+        for first in range(0, self.shape[0], array.shape[0]):
+            view[first : first + array.shape[0], ..., : array.shape[-1]] = source
 
     def values(self) -> Array:
         """The tensor in its shape, without the columns beyond head_dim, as an array of the backend's module."""
@@ -108,13 +123,20 @@ class Tensor:
         self.backend.fill(self._raw, POISON)
 
     def intact(self) -> bool:
-        """Whether the guard bands are unchanged."""
+        """Whether the guard bands are unchanged, and what lies between rows that are further apart."""
         bands = self._raw[: self._start], self._raw[self._start + self.bytes :]
+        if self.wide:
+            batch, heads, rows, _ = self.shape
+            whole = self.buffer.reshape(batch, rows + 1, heads, -1)
+            if not every(whole[:, rows] == POISON) or not every(whole[..., -self.wide * _STEP :] == POISON):
+                return False
         return all(every(self.backend.get(band) == POISON) for band in bands)
 
     def view(self) -> View:
         """Its address and strides in elements; for a tensor of three or four dimensions."""
         rows, heads = self.shape[2], self.shape[1]
+        if self.wide:
+            return View(self.address, (rows + 1) * heads * self.pitch, self.pitch, heads * self.pitch)
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
 
 
@@ -148,25 +170,31 @@ class Outputs(Mapping[str, Array]):
 class Bound:
     """A loaded kernel with its tensors in device memory, ready to launch any number of times.
 
-    inputs: storage arrays by name (READS of the kernel's pass), as :func:`put` takes them. Raises as Backend.memory and launch.prepare do.
+    inputs: storage arrays by name (READS of the kernel's pass), as :func:`put` takes them. like: another of the same kernel and problem,
+    whose workspaces it shares; its own tensors then lie as no other's do (Tensor), each with strides of its own. Raises as Backend.memory
+    and launch.prepare do.
     """
 
-    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Array]) -> None:
+    def __init__(self, backend: Backend, loaded: Loaded, problem: Problem, inputs: Mapping[str, Array], like: Bound | None = None) -> None:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
         self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
         launcher = prepare(backend, loaded, problem)
-        plain = any(launcher.plain)
+        #: Whether it takes contiguous tensors only.
+        self.plain = any(launcher.plain)
         self.tensors: dict[str, Tensor] = {}
-        for name in (*READS[self.pass_], *WRITES[self.pass_]):
-            pitch = (problem.head_dim if name != "logsumexp" else 1) if plain else row_pitch(problem, name)
-            self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch)
+        for i, name in enumerate((*READS[self.pass_], *WRITES[self.pass_])):
+            pitch = (problem.head_dim if name != "logsumexp" else 1) if self.plain else row_pitch(problem, name)
+            self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like else 0)
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])
         self._originals = {name: copied(backend.xp, self.tensors[name].buffer) for name in READS[self.pass_]}
         self._freeze(True)
-        self.workspaces = [(w, Tensor(backend, (w.elements,), w.dtype, 1)) for w in loaded.plan.workspaces]
-        for space, tensor in self.workspaces:
+        spaces = loaded.plan.workspaces
+        self.workspaces: list[tuple[Workspace, Tensor]] = (
+            like.workspaces if like else [(w, Tensor(backend, (w.elements,), w.dtype, 1)) for w in spaces]
+        )
+        for space, tensor in () if like else self.workspaces:
             if space.init != "none":
                 backend.fill(tensor.buffer, 0)
         views = {name: tensor.view() for name, tensor in self.tensors.items()}
@@ -215,6 +243,11 @@ class Bound:
 
         Raises KernelFault where the kernel wrote outside its outputs or changed an input, and as launch does.
         """
+        self.checked()
+        return self.outputs()
+
+    def checked(self) -> None:
+        """As run, without the copy."""
         self.poison()
         self.launch()
         label = self.loaded.kernel.label
@@ -227,7 +260,6 @@ class Bound:
                 raise KernelFault(
                     f"{label} changed its input {name}", "inputs must be as they were after a run", "write only to outputs and workspaces"
                 )
-        return self.outputs()
 
     def outputs(self) -> Outputs:
         """A copy of the outputs as they are: on a GPU in its memory, up to PLACED elements, and more on the host."""
@@ -242,7 +274,7 @@ class Bound:
         flat = np.asarray(self.backend.get(tensor.buffer)).view(tensor.storage)
         if len(tensor.shape) == 3:
             return flat.reshape(tensor.shape)
-        return np.ascontiguousarray(flat.reshape(*tensor.shape[:3], tensor.pitch)[..., : tensor.shape[3]])
+        return np.ascontiguousarray(tensor.arranged(flat)[..., : tensor.shape[3]])
 
     def free_copies(self) -> None:
         """Free the copies of the inputs that run() compares with (half the memory of a forward pass), before runs that are only timed."""

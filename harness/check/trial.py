@@ -7,78 +7,37 @@ gets such a change, from the operating system's entropy, on top of the last: in 
 negated, so an earlier answer is wrong in every head. What comes out is changed back and compared with the first launch's, which was
 judged against float64; a tensor of which an element is not the same is judged against float64 again.
 
-What it does not see: a change of inputs on a GPU that is undone before the launches end; a kernel that knows these symmetries.
+In such a change no tensor is new alone, and no row is as it was: a kernel that finds an old answer by a part of its inputs gets through.
+So V is new alone too (the sign of one column a head), and then Q or K, in half the rows of one head, which has a float64 reference of its
+own. That launch is on tensors that lie as no other's do, where the kernel takes strides: (batch, rows, heads, head_dim), rows further
+apart, addresses that are 16-byte aligned only. What is timed is also launched a drawn number of times on the same inputs, each judged.
+
+What it does not see: a change of inputs on a GPU that is undone before the launches end; a kernel that knows all of this.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import time
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..array import Array, ArrayModule, copied, every
-from ..problem import READS, WRITES, Problem
+from ..array import Array, copied, every
+from ..dataset.change import SIGNS, Change
+from ..problem import READS, WRITES
 from . import budget
-from .oracle import Oracle
+from .oracle import Oracle, Part
 from .tensors import Bound, Outputs
 
-#: Tensors whose columns change their sign with V's, and those with Q's and K's.
-_SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
 #: Elements of outputs above which no copy is kept from turn to turn.
 _KEPT = 1 << 26
 #: Launches of the same inputs whose bits are compared where a kernel that promises the same bits gave others on a symmetric input.
 _REPEATS = 8
-
-
-@dataclass(frozen=True)
-class Change:
-    """Inputs as they are in the buffers: batch b and key head h are the original's batches[b] and heads[h], with the columns negated
-    where signs["values"] and signs["scores"], bool (batch, heads_kv, head_dim), are set."""
-
-    batches: Array
-    heads: Array
-    signs: Mapping[str, Array]
-
-    @classmethod
-    def none(cls, problem: Problem) -> Change:
-        """The original."""
-        flat = (problem.batch, problem.heads_kv, problem.head_dim)
-        return cls(np.arange(flat[0]), np.arange(flat[1]), {name: np.zeros(flat, bool) for name in ("values", "scores")})
-
-    @classmethod
-    def drawn(cls, problem: Problem) -> Change:
-        """A new one: in every head at least one column of each kind changes its sign."""
-        draw = np.random.default_rng()
-        flat = (problem.batch, problem.heads_kv, problem.head_dim)
-        signs = {}
-        for name in ("values", "scores"):
-            signs[name] = draw.random(flat) < 0.5
-            np.put_along_axis(signs[name], draw.integers(0, flat[2], (*flat[:2], 1)), True, axis=-1)
-        return cls(draw.permutation(flat[0]), draw.permutation(flat[1]), signs)
-
-    def after(self, before: Change) -> Change:
-        """Both as one, this one applied last."""
-        place = np.ix_(self.batches, self.heads)
-        signs = {name: before.signs[name][place] ^ mask for name, mask in self.signs.items()}
-        return Change(before.batches[self.batches], before.heads[self.heads], signs)
-
-    def back(self) -> Change:
-        """The change that undoes this one."""
-        batches, heads = np.argsort(self.batches), np.argsort(self.heads)
-        return Change(batches, heads, {name: mask[np.ix_(batches, heads)] for name, mask in self.signs.items()})
-
-    def of(self, xp: ArrayModule, name: str, bits: Array) -> Array:
-        """A tensor changed: its elements' bits, unsigned integers (batch, heads, rows[, head_dim]), in a new array."""
-        group = bits.shape[1] // len(self.heads)
-        heads = (self.heads[:, None] * group + np.arange(group)).reshape(-1)
-        places = (self.batches[:, None] * bits.shape[1] + heads).reshape(-1)  # one index: CuPy compiles four kernels for two of them
-        moved: Array = bits.reshape(-1, *bits.shape[2:])[xp.asarray(places)].reshape(bits.shape)
-        if name in _SIGNS:
-            mask = np.repeat(self.signs[_SIGNS[name]], group, axis=1)[:, :, None, :]
-            moved ^= xp.asarray(mask.astype(bits.dtype) << np.array(8 * bits.dtype.itemsize - 1, bits.dtype))
-        return moved
+#: How many launches on the same inputs follow what is timed, drawn from this range, and the seconds after which they end in any case.
+_MANY, _MANY_SECONDS = (150, 300), 0.5
 
 
 class Trial:
@@ -172,20 +131,100 @@ class Trial:
         return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
 
     def again(self) -> str:
-        """One launch more, on new inputs, over the outputs of the launch before; then as judge and ended."""
-        self.refresh(True, False)
-        self.bound.launch()
-        return self.judge() or self.ended()
+        """Two launches more: with V new alone, over the outputs of the launch before, and with Q or K new alone, on tensors that lie
+        otherwise; which of the two is the same for a problem. Then as ended."""
+        name = "QK"[zlib.crc32(self.bound.problem.describe().encode()) % 2]
+        why = self._values() or self.ended()
+        return why or ("" if self.elements > _KEPT else self._alone(name, not self.bound.plain) or self.ended())
 
-    def repeat(self, times: int) -> str:
-        """Launch as often on the same inputs, outputs poisoned: the same bits each time where the kernel promises that, else within
-        the budget. Returns which rule is broken, or an empty text."""
+    def further(self) -> str:
+        """After what was timed: launches with V, Q and K new alone, one of these on tensors that lie otherwise, and many that are not."""
+        if (why := self._values() or self.ended()) or self.elements > _KEPT:
+            return why
+        for name, elsewhere in zip(random.SystemRandom().sample("QK", 2), (False, not self.bound.plain), strict=True):
+            why = why or self._alone(name, elsewhere) or self.repeat(1)  # so the next is new in one input too
+        return why or self.repeat(random.SystemRandom().randrange(*_MANY), _MANY_SECONDS)
+
+    def repeat(self, times: int, seconds: float = math.inf) -> str:
+        """Launch as often on the same inputs, or until the seconds have passed, outputs poisoned: the same bits each time where the
+        kernel promises that, else within the budget. Returns which rule is broken, or an empty text."""
+        until = time.perf_counter() + seconds
         for number in range(times):
+            if time.perf_counter() > until:
+                break
             self.bound.poison()
             self.bound.launch()
             if why := self.judge():
                 return f"{why} (launch {number + 1} of {times} with the same inputs)"
         return self.ended()
+
+    # -- one input new alone --------------------------------------------------------------------------------------------
+
+    def _values(self) -> str:
+        change = Change.of_values(self.bound.problem)
+        self._put(change)
+        self._change = change.after(self._change)
+        self.bound.launch()
+        why = self.judge()
+        return why.replace(_ONCE, _PARTLY.format("V"), 1)
+
+    def _alone(self, name: str, elsewhere: bool) -> str:
+        """A launch with an input new alone, over poison. elsewhere: on tensors that lie otherwise, and where none is new alone too."""
+        part = self._part(name)
+        if not (part or elsewhere):
+            return ""
+        if not elsewhere:
+            return (wrong := self._with(part)) and f"{_PARTLY.format(name)} ({wrong})"
+        wrong = self._elsewhere(part)
+        if wrong and self._with(part):
+            return f"{_PARTLY.format(name)} ({wrong})"
+        return wrong and f"{_CONTIGUOUS} ({wrong})"
+
+    def _part(self, name: str) -> Part | None:
+        bound = self.bound
+        return Part.drawn(self.oracle, bound.pass_, name, {n: t.bits() for n, t in bound.tensors.items()}, bound.loaded.kernel.logits)
+
+    def _with(self, part: Part | None) -> str:
+        """What is wrong of a launch in the same place, over poison, with a part new, which is then as it was."""
+        kept = {name: copied(self._xp, self.bound.tensors[name].bits()[part.place[name]]) for name in part.inputs} if part else {}
+        if part:
+            self._into(part, {name: _bits(array) for name, array in part.inputs.items()})
+        self.bound.poison()
+        self.bound.launch()
+        found = self._now()
+        if part:
+            self._into(part, kept)
+        return self._wrong_with(part, found)
+
+    def _into(self, part: Part, inputs: Mapping[str, Array]) -> None:
+        """Write bits into the buffers, at a part's place."""
+        with self.bound.writable():
+            for name, bits in inputs.items():
+                self.bound.tensors[name].bits()[part.place[name]] = self._xp.asarray(bits)
+
+    def _elsewhere(self, part: Part | None) -> str:
+        """What is wrong of a launch on tensors that lie otherwise. Raises as Bound.run does."""
+        here = self.bound
+        inputs = {name: copied(self._xp, here.tensors[name].values()) for name in READS[here.pass_]}
+        if part:
+            for name, array in part.inputs.items():
+                _bits(inputs[name])[part.place[name]] = self._xp.asarray(_bits(array))
+        bound = Bound(here.backend, here.loaded, here.problem, inputs, here)
+        bound.checked()
+        return self._wrong_with(part, {name: copied(self._xp, bound.tensors[name].bits()) for name in WRITES[bound.pass_]})
+
+    def _wrong_with(self, part: Part | None, found: dict[str, Array]) -> str:
+        """The first tensor that is wrong, in words, of outputs of a launch with a part new."""
+        first, back = self._first(), self._change.back()
+        if part:
+            own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in found.items()}
+            arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in own.items()}
+            verdicts = part.oracle.judge(Outputs(part.oracle.problem, {}, arrays), self._class, self._tile).values()
+            if wrong := next((budget.message(verdict) for verdict in verdicts if not verdict.passed), ""):
+                return wrong
+            for name, bits in found.items():  # of the other heads the answer is known
+                bits[part.place[name]] = self._change.of(self._xp, name, first[name])[part.place[name]]
+        return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in found.items()}, first))
 
     # -- details --------------------------------------------------------------------------------------------------------
 
@@ -241,40 +280,62 @@ class Trial:
         return "" if _same_bits(first, seen[0]) else _CARRIED
 
     def _named(self, wrong: str) -> str:
-        """The rule that a wrong launch broke: from what six launches more do on new inputs, four over poison and two over answers."""
-        first = self._first()
+        """The rule that a wrong launch broke: from what six launches more do on new inputs, four over poison, each followed by one on the
+        same inputs, and two over answers; and where all of them are wrong, one on the first inputs."""
         right: dict[bool, list[bool]] = {True: [], False: []}
-        kinds = set()
+        kinds, steady = set(), True
         for poison in (True, True, True, True, False, False):
             self.refresh(True, poison)
-            self.bound.launch()
-            now, back = self._now(), self._change.back()
-            restored = {name: back.of(self._xp, name, bits) for name, bits in now.items()}
-            good = not self._over_budget(_others(restored, first))
+            good, now = self._relaunched()
             right[poison].append(good)
             if poison and not good:
-                old = any(_alike(now[n], each[n]) for n in now if n in _SIGNS for each in (first, self._right or first))
+                old = any(_alike(now[n], each[n]) for n in now if n in SIGNS for each in (self._first(), self._right or self._first()))
                 kinds.add("nothing" if _untouched(now) else "old" if old else "other")
-        return f"{_rule(right, kinds)} ({wrong})"
+            if poison:
+                self.bound.poison()
+                steady &= self._relaunched()[0] == good
+        if kinds == {"other"} and steady and not any(right[True]):
+            self._put(self._change.back())
+            self._change = Change.none(self.bound.problem)
+            self.bound.poison()
+            if self._relaunched()[0]:
+                return f"{_BY_INPUTS.format('the first inputs')}: of {len(right[True])} others it is wrong on all ({wrong})"
+        return f"{_rule(right, kinds, steady)} ({wrong})"
+
+    def _relaunched(self) -> tuple[bool, dict[str, Array]]:
+        """Whether a launch on the inputs as they are is right, and its outputs' bits."""
+        self.bound.launch()
+        now, back = self._now(), self._change.back()
+        restored = {name: back.of(self._xp, name, bits) for name, bits in now.items()}
+        return not self._over_budget(_others(restored, self._first())), now
 
 
+_BY_INPUTS = "it is right on {} only, whatever the number of the launch"
+_ONCE = "it was wrong in a launch after its first, and right when launched again"
+_PARTLY = "it gives the answer to earlier inputs where {} alone is new"
 _UNSTEADY = "it promises deterministic = true, and two launches on the same inputs gave different bits"
 _LEFT = "it is right only by what earlier launches left in a module global: loaded afresh, its first launch is wrong"
+_CONTIGUOUS = (
+    "it is right on contiguous tensors only: on (batch, rows, heads, head_dim) strides, rows further apart and addresses that are"
+    " 16-byte aligned it is wrong"
+)
 _CARRIED = (
     "it gives other bits than its first launch did on the same inputs: a module global or a zero_once workspace carries something over"
 )
 
 
-def _rule(right: Mapping[bool, list[bool]], kinds: set[str]) -> str:
+def _rule(right: Mapping[bool, list[bool]], kinds: set[str], steady: bool) -> str:
     """The name of a rule. right: whether launches over poisoned outputs (True), and over others (False), were right; kinds: what the
-    wrong ones over poison left there: nothing, an old answer, or another one."""
+    wrong ones over poison left there: nothing, an old answer, or another one; steady: whether a launch on the same inputs did the same."""
     if all(right[True]) and not all(right[False]):
         return "it gives another answer when its outputs, or workspaces, hold those of an earlier launch"
     if any(right[True]) and not all(right[True]):
         numbers = ", ".join(str(i + 1) for i, good in enumerate(right[True]) if not good)
+        if steady:
+            return f"{_BY_INPUTS.format('some inputs')}: of {len(right[True])} that are new it is wrong on {numbers}, twice"
         return f"it is right in some launches only: of {len(right[True])} in a row on new inputs, it is wrong in {numbers}"
     if all(right[True]):
-        return "it was wrong in a launch after its first, and right when launched again"
+        return _ONCE
     if kinds == {"nothing"}:
         return "it was right in its first launches only: now it writes nothing"
     if "old" in kinds:

@@ -56,9 +56,10 @@ class LaunchPlan:
             why = f"a grid of {self.grid} blocks is no multiple of its clusters of {self.cluster}"
             raise UsageFault(f"{label} cannot be launched on {folder}", why, "round the grid up in its header: round_up(blocks, CLUSTER)")
         if self.shared > device.shared_optin:
+            of = "an H200, whose limits the CPU backend has," if device.kind == "cpu" else "it"
             raise UsageFault(
-                f"{label} does not fit {device.name}",
-                f"it needs {self.shared} bytes of shared memory per block, the device has {device.shared_optin}",
+                f"{label} does not fit {'an H200' if device.kind == 'cpu' else device.name}",
+                f"it needs {self.shared} bytes of shared memory per block, {of} has {device.shared_optin}",
                 "use smaller tiles (--tile) or another kernel",
             )
         if not 1 <= self.block <= 1024:

@@ -30,7 +30,8 @@ def user_files(path: Path) -> list[Path]:
 
 
 def check_parameters(kernel: Kernel) -> None:
-    """Raise UsageFault, with file and line, for an entry whose parameter list is not as long as what its launch passes.
+    """Raise UsageFault, with file and line, for an entry whose parameter list is not as long as what its launch passes, or whose scale
+    has another width.
 
     An entry or a parameter that a macro writes is not judged here: on the CPU the compiler does (Passed of host/cuda.hpp).
     A source that has passed is not read again.
@@ -49,12 +50,24 @@ def check_parameters(kernel: Kernel) -> None:
             _check_name(kernel, entry, dict(defined))
         several = [_parameters(text[at:], several_at_once) for _, text, at in found]
         if not found or any(has is None or len(has) == (len(args) or 1) + len(maps) for has in several):
+            for (file, text, at), has in zip(found, several, strict=True):
+                _check_scale(kernel, args, has or [], file, text.count("\n", 0, at) + 1)
             continue
         (file, text, at), has = found[0], several[0] or []
         passed = f"args passes {len(args)} ({', '.join(args)})" if args else "without args a launch passes one, fa::Args"
         passed += f", then its tensor maps, {len(maps)} ({', '.join(maps)})" if maps else ""
         raise bad(file, text.count("\n", 0, at) + 1, f"{entry} has {len(has)} parameter{'s' * (len(has) != 1)}; {passed}")
     _passed.add(source)
+
+
+def _check_scale(kernel: Kernel, args: tuple[str, ...], has: list[str], file: Path, line: int) -> None:
+    """A plain scale of another width than a launch passes: a GPU would read bytes that nobody wrote, or half of it."""
+    for name, parameter in zip(args, has, strict=False):
+        given = re.match(r"(?:const\s+)?(float|double)\b(?!\s*(?:const\s*)?[*&])", parameter) if name == "scale" else None
+        others = [dtype for dtype in kernel.dtypes if given and (dtype == "float64") != (given[1] == "double")]
+        if given and others:
+            of = "double" if given[1] == "float" else "float"
+            raise bad(file, line, f"the parameter scale is a {given[1]}; a launch on {', '.join(others)} passes a {of}")
 
 
 def _check_name(kernel: Kernel, entry: str, macros: dict[str, str]) -> None:

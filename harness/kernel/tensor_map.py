@@ -71,6 +71,9 @@ def _map(
         if wrong:
             raise bad(path, 1, f"{what} {why}")
     strides = tuple(_linear(path, what, each, names, number) for each in given)
+    last = dims[0] + sum((dim - 1) * constant for dim, (constant, *_) in zip(dims[1:], strides, strict=True))
+    if space and last > space.elements:
+        raise bad(path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
     return TensorMap(name, tensor, dtype, dims, strides, box, swizzle)
 
 

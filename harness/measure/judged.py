@@ -10,7 +10,8 @@ to the inputs: the caches are alike. One kind slower in every single launch than
 that do not depend on their inputs' history every order is as likely, so it happens with probability 2 / C(24, 12) = 7.4e-7. The order
 is drawn from the operating system's entropy: no kernel and no seed knows it.
 
-At the end the module is loaded once more, and its first launch is judged: what other problems left in its globals helps no kernel.
+At the end the module is loaded once more, and its first launch is judged: what other problems left in its globals helps no kernel. Then
+come launches that no time is taken of (Judged.further).
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Judged(Timed, Protocol):
 
     def fresh(self) -> str:
         """Launch a fresh load of its module on the same inputs, and judge that."""
+        ...
+
+    def further(self) -> str:
+        """Launches that are not timed: with one input new alone, with other strides, and a drawn number on the same inputs."""
         ...
 
     def ended(self) -> str:
@@ -155,7 +160,7 @@ class Watch:
             return
         if self._fresh and self._same and _factor(self._fresh, self._same) >= self.apart:
             self.broken = self._doubt(self.contender, sample)
-        self.broken = self.broken or self.contender.fresh() or self.contender.ended()
+        self.broken = self.broken or self.contender.fresh() or self.contender.ended() or self.contender.further()
 
     def _doubt(self, contender: Judged, sample: Callable[[], float]) -> str:
         order = [True, False] * DOUBTS

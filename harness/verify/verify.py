@@ -42,8 +42,8 @@ def verify(
     case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
     two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
     launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
-    what is being done. note is told what a range, or with deterministic the tree, leaves out, and what the device has no room for. Raises
-    UsageFault for unknown kernels and cases.
+    what is being done. note is told what a range, or with deterministic the tree, leaves out, which cases a kernel cannot be given, and
+    what the device has no room for. Raises UsageFault for unknown kernels and cases, and where a kernel alone can be given none.
     """
     backends = Backends(device, check, schedule_seed)
     tree = [each for each in kernel.catalogue() if each.pass_ in MODES[mode]]
@@ -56,7 +56,7 @@ def verify(
     if count:
         return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)
     given = None if case is None or case.isdecimal() else Case.parse(case)
-    several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1) for chosen in found]
+    several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1, note) for chosen in found]
     total, results = sum(map(len, several)), list[CaseResult]()
     for chosen, cases in zip(found, several, strict=True):
         tell(f"{len(results)}/{total} compiles {chosen.label}")
@@ -89,11 +89,30 @@ def verify(
     return results
 
 
-def _cases(chosen: Kernel, given: Case | None, case: str | None, which: str, device: str, alone: bool) -> list[Case]:
-    """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix."""
+def _cases(
+    chosen: Kernel, given: Case | None, case: str | None, which: str, device: str, alone: bool, note: Callable[[str], None]
+) -> list[Case]:
+    """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix.
+
+    What it cannot be given is no failure of its: such cases are left out, and note is told how many and why. Raises UsageFault where
+    that is all of its matrix, or the case asked for.
+    """
     if given:
         return [given] if alone or takes(chosen, given) else []
-    return [each for each in matrix(chosen, which, device) if case is None or each.number == int(case)]
+    every = [each for each in matrix(chosen, which, device) if case is None or each.number == int(case)]
+    taken, refused = list[Case](), list[UsageFault]()
+    for each in every:
+        try:
+            chosen.refuse(each.problem)
+            taken.append(each)
+        except UsageFault as fault:
+            refused.append(fault)
+    if refused and not taken and alone:
+        raise UsageFault(refused[0].what, refused[0].why, "leave out --case" if case else "let its header promise what it can be given")
+    if refused:
+        whys = "; ".join(dict.fromkeys(fault.why for fault in refused))
+        note(f"{chosen.label}: {len(refused)} of {len(every)} cases left out, which it cannot be given: {whys}")
+    return taken
 
 
 def _words(result: CaseResult) -> str:

@@ -26,6 +26,10 @@ constexpr int warpSize = 32;
 
 using cudaStream_t = void*;
 
+// As on a GPU, neither needs a header.
+#define printf(...) fa_host_printf(__VA_ARGS__)
+#define assert(...) ((__VA_ARGS__) ? void() : fa_host_fail("assertion failed: " #__VA_ARGS__, __FILE__, __LINE__))
+
 // -- vectors ----------------------------------------------------------------------------------------------------------
 
 #define FA_HOST_VECTORS(type, name, single)                                                     \
@@ -207,13 +211,22 @@ template <> struct Unpack<> {
     template <class Kernel, class... Done> static void call(Kernel kernel, void**, Done&... done) { kernel(done...); }
 };
 
-// Calls a kernel with an array of pointers to its parameters, as cuLaunchKernel takes them. Bytes: of each, 0 for any number.
+// The bytes of a plain scale.
+#define FA_HOST_SCALE(dtype) FA_HOST_SCALE_OF(dtype)
+#define FA_HOST_SCALE_OF(dtype) FA_HOST_SCALE_##dtype
+#define FA_HOST_SCALE_float16 4
+#define FA_HOST_SCALE_bfloat16 4
+#define FA_HOST_SCALE_float32 4
+#define FA_HOST_SCALE_float64 8
+
+// Calls a kernel with an array of pointers to its parameters, as cuLaunchKernel takes them. Bytes: of each.
 template <unsigned... Bytes> struct Passed {
     template <class... P> static void call(void (*kernel)(P...), void** parameters) {
         constexpr bool same = sizeof...(P) == sizeof...(Bytes);
         static_assert(same, "the entry has another number of parameters than its launch passes");
         if constexpr (same) {
-            static_assert(((!Bytes || sizeof(P) == Bytes) && ...), "a parameter has another size than its launch passes: sizes are int");
+            static_assert(((sizeof(P) == Bytes) && ...),
+                          "a parameter has another size than its launch passes: sizes are int, the scale is float, of float64 double");
             Unpack<P...>::call(kernel, parameters);
         }
     }

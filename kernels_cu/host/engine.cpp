@@ -16,6 +16,7 @@
 //   with the race check, accesses to shared memory that no barrier orders (race.hpp);
 //   in a cluster accesses to blocks that are not there, or have ended (cluster.hpp);
 //   turns that are passed by who does not have them or too early, and blocks that wait for one that has not begun (turns.hpp).
+// What a kernel prints comes out at the end of the launch, in the order of blocks and threads (printed.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
 // It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
 //
@@ -36,6 +37,7 @@
 #include "cluster.hpp"
 #include "fiber.hpp"
 #include "hooks.hpp"
+#include "printed.hpp"
 #include "race.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
@@ -648,6 +650,21 @@ int fa_host_atomic_max_i32(int* address, int value) {
     return old;
 }
 
+int fa_host_printf(const char* format, ...) {
+    va_list arguments, again;
+    va_start(arguments, format);
+    va_copy(again, arguments);
+    int bytes = vsnprintf(nullptr, 0, format, arguments);
+    char* text = bytes < 0 ? nullptr : static_cast<char*>(malloc(size_t(bytes) + 1));
+    if (text) {
+        vsnprintf(text, size_t(bytes) + 1, format, again);
+        keep_printed(text, bytes);
+    }
+    va_end(again);
+    va_end(arguments);
+    return bytes;
+}
+
 int fa_host_run(const Launch* launch) {
     const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
     Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER, 0,
@@ -662,6 +679,7 @@ int fa_host_run(const Launch* launch) {
     if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
     install_handlers();
     run_on_pool(workers - 1);
+    write_printed();
     restore_handlers();
     if (interrupt_requested) launched.outcome = interrupted;
     job = nullptr;

@@ -139,6 +139,9 @@ void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsi
 // Ends the block with a report: a check of a word failed.
 void fa_host_fail(const char* what, const char* file, int line);
 
+// printf of a kernel (printed.hpp). Returns the bytes, as C's does.
+int fa_host_printf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
 int fa_host_run(const fa_host::Launch* launch);
 int fa_host_module_shared(void* (*static_shared)(), long long* offset, long long* bytes);
 int fa_host_version();

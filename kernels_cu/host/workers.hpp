@@ -14,6 +14,7 @@
 
 #include "block.hpp"
 #include "fiber.hpp"
+#include "printed.hpp"
 #include "race.hpp"
 
 namespace fa_host {
@@ -194,6 +195,9 @@ static inline void after_fork() {
     pool = empty_pool;
     launch_lock = PTHREAD_MUTEX_INITIALIZER;
     job = nullptr;
+    print_lock = PTHREAD_MUTEX_INITIALIZER;
+    prints = prints_left_out = 0;
+    printed_bytes = 0;
 }
 
 static inline void* pool_thread(void* number) {

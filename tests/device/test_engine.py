@@ -244,6 +244,50 @@ def test_atomics_under_the_race_check(tmp_path: Path) -> None:
     assert f"word_forward.cu:{at}" in caught.value.why
 
 
+def test_a_race_in_a_lambda_or_a_function_is_at_the_line_of_the_access(tmp_path: Path) -> None:
+    """Not at that of the call, which may be far away: also of a lambda that a word calls."""
+    body = """\
+    int* n = fa::dynamic_shared<int>();
+    auto store = [&](int at) {
+        n[at] = t;
+    };
+    auto twice = [&](auto&& each) { each(0), each(1); };
+    out[t] = 0;
+    twice([&](int at) { store(at); });"""
+    with pytest.raises(CheckFault) as caught:
+        run(Host(check="race"), tmp_path, body, block=64, shared=16)
+    lines = (tmp_path / "word_forward.cu").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines, 1) if "n[at] = t" in line)
+    assert set(re.findall(r"word_forward\.cu:(\d+)", caught.value.why)) == {str(at)}
+
+
+@SEEDS
+def test_printf_comes_in_the_order_of_blocks_and_threads(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever order they run in; on standard error, at the end of the launch, and of a flood the first MB."""
+    body = """\
+    for (int i = 0; i < 2; ++i) {
+        printf("%d %d %.2f %s\\n", t, i, 0.5 * t, "end");
+        __syncthreads();
+    }"""
+    run(Host(seed=seed), tmp_path, body, block=40)
+    told = capfd.readouterr()
+    assert told.out == "" and told.err.splitlines() == [f"{t} {i} {0.5 * t:.2f} end" for t in range(40) for i in range(2)]
+    run(Host(seed=seed), tmp_path, '    for (int i = 0; i < 1000; ++i) printf("%0100d", i);', block=32)
+    told = capfd.readouterr()
+    assert len(told.err) < (1 << 20) + 100
+    assert told.err.endswith(f"({32 * 1000 - (1 << 20) // 100} texts more were printed: a launch keeps 1048576 bytes)\n")
+
+
+def test_an_assert_names_thread_and_line(tmp_path: Path) -> None:
+    """One that holds is nothing."""
+    body = "    assert(t < 64);\n    assert(t != 37 || args.batch == 0);\n    out[t] = t;"
+    with pytest.raises(KernelFault, match=r"assertion failed: t != 37 \|\| args.batch == 0 in block \(0, 0, 0\): thread 37 at ") as caught:
+        run(Host(), tmp_path, body, block=64)
+    path = tmp_path / "word_forward.cu"
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "t != 37" in text)
+    assert f" at {path}:{line}" in caught.value.why
+
+
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from harness.array import ArrayModule
+from harness.array import ArrayModule, copied, to_host
 from harness.backends import Backend, pick
 from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import oracle_for
-from harness.check.trial import Change, Trial, _alike, _untouched
+from harness.check.tensors import Bound, Tensor, row_pitch
+from harness.check.trial import Trial, _alike, _untouched
+from harness.dataset.change import Change
+from harness.dataset.storage import STORAGE
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
 from harness.measure.judged import Judged, Watch
@@ -136,6 +140,80 @@ def test_changes_undo_and_follow_each_other() -> None:
         for name, original, changed in (("Q", bits, now), ("logsumexp", lse, rows)):
             assert np.array_equal(change.of(np, name, original), changed)
             assert np.array_equal(change.back().of(np, name, changed), original)
+
+
+def test_one_column_of_v_is_new_in_every_head() -> None:
+    """And nothing else: no place, no Q, no K."""
+    problem = Problem.of(3, 6, 5, 7, 2)
+    change = Change.of_values(problem)
+    assert (change.signs["values"].sum(-1) == 1).all() and not change.signs["scores"].any()
+    assert change.batches.tolist() == [0, 1, 2] and change.heads.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_tensor_that_lies_as_no_other_does(dtype: str, backend: Backend) -> None:
+    """(batch, rows, heads, pitch) with a row more, 16-byte aligned and no more; it holds the same, and what lies between is guarded."""
+    shape = (2, 3, 5, 24)
+    pitch = row_pitch(Problem.of(2, 3, 5, 24, dtype=dtype), "Q")
+    values = np.arange(720).reshape(shape).astype(STORAGE[dtype])
+    for wide in (1, 3):
+        tensor = Tensor(backend, shape, dtype, pitch, wide)
+        own = pitch + wide * 16 // tensor.storage.itemsize
+        assert tensor.address % 32 == 16
+        assert tensor.view() == (tensor.address, 6 * 3 * own, own, 3 * own)
+        tensor.upload(values)
+        assert np.array_equal(to_host(copied(backend.xp, tensor.bits())), values.view(f"<u{values.itemsize}")) and tensor.intact()
+        at = 3 * own * tensor.storage.itemsize  # the end of row 0's last head, and of the last row, which is no row of the tensor's
+        for outside in (at - 1, 5 * at):
+            before = int(tensor.buffer[outside])
+            tensor.buffer[outside] = 0
+            assert not tensor.intact()
+            tensor.buffer[outside] = before
+        tensor.buffer[at] = 0
+        assert tensor.intact()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_launch_elsewhere_has_strides_of_its_own(pass_: str, backend: Backend) -> None:
+    """Each tensor's rows are further apart than the one's before, workspaces are shared; a kernel with plain parameters stays as it is."""
+    problem = Problem.of(2, 2, 33, 59)
+    trial = first(backend, kernel.find("fa2", pass_), problem).timed
+    assert isinstance(trial, Trial) and not trial.bound.plain
+    inputs = {name: tensor.values() for name, tensor in trial.bound.tensors.items() if name in READS[pass_]}
+    bound = Bound(backend, trial.bound.loaded, problem, inputs, trial.bound)
+    pitches = [tensor.view().head for name, tensor in bound.tensors.items() if name != "logsumexp"]
+    assert len(set(pitches)) == len(pitches) and all(tensor.address % 32 == 16 for tensor in bound.tensors.values())
+    assert bound.workspaces is trial.bound.workspaces
+    for name, array in bound.run().items():
+        assert np.array_equal(array, trial.outputs[name])
+
+
+def test_a_part_has_one_input_new(backend: Backend) -> None:
+    """Half the rows of one column of it, in one head with its query heads; of a backward pass O and logsumexp go with it."""
+    problem = Problem.of(2, 4, 9, 8, 2, 11)
+    for pass_, names in (("forward", "QK"), ("backward", "QK")):
+        trial = first(backend, kernel.find("naive", pass_), problem).timed
+        assert isinstance(trial, Trial)
+        for name in names:
+            part = trial._part(name)
+            assert part and part.oracle.problem.heads_q == 2 and part.oracle.problem.heads_kv == 1
+            differ = {n: a != to_host(trial.bound.tensors[n].values())[part.place[n]] for n, a in part.inputs.items()}
+            rows = problem.shape(name)[2]
+            assert differ[name].sum() == part.inputs[name].shape[1] * ((rows + 1) // 2) and differ[name].any(axis=2).sum(-1).max() == 1
+            assert {n for n, a in differ.items() if a.any()} == {name} | ({"O", "logsumexp"} if pass_ == "backward" else set())
+
+
+def test_no_part_beyond_what_a_header_promises(backend: Backend) -> None:
+    """A sign that changes may make a score larger; of NaN and infinity it changes more than a sign."""
+    trial = first(backend, kernel.find("naive", "forward"), Problem.of(1, 1, 9, 8)).timed
+    assert isinstance(trial, Trial) and trial._part("K")
+    whole = trial.bound.loaded
+    trial.bound.loaded = replace(whole, kernel=replace(whole.kernel, logits=0.5))
+    assert trial._part("K") is None
+    trial.bound.loaded = whole
+    with trial.bound.writable():
+        trial.bound.tensors["V"].values()[0, 0, 0, 0] = np.nan
+    assert trial._part("K") is None
 
 
 class Device(np.ndarray[Any, Any]):

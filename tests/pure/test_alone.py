@@ -102,6 +102,9 @@ class Judged(Kernel):
     def fresh(self) -> str:
         raise AssertionError("the turns before have done it")
 
+    def further(self) -> str:
+        raise AssertionError("the turns before have done it")
+
     def ended(self) -> str:
         return self.outside
 

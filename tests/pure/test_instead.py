@@ -48,12 +48,25 @@ def test_the_cpu_backend_names_the_word(use: str, wanted: str, tmp_path: Path, f
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
-@pytest.mark.parametrize("header", ["cmath", "cfloat", "cuda_fp16.h", "mma.h"])
+@pytest.mark.parametrize("header", ["cmath", "cfloat", "cuda_fp16.h", "mma.h", "cstdio", "cassert"])
 def test_a_header_that_is_not_there(header: str, tmp_path: Path, fa_cli: Run) -> None:
     """What to have in its place."""
     path = kernel(tmp_path, "1", f"#include <{header}>\n").path
     found = fa_cli("run", "--compute", path, "--batch", 1, "--heads", 1, "--seq", 8, "--dim", 16)
     assert found.exit_code == 5 and f"hint: leave out <{header}>: " in found.stderr and "fa/" in found.stderr, found.stderr
+    assert "on a GPU it runs as it is" not in found.stderr
+
+
+@pytest.mark.skipif(find_spec("nvidia") is None or find_spec("nvidia.cu13") is None, reason="no NVRTC: pip install '.[cuda13]'")
+def test_nvrtc_has_printf_and_no_header_for_it(tmp_path: Path) -> None:
+    """So what is said of <cstdio> on the CPU is true of it."""
+    device, problem = Device(kind="cuda", name="sm_90", arch="sm_90", shared_optin=232448), Problem.of(1, 1, 8, 16)
+    mine = kernel(tmp_path, '(printf("%d", threadIdx.x), 1)')
+    assert nvrtc.compile_(mine, mine.plan(problem, device), "sm_90")
+    mine = kernel(tmp_path, "1", "#include <cstdio>\n")
+    with pytest.raises(CompileError) as found:
+        nvrtc.compile_(mine, mine.plan(problem, device), "sm_90")
+    assert "leave out <cstdio>: printf and assert need no header" in found.value.hint, found.value.log
 
 
 @pytest.mark.skipif(find_spec("nvidia") is None or find_spec("nvidia.cu13") is None, reason="no NVRTC: pip install '.[cuda13]'")

@@ -187,8 +187,11 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     """Too much shared memory, too many threads, an unknown tile name, a wrong expression."""
     problem, ours = Problem.of(dim=128), ("HEAD_DIM", "DTYPE", "CAUSAL", "DETERMINISTIC", "WORKSPACE_DELTA")
     found = Kernel.read(write(tmp_path))
-    with pytest.raises(UsageFault, match="does not fit"):
+    with pytest.raises(UsageFault, match="does not fit a small GPU") as caught:
         found.plan(problem, Device("cuda", "a small GPU", shared_optin=49152))
+    assert "per block, it has 49152" in caught.value.why
+    with pytest.raises(UsageFault, match=r"does not fit an H200\n.*per block, an H200, whose limits the CPU backend has, has 49152"):
+        found.plan(problem, Device("cpu", "a processor", shared_optin=49152))
     with pytest.raises(UsageFault, match="no tile value BLOCK"):
         found.plan(problem, DEVICE, {"BLOCK": 1})
     with pytest.raises(UsageFault, match="2048 threads"):

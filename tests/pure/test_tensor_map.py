@@ -97,6 +97,8 @@ def test_tensor_maps_are_planned(tmp_path: Path) -> None:
         ('"2 * head_stride"', '"row_stride * head_stride"', "is no sum of multiples of"),
         ('// strides = ["round_up(seq_q, 4)"]\n', "", "of the workspace delta: it needs dims and strides"),
         ('"batch * heads_q"]', '"batch * heads_q", 1]', "has 2 sizes in box for 3 dims"),
+        ('"batch * heads_q"]', '"batch * heads_q + 1"]', "sums reaches 1300 elements of the workspace delta, which has 1200"),
+        ('dims = ["seq_q", "batch', 'dims = ["seq_q + 1", "batch', "reaches 1201 elements of the workspace delta, which has 1200"),
         ("// maps = []", "// maps = []\n// cluster = [2]", "a grid of .* blocks is no multiple of its clusters of .2, 1, 1."),
     ],
 )

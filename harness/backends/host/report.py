@@ -65,8 +65,8 @@ def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = No
     for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:
         known = (line.split(" (")[0] for line in block.splitlines())  # without -g there is no line, or that of our launcher
         frames = [frame for frame in known if not re.match(r"\?\?|.*entries of ", frame)]
-        # the outermost frame in a kernel file: words are inlined into it
-        places.append(next((f for f in reversed(frames) if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
+        # the innermost frame in a kernel file: words are inlined into it, and so are its lambdas and functions, where the access is
+        places.append(next((f for f in frames if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
     for address, place in zip(addresses, places, strict=False):
         report = report.replace(f"pc:{address}", place)
     return report

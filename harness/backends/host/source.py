@@ -13,6 +13,7 @@ from pathlib import Path
 from ...kernel.header import SIZES
 from ...kernel.kernel import KERNELS, Kernel, include_closure
 from ...kernel.signature import check_parameters, without_comments
+from ..instead import HEADERS
 from ..protocol import CompileError
 
 HOST = KERNELS / "host"
@@ -69,8 +70,8 @@ extern __thread char fa_host_anchor __attribute__((visibility("hidden")));
 
 
 def _sizes(args: tuple[str, ...], maps: tuple[str, ...]) -> str:
-    """The bytes of each parameter that a launch passes; 0 for the scale, which has the width of the dtype."""
-    own = [str(4 if name in SIZES else 0 if name == "scale" else 8) for name in args] or ["sizeof(fa::Args)"]
+    """The bytes of each parameter that a launch passes, in C++."""
+    own = [str(4 if name in SIZES else "FA_HOST_SCALE(DTYPE)" if name == "scale" else 8) for name in args] or ["sizeof(fa::Args)"]
     return ", ".join([*own, *(["128"] * len(maps))])
 
 
@@ -80,4 +81,4 @@ def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
         line = bare.count("\n", 0, found.start()) + 1
         what = f"#include <{found['header']}>" if found["header"] else "inline PTX"
         why = f"{file}:{line}: {what} has no meaning on the CPU backend: there a kernel speaks CUDA C++ and the words of <fa/...>"
-        raise CompileError(kernel, (), f"{why}; on a GPU it runs as it is (--device cuda)")
+        raise CompileError(kernel, (), why if found["header"] in HEADERS else f"{why}; on a GPU it runs as it is (--device cuda)")

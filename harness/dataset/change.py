@@ -1,0 +1,75 @@
+"""Inputs that are new although their answer is known: by the symmetries of attention, exact in every storage type.
+
+Batches and key heads, with their query heads, may change places. A column of V, with that of O and dO, may change its sign, and then that
+of O and dV does; a column of Q and K together, and then that of dQ and dK does, and no score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..array import Array, ArrayModule
+from ..problem import Problem
+
+#: Tensors whose columns change their sign with V's, and those with Q's and K's.
+SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Inputs as they are in the buffers: batch b and key head h are the original's batches[b] and heads[h], with the columns negated
+    where signs["values"] and signs["scores"], bool (batch, heads_kv, head_dim), are set."""
+
+    batches: Array
+    heads: Array
+    signs: Mapping[str, Array]
+
+    @classmethod
+    def none(cls, problem: Problem) -> Change:
+        """The original."""
+        flat = (problem.batch, problem.heads_kv, problem.head_dim)
+        return cls(np.arange(flat[0]), np.arange(flat[1]), {name: np.zeros(flat, bool) for name in ("values", "scores")})
+
+    @classmethod
+    def drawn(cls, problem: Problem) -> Change:
+        """A new one: in every head at least one column of each kind changes its sign."""
+        draw = np.random.default_rng()
+        flat = (problem.batch, problem.heads_kv, problem.head_dim)
+        signs = {}
+        for name in ("values", "scores"):
+            signs[name] = draw.random(flat) < 0.5
+            np.put_along_axis(signs[name], draw.integers(0, flat[2], (*flat[:2], 1)), True, axis=-1)
+        return cls(draw.permutation(flat[0]), draw.permutation(flat[1]), signs)
+
+    @classmethod
+    def of_values(cls, problem: Problem) -> Change:
+        """In every head one column of V (and with it that of O and dO) changes its sign, and nothing else."""
+        change = cls.none(problem)
+        signs = change.signs["values"]
+        np.put_along_axis(signs, np.random.default_rng().integers(0, signs.shape[2], (*signs.shape[:2], 1)), True, axis=-1)
+        return change
+
+    def after(self, before: Change) -> Change:
+        """Both as one, this one applied last."""
+        place = np.ix_(self.batches, self.heads)
+        signs = {name: before.signs[name][place] ^ mask for name, mask in self.signs.items()}
+        return Change(before.batches[self.batches], before.heads[self.heads], signs)
+
+    def back(self) -> Change:
+        """The change that undoes this one."""
+        batches, heads = np.argsort(self.batches), np.argsort(self.heads)
+        return Change(batches, heads, {name: mask[np.ix_(batches, heads)] for name, mask in self.signs.items()})
+
+    def of(self, xp: ArrayModule, name: str, bits: Array) -> Array:
+        """A tensor changed: its elements' bits, unsigned integers (batch, heads, rows[, head_dim]), in a new array."""
+        group = bits.shape[1] // len(self.heads)
+        heads = (self.heads[:, None] * group + np.arange(group)).reshape(-1)
+        places = (self.batches[:, None] * bits.shape[1] + heads).reshape(-1)  # one index: CuPy compiles four kernels for two of them
+        moved: Array = bits.reshape(-1, *bits.shape[2:])[xp.asarray(places)].reshape(bits.shape)
+        if name in SIGNS:
+            mask = np.repeat(self.signs[SIGNS[name]], group, axis=1)[:, :, None, :]
+            moved ^= xp.asarray(mask.astype(bits.dtype) << np.array(8 * bits.dtype.itemsize - 1, bits.dtype))
+        return moved
