@@ -12,7 +12,8 @@ import pytest
 from click.testing import Result
 
 import harness
-from harness.verify import CaseResult, draw
+from harness.kernel.kernel import find
+from harness.verify import Case, CaseResult, draw
 
 RIGHT = CaseResult("naive", "forward", draw(1, 0), True, "", 0.5, "fa-cli verify naive --case A", {"O": 1e-7})
 WRONG = replace(RIGHT, case=draw(1, 1), passed=False, message="O is wrong at batch 0", repro="fa-cli verify naive --case B", exit_code=1)
@@ -55,3 +56,33 @@ def test_json_at_ctrl_c_is_one_document(interrupted: list[str], fa_cli: Callable
     result = fa_cli("verify", "naive", "--fuzz", 9, "--device", "cpu", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 130 and found["passed"] is False and [row["passed"] for row in found["rows"]] == [False, True]
+
+
+def test_cases_on_few_multiprocessors() -> None:
+    """A case's number of multiprocessors reaches the plan: step 16 launches two blocks, each of which takes several works."""
+    backends = harness.verify.Backends("cpu", None, None)
+    chosen = find("hopper", "forward")
+    case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")
+    few, all_ = (backends.of(each).device() for each in (case, replace(case, sms=None)))
+    assert (few.sms, all_.sms) == (2, 132) and backends.of(case) is backends.of(case)
+    assert [chosen.plan(case.problem, device).launches[0].grid[0] for device in (few, all_)] == [2, 5]
+    checked = backends.of(replace(case, check="race"))
+    assert (checked.check, checked.device().sms) == ("race", 2)  # type: ignore[attr-defined]
+
+
+def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out with a note; what the check finds is a failure. All other cases of the kernel are judged, and choices counted."""
+    real = harness.verify.verify.__globals__["run_case"]
+
+    def refused(backend: Any, chosen: Any, case: Case, *words: Any, **more: Any) -> CaseResult:
+        done = real(backend, chosen, case, *words, **more)
+        return replace(done, passed=False, message="it keeps 1024 clocks", exit_code=2) if case.check else done
+
+    cases = [case for case in harness.verify.matrix(find("fa2_naive", "forward"), "quick", "cpu") if case.number < 1 or case.check]
+    monkeypatch.setitem(harness.verify.verify.__globals__, "matrix", lambda *_: cases)
+    monkeypatch.setitem(harness.verify.verify.__globals__, "run_case", refused)
+    notes: list[str] = []
+    results = harness.verify.verify(["fa2_naive"], device="cpu", mode="forward", note=notes.append)
+    assert [result.passed for result in results] == [True]
+    assert notes[0].startswith("these cases meet ") and ", not fa2_naive_forward " in notes[0]
+    assert notes[1] == "not checked for races: it keeps 1024 clocks"
