@@ -221,9 +221,10 @@ def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Le
     rows += [{"length": several, "dim": dim, "scale": 1.0, "softmax": 1.0, "inputs": "jump"} for dim in dims]
     families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (_dtypes(chosen) != ["float16"])]
     families += ["ones_do"] * (chosen.pass_ == "backward")
+    plain = {"scale": 1.0, "softmax": 1.0}  # scores that differ, or no row shows whose keys it has read
     if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit
-        rows += [{"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]
-    rows += [{"length": (3, 2100), "group": 1, "scale": 1.0, "softmax": 1.0} for _ in range(chosen.cross)]
+        rows += [plain | {"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]
+    rows += [plain | {"length": (3, 2100), "group": 1} for _ in range(chosen.cross)]
     return rows + [{"length": several, "dim": dims[i % 2], "scale": 1.0, "inputs": each} for i, each in enumerate(families)]
 
 

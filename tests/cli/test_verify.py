@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from click.testing import Result
 
 import harness
 from harness.kernel.kernel import find
+from harness.selftest.mutant import mutants
 from harness.verify import Case, CaseResult, draw
 
 RIGHT = CaseResult("naive", "forward", draw(1, 0), True, "", 0.5, "fa-cli verify naive --case A", {"O": 1e-7})
@@ -86,3 +88,13 @@ def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytes
     assert [result.passed for result in results] == [True]
     assert notes[0].startswith("these cases meet ") and ", not fa2_naive_forward " in notes[0]
     assert notes[1] == "not checked for races: it keeps 1024 clocks"
+
+
+def test_run_on_few_multiprocessors(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
+    """--sms: what is wrong only where a block takes a second work passes without it, and fails with it. It is no option of a peer."""
+    path = mutants()["a work lost behind the first of each block"].plant(tmp_path).path
+    words = ("run", path, "--batch", 1, "--heads", 3, "--seq", 65, "--dtype", "bfloat16", "--device", "cpu", "--output-dir", tmp_path)
+    assert fa_cli(*words).exit_code == 0
+    failed = fa_cli(*words, "--sms", 2)
+    assert failed.exit_code == 1 and "O is wrong at batch 0, head 2" in failed.stdout
+    assert "--sms has no effect on numpy" in fa_cli("run", "numpy", "--sms", 2, "--device", "cpu", "--output-dir", tmp_path).stderr
