@@ -151,8 +151,10 @@ def time_together(
     return done
 
 
-def open_backend(device: str, check: str | None = None, schedule_seed: int | None = None, debug: bool = False) -> Backend:
-    """The backend for --device, --check, --schedule-seed and --debug. --check and --schedule-seed exist on the CPU only, --check and
+def open_backend(
+    device: str, check: str | None = None, schedule_seed: int | None = None, debug: bool = False, sms: int | None = None
+) -> Backend:
+    """The backend for --device, --check, --schedule-seed, --debug and --sms. --check and --schedule-seed exist on the CPU only, --check and
     --debug are two builds of the kernel. Raises UsageFault otherwise."""
     if check and debug:
         why = "each is a build of its own: a debugger steps through code without a check's instructions"
@@ -164,8 +166,8 @@ def open_backend(device: str, check: str | None = None, schedule_seed: int | Non
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )
-        return pick("cpu", check=check, seed=schedule_seed, debug=debug)
-    return pick(device, debug=debug)
+        return pick("cpu", check=check, seed=schedule_seed, debug=debug, sms=sms)
+    return pick(device, debug=debug, sms=sms)
 
 
 def run(
@@ -186,6 +188,7 @@ def run(
     scale: float | None = None,
     deterministic: bool = False,
     debug: bool = False,
+    sms: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem (by default Problem.of()) that is
@@ -193,16 +196,16 @@ def run(
 
     The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm; with check they are launched once more
     instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. progress is told what is
-    being done, with N/M before it where it is known how much is done. Raises Fault: usage, data, environment, kernel or disk; a failed
-    check is no exception, it is Result.passed.
+    being done, with N/M before it where it is known how much is done. sms: multiprocessors that plans are told of. Raises Fault: usage,
+    data, environment, kernel or disk; a failed check is no exception, it is Result.passed.
     """
-    specs, backend = _asked(computes, tolerance), open_backend(device, check, schedule_seed, debug)
+    specs, backend = _asked(computes, tolerance), open_backend(device, check, schedule_seed, debug, sms)
     found = dataset.open_(Path(data_folder)) if data_folder else None
     shape = found.problem if found else problem or Problem.of()
     problem = shape.with_(causal=shape.causal if causal is None else causal, scale=shape.scale if scale is None else scale)
     dataset.check_size(problem)
     contenders, notes = choose.choose(specs, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
-    only_ours = {"--check": check, "--schedule-seed": schedule_seed, "--debug": debug, "--tile": tiles}
+    only_ours = {"--check": check, "--schedule-seed": schedule_seed, "--debug": debug, "--sms": sms, "--tile": tiles}
     _refuse(contenders, problem, MODES[mode], backend, only_ours)
     with ExitStack() as held:
         compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))

@@ -24,8 +24,10 @@ def parsed(spec: str) -> tuple[str, int]:
     return kind, int(index or 0)
 
 
-def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False) -> Backend:
+def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None) -> Backend:
     """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host); debug: code for a debugger.
+
+    sms: the multiprocessors that launch plans are told of, None: those of the device. With few, persistent blocks take several works.
 
     auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """
@@ -33,7 +35,7 @@ def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, 
     if kind == "cuda" or (kind == "auto" and nvidia_driver()):
         from .cuda import Cuda
 
-        return Cuda(index, debug)
+        return Cuda(index, debug, sms)
     from .host.backend import Host
 
-    return Host(seed, check, debug)
+    return Host(seed, check, debug, sms)

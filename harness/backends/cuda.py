@@ -48,13 +48,13 @@ def pip_line() -> str:
 class Cuda(Backend):
     """One GPU of this machine. Raises EnvironmentFault where there is none, or no CuPy that can use it.
 
-    debug: kernels are compiled for cuda-gdb. FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an allocation of the driver,
-    without guard bands, so the tool knows its bounds. In CuPy's pool most accesses out of bounds hit another tensor.
+    debug: kernels are compiled for cuda-gdb. sms: as for Host, None: its own. FA_CLI_NO_POOL=1 is for compute-sanitizer: each tensor is an
+    allocation of the driver, without guard bands, so the tool knows its bounds.
     """
 
     name = "cuda"
 
-    def __init__(self, index: int = 0, debug: bool = False) -> None:
+    def __init__(self, index: int = 0, debug: bool = False, sms: int | None = None) -> None:
         self.xp: Any = _cupy()  # CuPy has no types: what it returns is checked where it is given one
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -73,8 +73,8 @@ class Cuda(Backend):
         self._spin: Any = None  # a cupy.RawKernel
         self._flush: Any = None  # a cupy.ndarray: filled through its memory
         facts = self.xp.cuda.runtime.getDeviceProperties(index)
-        arch, optin = f"sm_{facts['major']}{facts['minor']}", facts["sharedMemPerBlockOptin"]
-        self._device = Device("cuda", facts["name"].decode(), arch, facts["multiProcessorCount"], facts["l2CacheSize"], optin)
+        sizes = sms or facts["multiProcessorCount"], facts["l2CacheSize"], facts["sharedMemPerBlockOptin"]
+        self._device = Device("cuda", facts["name"].decode(), f"sm_{facts['major']}{facts['minor']}", *sizes)
 
     def device(self) -> Device:
         """This GPU, as launch plans need it."""

@@ -28,6 +28,8 @@ class Mutant:
     dtype: str = "float32"
     causal: bool = False
     scale: float | None = None
+    sms: int | None = None
+    case: str = ""
 
     @property
     def problem(self) -> Problem:

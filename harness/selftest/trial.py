@@ -55,7 +55,14 @@ def selftest(
     where no fault is left.
     """
     plain = pick(device)
-    backends = {"": plain} | ({"race": pick("cpu", check="race")} if plain.name == "cpu" else {})
+    race = pick("cpu", check="race") if plain.name == "cpu" else plain
+    counts: dict[int | None, Backend] = {None: plain}
+
+    def backend(mutant: Mutant, check: str) -> Backend:
+        if mutant.sms not in counts:
+            counts[mutant.sms] = pick(device, sms=mutant.sms)
+        return race if check == "race" else counts[mutant.sms]
+
     chosen = [mutant for mutant in mutants().values() if not only or any(fnmatch(mutant.name, pattern) for pattern in only)]
     pairs = [(mutant, check) for mutant in chosen for check in mutant.found_by if check in CHECKS[plain.name]]
     if quick:
@@ -63,9 +70,11 @@ def selftest(
     if not pairs:
         raise UsageFault("no fault to plant", f"none of this name has a check on {plain.name}", "fa-cli selftest -v names them")
     planted = {mutant.name: _plant(mutant) for mutant, _ in pairs}
-    wanted = [(backends.get(check, plain), planted[mutant.name], mutant.problem) for mutant, check in pairs]
-    controls = {(mutant.kernel, mutant.problem, check in ("race", "launches") and check): (mutant, check) for mutant, check in pairs}
-    wanted += [(backends.get(check, plain), mutant.source, mutant.problem) for mutant, check in controls.values()]
+    wanted = [(backend(mutant, check), planted[mutant.name], mutant.problem) for mutant, check in pairs]
+    controls = {
+        (mutant.kernel, mutant.problem, mutant.sms, check in ("race", "launches") and check): (mutant, check) for mutant, check in pairs
+    }
+    wanted += [(backend(mutant, check), mutant.source, mutant.problem) for mutant, check in controls.values()]
     progress(f"compiles {len(planted)} faults")
     _compile_ahead(wanted)
     trials: list[Trial] = []
@@ -73,7 +82,7 @@ def selftest(
         for mutant, check in group:
             progress(f"{len(trials)}/{len(pairs) + len(controls)} {check}: {'no fault in ' + mutant.kernel if control else mutant.name}")
             kernel = mutant.source if control else planted[mutant.name]
-            trials.append(_try(backends.get(check, plain), mutant, kernel, check, control))
+            trials.append(_try(backend(mutant, check), mutant, kernel, check, control))
     progress("")
     return trials
 

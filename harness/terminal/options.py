@@ -371,6 +371,10 @@ checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
     click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="Host backend: run the threads in another order."),
 )
+checks_and_sms = options(
+    checks,
+    click.option("--sms", type=click.IntRange(1), metavar="N", help="As on N multiprocessors: fewer blocks, more works each."),
+)
 deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
 kernels = click.argument("kernels", nargs=-1, callback=lambda *given: tuple(_names(*given)), metavar="[KERNEL]...")
 mask = options(

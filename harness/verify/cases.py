@@ -7,12 +7,15 @@ levels at once (a tail tile and bfloat16, grouped heads and the causal mask) is 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..fault import UsageFault
 from ..kernel import Kernel
 from ..problem import DTYPE_BYTES, SPELLINGS, Problem
+from .choices import Planned, counts_multiprocessors, missing
 from .covering import Level, covering
 from .inputs import FAMILIES
 
@@ -45,24 +48,31 @@ SEED_SHAPES = (
     (4, 12, 1024),
     (8, 16, 2048),
 )
-#: The quick matrix: a tile less one, whole tiles, a tile and one, and both ways across.
-QUICK = ((1, 1), (63, 63), (128, 128), (129, 129), (113, 203), (239, 1), (3, 799))
-QUICK_DIMS = (1, 16, 40, 59, 64, 80, 96, 111, 128)
+#: The quick matrix: a tile less one, whole tiles, a tile and one; a mask whose border is two or one off a tile; both ways across.
+QUICK = ((1, 1), (63, 63), (128, 128), (64, 126), (64, 190), (128, 129), (113, 203), (129, 1), (3, 331))
+QUICK_SQUARE = ((1, 1), (63, 63), (128, 128), (129, 129))
+QUICK_DIMS = (1, 40, 64, 80, 96, 111, 128, 192, 256)
+#: Its (batch, key heads) by how many query heads share a key head, in turns: 17 and 36 query heads, three and five batches.
+QUICK_HEADS = {1: ((2, 2), (1, 17)), 3: ((3, 2), (1, 12)), 7: ((5, 1),)}
 HEAD_DIMS = (1, 7, 16, 24, 31, 40, 56, 59, 64, 72, 80, 96, 104, 111, 120, 128, 136, 160, 200, 256)
-GROUPS = (1, 3, 8)
+GROUPS = (1, 3, 7, 8)
 #: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
 SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
+#: Those of the quick matrix, of which the third is for kernels that promise any logits.
+QUICK_SCALES = {"forward": (1e-3, 1.0, 10.0, 1e4), "backward": (1e-3, 1.0, 10.0)}
 #: Factors on the softmax scale 1/sqrt(dim): a kernel that ignores args.scale is wrong at the second; 0 makes all visible keys equal.
-QUICK_SOFTMAX_SCALES, SOFTMAX_SCALES = (1.0, 0.5), (1.0, 0.5, 0.0, -1.0)
+QUICK_SOFTMAX_SCALES, SOFTMAX_SCALES = (1.0, 0.0, -0.5), (1.0, 0.5, 0.0, -1.0)
 #: causal_shift modulo 64, a tile of keys; None is the bottom-right alignment.
 SHIFTS = (None, 1, 62, 63)
 #: (batch, key heads) of the cases of the full matrix with short rows, in turn.
-BATCHES = ((2, 2), (3, 5), (1, 3), (5, 1), (17, 1), (1, 17), (2, 3))
+BATCHES = ((2, 2), (3, 5), (1, 3), (5, 1), (17, 1), (1, 17), (2, 3), (1, 12))
 SCHEDULES = (0, 7)
+#: Multiprocessors that plans are told of, None: the device's own. With few, a persistent block takes a second work and a third.
+SMS = (None, 2, 3)
 MATRICES = ("quick", "full")
-_MOST = {"cpu": 200, "cuda": 300}
-#: Scores of a case with short rows on the CPU, over all heads.
-_SCORES = {"cpu": 1 << 19, "cuda": 1 << 24}
+_MOST = {"cpu": 220, "cuda": 320}
+#: Products of tiles of 64 x 64 x 64 of a case of the quick matrix, over all heads, and scores of one of the full matrix with short rows.
+_PRODUCTS, _SCORES = {"cpu": 40, "cuda": 4096}, {"cpu": 1 << 19, "cuda": 1 << 24}
 #: Elements of each tensor of the cases beyond 32-bit indices.
 BEYOND = 1 << 31
 
@@ -71,7 +81,8 @@ BEYOND = 1 << 31
 class Case:
     """What kernels are run on, and how. number is its place in a matrix or a fuzz.
 
-    schedule: the CPU backend's seed, 0 is index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
+    sms: multiprocessors that the plan is told of, None: the device's. check: the CPU backend's "race", or None. schedule: its seed, 0 is
+    index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
     batches, so many times over (large.py), which is how tensors beyond 2^31 elements are made.
     """
 
@@ -83,6 +94,13 @@ class Case:
     inputs: str = "randn"
     seed: int = 42
     copies: int = 1
+    sms: int | None = None
+    check: str | None = None
+
+    @property
+    def planned(self) -> Planned:
+        """What a kernel's plan depends on."""
+        return self.problem, self.deterministic, self.sms
 
     def describe(self) -> str:
         """One line."""
@@ -93,6 +111,7 @@ class Case:
             text += f" {self.inputs}"
         if self.copies > 1:
             text += f" {self.copies} times"
+        text += f" on {self.sms} multiprocessors" * bool(self.sms) + f" --check {self.check}" * bool(self.check)
         return text + (f" schedule {self.schedule}" if self.schedule else "") + " deterministic" * self.deterministic
 
     def text(self) -> str:
@@ -101,6 +120,7 @@ class Case:
         words = [p.folder, *["causal"] * p.causal]
         words += [f"shift={p.causal_shift}"] * (p.causal_shift != p.default_shift) + [f"scale={p.scale!r}"] * (p.scale != p.head_dim**-0.5)
         words += [f"inputs={self.inputs}"] * (self.inputs != "randn") + [f"times={self.input_scale!r}"] * (self.input_scale != 1)
+        words += [f"sms={self.sms}"] * bool(self.sms) + [f"check={self.check}"] * bool(self.check)
         words += [f"seed={self.seed}"] * (self.seed != 42) + [f"schedule={self.schedule}"] * (self.schedule != 0)
         return ",".join(words + ["deterministic"] * self.deterministic + [f"copies={self.copies}"] * (self.copies != 1))
 
@@ -113,7 +133,7 @@ class Case:
             shape = sizes + f"_{dtype}" * (dtype != "float32")
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
-        flags, wanted = ("causal", "deterministic"), ("shift", "scale", "inputs", "times", "seed", "schedule", "copies")
+        flags, wanted = ("causal", "deterministic"), ("shift", "scale", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
         known = all(values[name] != "" if name in wanted else name in flags and not values[name] for name in values)
         try:
             if problem is None or not known or values.get("inputs", "randn") not in FAMILIES:
@@ -125,10 +145,12 @@ class Case:
                 p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv, p.dtype, "causal" in values, scale, causal_shift=shift
             )
             numbers = [int(given(name, default)) for name, default in (("schedule", "0"), ("seed", "42"), ("copies", "1"))]
-            if not (0 <= numbers[0] < 1 << 63 and numbers[2] >= 1):
+            sms, check = (int(values["sms"]) if "sms" in values else None), values.get("check")
+            schedule, seed, copies = numbers
+            if not (0 <= schedule < 1 << 63 and copies >= 1 and (sms is None or sms >= 1) and check in (None, "race")):
                 raise ValueError
-            factor = float(given("times", "1"))
-            return cls(0, problem, factor, numbers[0], "deterministic" in values, given("inputs", "randn"), *numbers[1:])
+            factor, form, family = float(given("times", "1")), "deterministic" in values, given("inputs", "randn")
+            return cls(0, problem, factor, schedule, form, family, seed, copies, sms, check)
         except ValueError:
             why = f"a case is a number, or a shape and then any of: {', '.join(flags)}, {'=, '.join(wanted)}="
             hint = f"--case B1_H2_S63_D16_float16,causal,shift=62,inputs=one_hot; inputs: {' '.join(FAMILIES)}"
@@ -136,64 +158,127 @@ class Case:
 
 
 def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
-    """The cases of a kernel: those its header promises. quick is some 50, full at most 200 on cpu and 300 on cuda."""
+    """The cases of a kernel: those its header promises. quick is some 50, full at most 220 on cpu and 320 on cuda.
+
+    Of the quick one every choice of the header is met (choices.py), of the full one every pair; on cpu the last is checked for races.
+    """
     if which not in MATRICES:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
     full = which == "full"
-    rows = covering(_factors(chosen, full, device), chosen.head_dims, 80 if full else 40)
+    factors = _factors(chosen, full, device)
+    rows = covering(factors, chosen.head_dims, 80 if full else 40, () if full else _named(chosen, factors))
     cases: list[Case] = []
+    used: Counter[tuple[int, int, int]] = Counter()
     for i, row in enumerate(rows):
-        problem = _problem(row, i if full else None, device)
-        cases.append(Case(0, problem, row["scale"], row["schedule"], row.get("deterministic", False)))
+        heads = _heads(row, i, device) if full else _quick_heads(row, device, used)
+        problem = _problem(row, *heads)
+        given = row.get("inputs", "randn")
+        cases.append(Case(0, problem, row["scale"], row["schedule"], row["form"][1], given, sms=row.get("sms")))
     if full:
         two = len(chosen.forms) > 1
         extra = [*_seed_shapes(chosen, device), *_long(chosen), *(_large(chosen) if device == "cuda" else ())]
         cases += [Case(0, problem, 1.0, 0, two and i % 2 == 1) for i, problem in enumerate(extra)]
         cases += _families(chosen)
         cases += _beyond(chosen) if device == "cuda" else ()
+    cases += [
+        Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
+    ]
+    cases += [_race(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
 
 
 def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:
-    lengths = [(s, s) for s in EDGES] + list(CROSS) if full else list(QUICK)
-    if not chosen.cross:
-        lengths = [pair for pair in lengths if pair[0] == pair[1]]
-    softmax = SOFTMAX_SCALES if full else QUICK_SOFTMAX_SCALES
+    lengths = [(s, s) for s in EDGES] if full else list(QUICK if chosen.cross else QUICK_SQUARE)
+    lengths += CROSS if full and chosen.cross else ()
     factors: dict[str, list[Level]] = {
         "length": lengths,
         "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]],
-        "causal": [False, True] if chosen.causal else [False],
-        "group": list(GROUPS) if chosen.gqa else [1],
+        # one factor of two, so that each of its pairs is one of three: a mask in a form with a tail
+        "form": list(itertools.product([False, True] if chosen.causal else [False], chosen.forms if len(chosen.forms) > 1 else [False])),
+        "group": list(GROUPS if full else QUICK_HEADS) if chosen.gqa else [1],
         "dtype": _dtypes(chosen),
-        "scale": [s for s in SCALES[chosen.pass_] if s <= 10 or chosen.logits == float("inf")],
-        "softmax": list(softmax) if chosen.takes_scale else [1.0],
+        "scale": [s for s in (SCALES if full else QUICK_SCALES)[chosen.pass_] if s <= 10 or chosen.logits == float("inf")],
+        "softmax": list(SOFTMAX_SCALES if full else QUICK_SOFTMAX_SCALES) if chosen.takes_scale else [1.0],
         "schedule": list(SCHEDULES) if device == "cpu" else [0],
     }
-    if len(chosen.forms) > 1:
-        factors["deterministic"] = list(chosen.forms)
+    if counts_multiprocessors(chosen):
+        factors["sms"] = list(SMS)
     if full and chosen.causal and chosen.takes_shift:
         factors["shift"] = list(SHIFTS)
     return factors
 
 
-def _problem(row: dict[str, Level], turn: int | None, device: str) -> Problem:
-    """The problem of a row. Long rows have few heads, short ones those of BATCHES in turn (turn None, the quick matrix: two batches)."""
+def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Level]]:
+    """Rows that the quick matrix has by name: what a softmax without a maximum, a lost rescale or a narrow type does wrong.
+
+    Scores over several tiles as large as a sum of exponentials does not hold, in two widths; then a family of inputs a row.
+    """
+    several = next(pair for pair in ((113, 203), (129, 129)) if pair in factors["length"])
+    dims = [max((d for d in factors["dim"] if d <= most), default=factors["dim"][0]) for most in (64, 128)]
+    large = max(s for s in factors["scale"] if s <= 10)
+    rows: list[dict[str, Level]] = [{"length": several, "dim": dim, "scale": large, "softmax": 1.0} for dim in dims]
+    rows += [{"length": several, "dim": dim, "scale": 1.0, "softmax": 1.0, "inputs": "jump"} for dim in dims]
+    families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (_dtypes(chosen) != ["float16"])]
+    families += ["ones_do"] * (chosen.pass_ == "backward")
+    plain = {"scale": 1.0, "softmax": 1.0}  # scores that differ, or no row shows whose keys it has read
+    if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit
+        rows += [plain | {"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]
+    rows += [plain | {"length": (3, 2100), "group": 1} for _ in range(chosen.cross)]
+    return rows + [{"length": several, "dim": dims[i % 2], "scale": 1.0, "inputs": each} for i, each in enumerate(families)]
+
+
+def _problem(row: dict[str, Level], batch: int, heads_kv: int, group: int) -> Problem:
+    """The problem of a row."""
     queries, keys = row["length"]
-    group, most = row["group"], _SCORES[device]
-    if queries * keys > 1 << 16:
-        batch, heads = 1, max(group, 2 if device == "cuda" else 1)
-    elif turn is None:
-        batch, heads = 2, {1: 2, 3: 6, 8: 8}[group]
-    else:
-        batch, heads_kv = BATCHES[turn % len(BATCHES)]
-        if batch * heads_kv * group * queries * keys > most:
-            batch, heads_kv = 2, 1
-        heads = heads_kv * group
     scale, shift = row["dim"] ** -0.5 * row["softmax"], row.get("shift")
     if shift is not None:
         shift += (keys - queries) // 64 * 64
-    return Problem.of(batch, heads, queries, row["dim"], heads // group, keys, row["dtype"], row["causal"], scale, shift)
+    return Problem.of(batch, heads_kv * group, queries, row["dim"], heads_kv, keys, row["dtype"], row["form"][0], scale, shift)
+
+
+def _heads(row: dict[str, Level], turn: int, device: str) -> tuple[int, int, int]:
+    """Batch, key heads and group of a row of the full matrix: of long rows few, else those of BATCHES in turn."""
+    group, scores = row["group"], math.prod(row["length"])
+    if scores > 1 << 16:
+        return 1, 2 if device == "cuda" and group == 1 else 1, group
+    batch, heads_kv = BATCHES[turn % len(BATCHES)]
+    return (batch, heads_kv, group) if batch * heads_kv * group * scores <= _SCORES[device] else (2, 1, group)
+
+
+def _quick_heads(row: dict[str, Level], device: str, used: Counter[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """The same of the quick matrix: those of QUICK_HEADS that are small enough, the least used, of equals the largest; else fewer."""
+    group, most = row["group"], _PRODUCTS[device] // math.prod(-(-n // 64) for n in (*row["length"], row["dim"]))
+    several = [(batch, heads_kv, group) for batch, heads_kv in QUICK_HEADS[group]]
+    fitting = [each for each in several if math.prod(each) <= most]
+    chosen = min(fitting, key=lambda each: (used[each], -math.prod(each))) if fitting else _fewer(*several[0], most)
+    used[chosen] += 1
+    return chosen
+
+
+def _fewer(batch: int, heads_kv: int, group: int, most: int) -> tuple[int, int, int]:
+    """A batch, key heads and a group of at most so many query heads in all: batches go first, the group last."""
+    if batch * heads_kv * group > most:
+        batch = 1
+    while heads_kv > 1 and heads_kv * group > most:
+        heads_kv //= 2
+    while group > 1 and group > most:
+        group //= 2
+    return batch, heads_kv, group
+
+
+def _race(chosen: Kernel) -> Case:
+    """A small case with all that has borders: a mask, tails, a group, more works than multiprocessors; a scale below 0."""
+    queries, keys = (65, 130) if chosen.cross else (130, 130)
+    dim, heads, dtype = _dim(chosen), 3 if chosen.gqa else 1, _smallest(chosen)
+    scale = -(dim**-0.5) if chosen.takes_scale else None
+    problem = Problem.of(1, heads, queries, dim, 1, keys, dtype, chosen.causal, scale)
+    return Case(0, problem, 1.0, 0, sms=2 if counts_multiprocessors(chosen) else None, check="race")
+
+
+def in_form(chosen: Kernel, case: Case) -> Kernel:
+    """The form of a kernel that a case is of."""
+    return chosen.made_deterministic() if case.deterministic and len(chosen.forms) > 1 else chosen
 
 
 def _dtypes(chosen: Kernel) -> list[str]:

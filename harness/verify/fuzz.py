@@ -13,9 +13,9 @@ from ..child import Ended
 from ..fault import UsageFault
 from ..kernel import Kernel
 from ..problem import Problem
-from .cases import Case
-from .inputs import FINITE
-from .judge import Backends, CaseResult, Died, Lost, each_survived, in_form, oracle_of, repro_of, run_case
+from .cases import Case, in_form
+from .inputs import DRAWN
+from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
 from .shrink import shrink
 
 #: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
@@ -56,7 +56,7 @@ def draw(seed: int, number: int) -> Case:
     # to four digits: the last one of a power is the C library's, and a case is the same everywhere
     scale = of.choice((1.0, 1.0, 1.0, -1.0, 0.0, 0.5, of.choice((-1, 1)) * float(f"{10 ** of.uniform(-3, 1):.4g}"))) * dim**-0.5
     problem = Problem.of(batch, heads_kv * group, queries, dim, heads_kv, keys, dtype, causal, scale, shift)
-    family = of.choice((*["randn"] * len(FINITE), *FINITE))
+    family = of.choice((*["randn"] * len(DRAWN), *DRAWN))
     schedule = of.choice((0, of.randrange(1, 1 << 31)))
     # float16 holds no more; and the rounding of a float64 score beyond 10^4 is more than float64's rule, 1e-11 of the largest value
     factor = min(factor, {"float16": 100.0, "float64": 10.0}.get(dtype, factor))

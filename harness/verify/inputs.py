@@ -14,6 +14,9 @@ from ..problem import Problem
 _SUBNORMAL = {"float16": 2.0**-18, "bfloat16": 2.0**-130, "float32": 2.0**-130, "float64": 2.0**-1030}
 #: Rows of V so large that bfloat16 and float32 hold them and float16 (up to 65504) does not; in float16 what it holds.
 LARGE_V = {"float16": 2.0**12, "bfloat16": 2.0**20, "float32": 2.0**20, "float64": 2.0**20}
+#: Factors on V at both ends: far beyond float16, and where no bit of an exponent of 1 is left. float16 has no room for the first.
+VAST_V = {"bfloat16": 2.0**80, "float32": 2.0**80, "float64": 2.0**80}
+TINY_V = {"float16": 2.0**-10, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-23}
 
 
 def inputs(problem: Problem, seed: int, names: Iterable[str], family: str = "randn", factor: float = 1.0) -> dict[str, Array]:
@@ -68,9 +71,47 @@ def _one_key(problem: Problem, random: np.random.RandomState, tensors: dict[str,
     tensors["K"][:, :, at] = (tensors["K"][:, :, at].astype(np.float64) * 10).astype(tensors["K"].dtype)
 
 
+def _jump(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """The keys of the last tile of 64 are ten times as large: there the scores of most rows jump, and what came before is rescaled."""
+    last = tensors["K"][:, :, (problem.seq_kv - 1) // 64 * 64 :]
+    last[:] = (last.astype(np.float64) * 10).astype(last.dtype)
+
+
+def _zero_rows(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """Every third row is 0 in every tensor, of Q from the first on, of the others from the second: scores of 0 among others."""
+    for name, array in tensors.items():
+        array[:, :, 0 if name == "Q" else 1 :: 3] = 0
+
+
+def _q_is_k(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """Keys are the queries of the first head that reads them, over and over: a row's largest score is its own square."""
+    group = problem.heads_q // problem.heads_kv
+    tensors["K"][:] = tensors["Q"][:, ::group, np.arange(problem.seq_kv) % problem.seq_q]
+
+
+def _ones_do(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """dO is 1, as of a sum of all outputs."""
+    if "dO" in tensors:
+        tensors["dO"][:] = tensors["dO"].dtype.type(1)
+
+
 def _large_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """V is large."""
-    tensors["V"][:] = (tensors["V"].astype(np.float64) * LARGE_V[problem.dtype]).astype(tensors["V"].dtype)
+    _times(tensors["V"], LARGE_V[problem.dtype])
+
+
+def _vast_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """V is as large as float32 and bfloat16 alone hold it. Raises KeyError in float16."""
+    _times(tensors["V"], VAST_V[problem.dtype])
+
+
+def _tiny_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """V is small."""
+    _times(tensors["V"], TINY_V[problem.dtype])
+
+
+def _times(array: Array, factor: float) -> None:
+    array[:] = (array.astype(np.float64) * factor).astype(array.dtype)
 
 
 def _subnormal(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
@@ -102,6 +143,13 @@ FAMILIES: dict[str, Callable[[Problem, np.random.RandomState, dict[str, Array]],
     "subnormal": _subnormal,
     "nan": _nan,
     "inf": _inf,
+    "jump": _jump,
+    "zero_rows": _zero_rows,
+    "q_is_k": _q_is_k,
+    "ones_do": _ones_do,
+    "vast_v": _vast_v,
+    "tiny_v": _tiny_v,
 }
-#: Those that a fuzz draws from.
 FINITE = tuple(name for name in FAMILIES if name not in ("nan", "inf"))
+#: Those that a fuzz draws from: the others are in every matrix, and a seed draws what it has always drawn.
+DRAWN = tuple(name for name in FINITE if name not in ("jump", "zero_rows", "q_is_k", "ones_do", "vast_v", "tiny_v"))

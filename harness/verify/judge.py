@@ -32,6 +32,7 @@ from ..row import rounded
 from ..run import open_backend
 from . import large
 from .cases import Case
+from .cases import in_form as in_form
 from .inputs import inputs
 
 #: Types whose operations CuPy has compiled in this process.
@@ -92,47 +93,52 @@ class Died(CaseResult):
 
 
 class Backends:
-    """The backend of each case, opened when first needed: on the CPU one for each seed of the schedules.
+    """The backend of each case, opened when first needed: one for each number of multiprocessors, on the CPU also for each seed of the
+    schedules and each check.
 
-    given: a seed that replaces those of the cases. Raises as run.open_backend does.
+    given: a seed that replaces those of the cases; check: a check that does. Raises as run.open_backend does.
     """
 
     def __init__(self, device: str, check: str | None, given: int | None) -> None:
         self._device, self._check, self._given = device, check, given
         self.first = open_backend(device, check, given)
-        self._by_seed: dict[int, Backend] = {given or 0: self.first}
+        self._opened: dict[tuple[str | None, int, int | None], Backend] = {(check, given or 0, None): self.first}
 
     def of(self, case: Case) -> Backend:
-        """The backend that runs a case. A GPU has no schedules."""
-        seed = case.schedule if self._given is None else self._given
-        if self.first.name == "cuda" or seed in self._by_seed:
-            return self._by_seed.get(seed, self.first)
-        return self._by_seed.setdefault(seed, open_backend(self._device, self._check, seed))
+        """The backend that runs a case. A GPU has no schedules and no checks."""
+        check, seed = self._check or case.check, case.schedule if self._given is None else self._given
+        if self.first.name == "cuda":
+            check, seed = self._check, self._given or 0
+        key = check, seed, case.sms
+        if key not in self._opened:
+            self._opened[key] = open_backend(self._device, check, seed, sms=case.sms)
+        return self._opened[key]
 
 
-def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]]) -> int:
+def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]], of: Callable[[Case], Backend] | None = None) -> int:
     """Compile what the kernels need for their cases, several at once, into the backend's cache; returns how many.
 
-    On a GPU also what the reference is computed with. What fails here fails again in its case, which reports it. The order is random:
-    processes that start together and share the cache find what others have compiled, instead of compiling all of it each.
+    of: the backend of each case (Backends.of), where they have several. On a GPU also what the reference is computed with. What fails here
+    fails again in its case, which reports it. The order is random: processes that start together and share the cache find what others have
+    compiled, instead of compiling all of it each.
     """
-    wanted: dict[tuple[str, bool, tuple[tuple[str, str], ...]], tuple[Kernel, Case]] = {}
-    seen: set[tuple[str, Problem, bool]] = set()
-    device = backend.device()
+    wanted: dict[tuple[str, bool, str | None, tuple[tuple[str, str], ...]], tuple[Backend, Kernel, Case]] = {}
+    seen: set[tuple[str, Problem, bool, int | None, str | None]] = set()
     for case, chosen in pairs:
-        form = in_form(chosen, case)
-        key = str(chosen.path), case.problem, form is chosen
+        form, own = in_form(chosen, case), of(case) if of else backend
+        key = str(chosen.path), case.problem, form is chosen, case.sms, case.check
         if key in seen:
             continue
         seen.add(key)
         with suppress(Fault):
-            wanted.setdefault((str(chosen.path), form.deterministic, form.plan(case.problem, device).macros), (form, case))
+            macros = form.plan(case.problem, own.device()).macros
+            wanted.setdefault((str(chosen.path), form.deterministic, getattr(own, "check", None), macros), (own, form, case))
 
     def work(job: Callable[[], object]) -> None:
         with suppress(Fault):
             job()
 
-    jobs: list[Callable[[], object]] = [partial(backend.load, form, case.problem) for form, case in wanted.values()]
+    jobs: list[Callable[[], object]] = [partial(own.load, form, case.problem) for own, form, case in wanted.values()]
     if backend.xp is not np:
         jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES if dtype not in _warmed]
         _warmed.update(DTYPE_BYTES)
@@ -147,11 +153,6 @@ def _warm(backend: Backend, dtype: str) -> None:
     oracle = oracle_of(backend, Case(0, Problem.of(1, 4, 33, 16, 2, dtype=dtype, causal=True), 1.0, 0), "backward")
     for arithmetic in ("f32", "p16", "tf32"):
         oracle.judge(oracle.forward_outputs, arithmetic, 64)
-
-
-def in_form(chosen: Kernel, case: Case) -> Kernel:
-    """The form of a kernel that a case is of."""
-    return chosen.made_deterministic() if case.deterministic and len(chosen.forms) > 1 else chosen
 
 
 def oracle_of(backend: Backend, case: Case, pass_: str) -> Oracle:
@@ -211,7 +212,7 @@ def repro_of(backend: Backend, chosen: Kernel, case: Case, which: str, determini
     command = f"fa-cli verify {shlex.quote(chosen.spec)} --mode {chosen.pass_} {named} --device {backend.name}"
     if (seed := getattr(backend, "seed", case.schedule)) != case.schedule:
         command += f" --schedule-seed {seed}"
-    if check := getattr(backend, "check", None):
+    if (check := getattr(backend, "check", None)) and check != case.check:
         command += f" --check {check}"
     return command + " --deterministic" * deterministic + f" --repeat {repeat}" * bool(repeat)
 

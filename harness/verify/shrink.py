@@ -47,7 +47,15 @@ def simpler(case: Case) -> Iterator[Case]:
     """Cases that are each simpler in one way, the largest steps first."""
     p = case.problem
     group = p.heads_q // p.heads_kv
-    for change in ({"schedule": 0}, {"deterministic": False}, {"inputs": "randn"}, {"input_scale": 1.0}, {"seed": 42}):
+    for change in (
+        {"schedule": 0},
+        {"deterministic": False},
+        {"inputs": "randn"},
+        {"input_scale": 1.0},
+        {"seed": 42},
+        {"sms": None},
+        {"check": None},
+    ):
         yield replace(case, **change)
     for heads, heads_kv in ((1, 1), (group, 1), (p.heads_kv, p.heads_kv)):
         if heads < p.heads_q:

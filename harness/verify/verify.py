@@ -12,6 +12,7 @@ from ..fault import UsageFault
 from ..kernel import Kernel
 from ..problem import MODES
 from .cases import Case, matrix
+from .choices import known, made
 from .fuzz import draw, fuzz, takes
 from .judge import Backends, CaseResult, Died, compile_ahead, each_survived, repro_of, run_case
 from .large import NoRoom
@@ -57,10 +58,12 @@ def verify(
         return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)
     given = None if case is None or case.isdecimal() else Case.parse(case)
     several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1, note) for chosen in found]
+    if case is None:
+        note(_choices(found, several))
     total, results = sum(map(len, several)), list[CaseResult]()
     for chosen, cases in zip(found, several, strict=True):
         tell(f"{len(results)}/{total} compiles {chosen.label}")
-        compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1])
+        compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1], backends.of)
         named = "" if given else which
 
         def work(each: Case, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
@@ -73,19 +76,15 @@ def verify(
             return Died.of(chosen, each, repro_of(backends.of(each), chosen, each, named, deterministic, repeat), why)
 
         for result in each_survived(backends.first, cases, work, died, f"the process of {chosen.label}"):
-            if isinstance(result, NoRoom):
-                if case is not None:
-                    raise result
-                note(f"{result.what}: {result.why}")
+            if isinstance(result, NoRoom) or _refused_by_its_check(result, check):
+                note(_left_out(result, case is not None))
                 continue
             results.append(result)
             progress(result)
             tell(f"{len(results)}/{total} {chosen.label} {_words(result)}")
     tell("")
-    if given and not results:
-        raise UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
     if case is not None and not results:
-        raise UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
+        raise _no_case(given, case, which)
     return results
 
 
@@ -115,6 +114,38 @@ def _cases(
     return taken
 
 
+def _refused_by_its_check(result: CaseResult, check: str | None) -> bool:
+    """Whether a case that is checked for races by itself has more than the check keeps: no failure of the kernel's."""
+    return check is None and result.case.check is not None and result.exit_code == UsageFault.exit_code
+
+
+def _left_out(result: CaseResult | NoRoom, alone: bool) -> str:
+    """Why a case is not counted. Raises NoRoom where it was asked for alone."""
+    if isinstance(result, NoRoom):
+        if alone:
+            raise result
+        return f"{result.what}: {result.why}"
+    return f"not checked for races: {result.message}"
+
+
+def _no_case(given: Case | None, case: str, which: str) -> UsageFault:
+    """That the case which was asked for is none of any kernel."""
+    if given:
+        return UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
+    return UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
+
+
+def _choices(found: Sequence[Kernel], several: Sequence[Sequence[Case]]) -> str:
+    """How much of what the headers choose by the problem (choices.py) the cases of each kernel meet, and what they do not."""
+    chosen = [(kernel, known(kernel)) for kernel in found]
+    met = [frozenset().union(*(made(kernel, *each.planned) for each in cases)) for kernel, cases in zip(found, several, strict=True)]
+    lost = [f"{k.label} {name}={value}" for (k, known), own in zip(chosen, met, strict=True) for name, value in sorted(known - own)]
+    every, count = sum(len(each | own) for (_, each), own in zip(chosen, met, strict=True)), sum(map(len, met))
+    return f"these cases meet {count} of {every} choices of the headers (types, widths, masks, tile values, launches)" + (
+        f", not {', '.join(lost)}" if lost else ""
+    )
+
+
 def _words(result: CaseResult) -> str:
     """A case in words, for progress."""
     return f"case {result.case.number} {result.case.describe()}"
@@ -138,7 +169,7 @@ def _fuzz(
     start = time.perf_counter()
     tell("compiles")
     pairs = [(each, chosen) for each in cases for chosen in found if takes(chosen, each)]
-    compiled = compile_ahead(backends.first, pairs)
+    compiled = compile_ahead(backends.first, pairs, backends.of)
     began = time.perf_counter()
     if count > BLOCK:
         note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")

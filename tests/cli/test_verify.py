@@ -14,8 +14,10 @@ from click.testing import Result
 
 import harness
 from harness.kernel import Kernel
+from harness.kernel.kernel import find
 from harness.kernel.new import new
-from harness.verify import CaseResult, draw
+from harness.selftest.mutant import mutants
+from harness.verify import Case, CaseResult, draw
 from harness.verify.cases import matrix
 
 RIGHT = CaseResult("naive", "forward", draw(1, 0), True, "", 0.5, "fa-cli verify naive --case A", {"O": 1e-7})
@@ -83,3 +85,43 @@ def test_what_a_kernel_cannot_be_given_is_no_failure(fa_cli: Callable[..., Resul
     assert why in " ".join(done.stderr.split())
     done = fa_cli("verify", path, "--device", "cpu", "--case", other)
     assert done.exit_code == 2 and f"does not take head dim {dict(cases)[other]}" in done.stderr and "PASS" not in done.stdout
+
+
+def test_cases_on_few_multiprocessors() -> None:
+    """A case's number of multiprocessors reaches the plan: step 16 launches two blocks, each of which takes several works."""
+    backends = harness.verify.Backends("cpu", None, None)
+    chosen = find("hopper", "forward")
+    case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")
+    few, all_ = (backends.of(each).device() for each in (case, replace(case, sms=None)))
+    assert (few.sms, all_.sms) == (2, 132) and backends.of(case) is backends.of(case)
+    assert [chosen.plan(case.problem, device).launches[0].grid[0] for device in (few, all_)] == [2, 5]
+    checked = backends.of(replace(case, check="race"))
+    assert (checked.check, checked.device().sms) == ("race", 2)  # type: ignore[attr-defined]
+
+
+def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out with a note; what the check finds is a failure. All other cases of the kernel are judged, and choices counted."""
+    real = harness.verify.verify.__globals__["run_case"]
+
+    def refused(backend: Any, chosen: Any, case: Case, *words: Any, **more: Any) -> CaseResult:
+        done = real(backend, chosen, case, *words, **more)
+        return replace(done, passed=False, message="it keeps 1024 clocks", exit_code=2) if case.check else done
+
+    cases = [case for case in harness.verify.matrix(find("fa2_naive", "forward"), "quick", "cpu") if case.number < 1 or case.check]
+    monkeypatch.setitem(harness.verify.verify.__globals__, "matrix", lambda *_: cases)
+    monkeypatch.setitem(harness.verify.verify.__globals__, "run_case", refused)
+    notes: list[str] = []
+    results = harness.verify.verify(["fa2_naive"], device="cpu", mode="forward", note=notes.append)
+    assert [result.passed for result in results] == [True]
+    assert notes[0].startswith("these cases meet ") and ", not fa2_naive_forward " in notes[0]
+    assert notes[1] == "not checked for races: it keeps 1024 clocks"
+
+
+def test_run_on_few_multiprocessors(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
+    """--sms: what is wrong only where a block takes a second work passes without it, and fails with it. It is no option of a peer."""
+    path = mutants()["a work lost behind the first of each block"].plant(tmp_path).path
+    words = ("run", path, "--batch", 1, "--heads", 3, "--seq", 65, "--dtype", "bfloat16", "--device", "cpu", "--output-dir", tmp_path)
+    assert fa_cli(*words).exit_code == 0
+    failed = fa_cli(*words, "--sms", 2)
+    assert failed.exit_code == 1 and "O is wrong at batch 0, head 2" in failed.stdout
+    assert "--sms has no effect on numpy" in fa_cli("run", "numpy", "--sms", 2, "--device", "cpu", "--output-dir", tmp_path).stderr

@@ -11,7 +11,8 @@ import planted
 import pytest
 import sample
 
-from harness.backends import Backend
+from harness import verify
+from harness.backends import Backend, pick
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.check.contender import PassResult
@@ -53,7 +54,7 @@ def told(fault: Mutant, check: str, backend: Backend, folder: Path) -> KernelFau
 def test_every_fault_can_be_planted(fault: Mutant, tmp_path: Path) -> None:
     """Its text stands in the tree once, and some check that exists is to find it; those for GPUs are experiments/verify's."""
     assert fault.plant(tmp_path).label == fault.kernel
-    assert fault.found_by.keys() and fault.found_by.keys() <= {*CHECKS["cpu"], "asan", "memcheck", "racecheck"}
+    assert fault.found_by.keys() and fault.found_by.keys() <= {*CHECKS["cpu"], "verify", "asan", "memcheck", "racecheck"}
 
 
 def test_a_text_that_is_not_there_once_is_refused() -> None:
@@ -85,7 +86,23 @@ def test_the_kernels_they_are_made_from_pass(backend: Backend) -> None:
 @of("budget")
 def test_wrong_numbers_are_caught_by_the_error_budget(fault: Mutant, backend: Backend, tmp_path: Path) -> None:
     """Exactly the tensors that are wrong fail."""
-    assert failing(judge(backend, fault.plant(tmp_path), fault.problem)) == set(fault.found_by["budget"])
+    several = pick(backend.name, sms=fault.sms) if fault.sms else backend
+    assert failing(judge(several, fault.plant(tmp_path), fault.problem)) == set(fault.found_by["budget"])
+
+
+CASES = {name: fault for name, fault in mutants().items() if fault.case}
+
+
+@pytest.mark.parametrize("fault", sample.parameters(CASES.values(), [f for f in CASES.values() if "naive" in f.kernel], lambda f: f.name))
+def test_the_quick_matrix_has_a_case_for_what_it_once_missed(fault: Mutant, tmp_path: Path) -> None:
+    """The first of those cases that have the fault's words, and in which the kernel is wrong, passes without the fault."""
+    spoiled, backends = fault.plant(tmp_path), verify.Backends("cpu", None, None)
+    cases = [case for case in verify.matrix(spoiled, "quick", "cpu") if fault.case in case.text()]
+    found = (verify.run_case(backends.of(case), spoiled, case, repeat=None) for case in cases)
+    failed = next(result for result in found if not result.passed)
+    wanted = fault.found_by.get("verify", fault.found_by.get("budget", fault.found_by.get("poison", ())))
+    assert failed.wrong <= set(wanted) and (wanted or failed.finding)
+    assert verify.run_case(backends.of(failed.case), fault.source, failed.case, repeat=None).passed
 
 
 @of("moments")

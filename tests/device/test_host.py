@@ -371,3 +371,15 @@ def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:
     environment = {**os.environ, "FA_CLI_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_locals_start_as_a_pattern(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiler has the flag for it; one that refuses it is not given it."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nexit {code}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: (str(compiler),))
+    build._locals_start.cache_clear()
+    assert build._locals_start() == (() if code else ("-ftrivial-auto-var-init=pattern",))
+    build._locals_start.cache_clear()

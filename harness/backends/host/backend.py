@@ -63,13 +63,13 @@ class Host(Backend):
 
     check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
     :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
-    Raises EnvironmentFault where there is no C++ compiler.
+    sms: the multiprocessors that plans are told of, None: an H200's 132. Raises EnvironmentFault where there is no C++ compiler.
     """
 
     name = "cpu"
     xp: ArrayModule = np
 
-    def __init__(self, seed: int | None = None, check: str | None = None, debug: bool = False) -> None:
+    def __init__(self, seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None) -> None:
         if check not in (None, *CHECKS):
             raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
         if check == "asan" and not os.environ.get(ASAN_CHILD):
@@ -77,6 +77,7 @@ class Host(Backend):
                 "the asan check needs a process of its own", "AddressSanitizer must be loaded first", "fa-cli run --check asan"
             )
         self.seed, self.check, self.debug = seed or 0, check, debug
+        self._sms = sms or Device.sms
         self.workers = 1 if debug else threads()
         self._watched = ctypes.c_ulonglong(0)
         #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
@@ -85,7 +86,7 @@ class Host(Backend):
 
     def device(self) -> Device:
         """The processor, with the architecture and sizes of an H200, whose launch plans it follows."""
-        return Device("cpu", processor(), "sm_90", 132, 50 << 20, 232448)
+        return Device("cpu", processor(), "sm_90", self._sms, 50 << 20, 232448)
 
     def environment(self) -> Json:
         """Processor, compiler and threads."""

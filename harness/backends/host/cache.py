@@ -263,3 +263,9 @@ def _whole(descriptor: int) -> None:
         ends += [sum(struct.unpack_from("<Q16xQ", table, 56 * i + 8)) for i in range(segment_count)]
     if segment_bytes != 56 or max(ends) > size:
         raise OSError("it is cut off")
+
+
+def understands(compiler: Sequence[str], flag: str) -> bool:
+    """Whether a compiler takes a flag."""
+    asked = [*compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(asked, capture_output=True, check=False).returncode == 0

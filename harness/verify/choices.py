@@ -1,0 +1,85 @@
+"""What a header chooses by the problem: the values of its tiles and the launches it makes, and which of them a matrix has met.
+
+A tile such as CONSUMERS = "3 if seq_q > 1024 else 2" is two kernels. One that no case reaches is not verified.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+
+from ..fault import Fault
+from ..kernel import Device, Kernel
+from ..problem import Problem
+
+#: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq").
+Choice = tuple[str, str]
+#: What a plan depends on: a problem, whether it is the deterministic form, and multiprocessors, None: those of an H200.
+Planned = tuple[Problem, bool, int | None]
+#: (seq_q, seq_kv) on both sides of what headers compare with, from few scores to many. Long on one side only, that a CPU runs them.
+_LENGTHS = ((1, 1), (3, 31), (33, 33), (64, 126), (129, 129), (64, 1025), (1025, 64), (2048, 64), (2049, 64), (64, 4096), (64, 8192))
+_SQUARE = ((1, 1), (33, 33), (129, 129), (1025, 1025), (2049, 2049))
+
+
+def counts_multiprocessors(chosen: Kernel) -> bool:
+    """Whether its plan depends on how many multiprocessors there are."""
+    return bool(re.search(r"\bsms\b", repr((chosen.tile, chosen.launches, chosen.workspace))))
+
+
+def known(chosen: Kernel) -> frozenset[Choice]:
+    """Every choice of a header that some problem of the pool makes."""
+    return frozenset().union(*(found for _, found in _pool(chosen)))
+
+
+def missing(chosen: Kernel, planned: Iterable[Planned], pairs: bool) -> list[Planned]:
+    """Problems, forms and multiprocessors, few and small, for which the header chooses what it chooses for none of those given.
+
+    pairs: also each two choices together that it makes for any problem of the pool.
+    """
+    pool = [(key, _several(found, pairs)) for key, found in _pool(chosen)]
+    met: set[object] = set()
+    for each in planned:
+        met |= _several(made(chosen, *each), pairs)
+    wanted: set[object] = set().union(*(found for _, found in pool)) - met
+    more: list[Planned] = []
+    while wanted:
+        key, found = max(pool, key=lambda each: len(wanted & each[1]))  # of equals the first, which is the smallest
+        wanted -= found
+        more.append(key)
+    return more
+
+
+def _several(found: Collection[Choice], pairs: bool) -> set[object]:
+    return set(itertools.combinations(sorted(found), 2)) if pairs else set(found)
+
+
+@lru_cache(maxsize=4096)
+def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None) -> frozenset[Choice]:
+    """What a header chooses for a problem; nothing where it refuses it."""
+    form = chosen.made_deterministic() if deterministic and len(chosen.forms) > 1 else chosen
+    with suppress(Fault):
+        plan = form.plan(problem, Device("cpu", "", sms=sms or Device.sms))
+        values = {(name, value) for name, value in plan.macros if not name.startswith("WORKSPACE_")}
+        return frozenset({*values, ("launches", " ".join(launch.entry for launch in plan.launches))})
+    return frozenset()
+
+
+@lru_cache(maxsize=64)
+def _pool(chosen: Kernel) -> list[tuple[Planned, frozenset[Choice]]]:
+    """Problems of every length, width, mask, type and form, the smallest first, each with what the header chooses for it."""
+    pool = sorted(_problems(chosen), key=lambda each: each[0].seq_q * each[0].seq_kv * each[0].head_dim * each[0].heads_q)
+    return [(each, found) for each in pool if (found := made(chosen, *each))]
+
+
+def _problems(chosen: Kernel) -> Iterator[Planned]:
+    dtypes = ["float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes]
+    masks, forms = [False, True] if chosen.causal else [False], chosen.forms if len(chosen.forms) > 1 else (False,)
+    counts = (None, 2) if counts_multiprocessors(chosen) else (None,)
+    product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, chosen.head_dims, masks, dtypes, forms, counts)
+    for (queries, keys), dim, causal, dtype, deterministic, sms in product:
+        # a query sees the keys before it: with the bottom-right alignment most of many queries would see none
+        shift = 0 if causal and chosen.takes_shift and queries > keys else None
+        yield Problem.of(1, 1, queries, dim, 1, keys, dtype, causal, causal_shift=shift), deterministic, sms
