@@ -280,7 +280,7 @@ class Trial:
         return "" if _same_bits(first, seen[0]) else _CARRIED
 
     def _named(self, wrong: str) -> str:
-        """The rule that a wrong launch broke: from what six launches more do on new inputs, four over poison, each followed by one on the
+        """The rule that a wrong launch broke: from what six launches more do on new inputs, four over poison, each followed by two on the
         same inputs, and two over answers; and where all of them are wrong, one on the first inputs."""
         right: dict[bool, list[bool]] = {True: [], False: []}
         kinds, steady = set(), True
@@ -291,7 +291,7 @@ class Trial:
             if poison and not good:
                 old = any(_alike(now[n], each[n]) for n in now if n in SIGNS for each in (self._first(), self._right or self._first()))
                 kinds.add("nothing" if _untouched(now) else "old" if old else "other")
-            if poison:
+            for _ in range(2 * poison):  # two: after one, all launches on new inputs would be every second launch
                 self.bound.poison()
                 steady &= self._relaunched()[0] == good
         if kinds == {"other"} and steady and not any(right[True]):
