@@ -65,8 +65,11 @@ def test_turns_of_many_samples(name: str, tmp_path: Path) -> None:
     backend = pick("cpu")  # TURNS are few and short, for its speed
     fault = CHEATS[name]
     found = {"": fault.plant(tmp_path), "right": kernel.find("fa2_naive", "forward")}
-    runs = {label: first(backend, each, fault.problem).timed for label, each in found.items()}
-    timings = measure(runs, backend, "warm", TURNS)
+    for seconds in (0.1, 0.5, 2.5):  # on a busy machine a sample takes that long
+        runs = {label: first(backend, each, fault.problem).timed for label, each in found.items()}
+        timings = measure(runs, backend, "warm", replace(TURNS, turn=seconds))
+        if timings["right"].turns[0] > 2:
+            break
     assert re.search(fault.found_by["launches"][0], timings[""].broken, re.DOTALL), timings[""].broken
     assert timings["right"].broken == "" and len(timings["right"].turns) > 1 and timings["right"].turns[0] > 2
 
