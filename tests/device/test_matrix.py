@@ -108,12 +108,10 @@ LARGE_DRAWN = {name: sample.sample(name, found, lambda piece: {piece.dtype}, lam
 @pytest.mark.parametrize("piece", [p for k in catalogue() for p in sample.parameters(PIECES[k.label], drawn(k), lambda piece: piece.label)])
 def test_the_matrix(piece: Piece) -> None:
     """No case fails, in the default and in a seeded schedule."""
-    from harness.run import open_backend
-
-    backends = {seed: open_backend("cpu", None, seed) for seed in verify.SCHEDULES}
+    backends = verify.Backends("cpu", None, None)
     again = [0 if work(piece.kernel, case) <= AGAIN_WORK else None for case in piece.cases]
     paired = zip(piece.cases, again, strict=True)
-    results = [verify.run_case(backends[case.schedule], piece.kernel, case, "full", repeat=n) for case, n in paired]
+    results = [verify.run_case(backends.of(case), piece.kernel, case, "full", repeat=n) for case, n in paired]
     failed = [f"{r.case.describe()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
     assert not failed, "\n".join(failed)
 
