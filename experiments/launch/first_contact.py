@@ -91,7 +91,7 @@ def child(record: Path, arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import harness.terminal.progress
 
-    harness.terminal.progress.teller = lambda verbosity: recorder.tell
+    harness.terminal.progress.teller = lambda verbosity, seldom=False: recorder.tell
     sys.argv = [str(ROOT / "cli.py"), *arguments]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

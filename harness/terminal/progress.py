@@ -1,5 +1,4 @@
-"""What is being done now, how far it is and how long it will still take: one line of stderr, where that is a terminal; else one in a
-while.
+"""What is being done now, how far it is and how long it will still take: one line of stderr, where that is a terminal.
 
 A verb is given a function of a text. The first N/M that stands alone in the text is how much is done of how much (others are left out):
 it becomes a bar and, from how long the first N took, an estimate of the time that is left. The line is drawn when a text comes and by no
@@ -26,9 +25,13 @@ _CLEAR = "\r\x1b[2K"
 _told = False  # in this process: a fork may have drawn the line
 
 
-def teller(verbosity: int) -> Callable[[str], None]:
-    """A function that shows what is being done; it does nothing with -q. An empty text ends the line."""
-    return _Line(sys.stderr.isatty()).tell if verbosity >= 0 else lambda text: None
+def teller(verbosity: int, seldom: bool = False) -> Callable[[str], None]:
+    """A function that shows what is being done; it does nothing with -q and where stderr is no terminal. An empty text ends the line.
+
+    seldom: where it is no terminal, a line every SELDOM seconds; for a verb that runs for minutes in somebody's log.
+    """
+    terminal = sys.stderr.isatty()
+    return _Line(terminal).tell if verbosity >= 0 and (terminal or seldom) else lambda text: None
 
 
 def clear() -> None:

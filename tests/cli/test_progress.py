@@ -76,11 +76,13 @@ def test_the_line_goes_before_a_message(terminal: Terminal, speak: Callable[[str
 
 
 def test_a_line_in_a_while_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
-    """Where stderr is a file or a pipe, a plain line every half minute; none with -q, and none of a command that is soon done."""
-    progress.teller(-1)("works")
-    assert not terminal.getvalue()
+    """Where stderr is a file or a pipe nothing, or a plain line every half minute of a verb that asks for it; none with -q."""
+    progress.teller(-1, seldom=True)("works")
     monkeypatch.setattr(terminal, "isatty", lambda: False)
-    tell = progress.teller(0)
+    silent, tell = progress.teller(0), progress.teller(0, seldom=True)
+    for done in range(61):
+        silent(f"{done}/100 checks")
+    assert not terminal.getvalue()
     for done in range(61):  # a second each
         tell(f"{done}/100 checks \x1b[31m")
     tell("")
