@@ -284,8 +284,11 @@ SHAPE = ("--batch", 1, "--heads", 2, "--seq", 129, "--dim", 64)
 
 
 def planted_file(name: str, folder: Path) -> Path:
+    """A library of its own: in that of another test of this process the module globals are as that left them."""
     folder.mkdir()
-    return CHEATS[name].plant(folder).path
+    path = CHEATS[name].plant(folder).path
+    path.write_text(f"{path.read_text()}// {folder}\n")
+    return path
 
 
 @pytest.mark.parametrize("name", ["returns where O is written", "keeps its answer in a workspace", "works in its first nine launches"])
