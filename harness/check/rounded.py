@@ -20,7 +20,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule
 
-#: Products between two roundings. 32 cost half of what 16 cost, and no budget of a small problem changes by more than 5 % between them.
+#: Products between two roundings. Each rounding is a pass over the output: fewer products cost more time, and change a budget little.
 CHUNK = 32
 #: Elements of an intermediate array whose memory a thread keeps.
 KEPT = 1 << 18
