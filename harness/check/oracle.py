@@ -38,6 +38,9 @@ def small(problem: Problem) -> bool:
 
 #: Scores of a key head up to which a part of a problem gets a reference of its own.
 PART = 1 << 26
+#: The largest score, by row norms, for which one is drawn: beyond it float32 rounds scores by whole units, so of two keys whose scores are
+#: near each other a right kernel may give the softmax to the other one, and among rows newly drawn there is such a pair in time.
+STEEP = 1 << 20
 
 
 @dataclass
@@ -173,7 +176,7 @@ class Part:
         """A drawn head with half the rows of an input new: one drawn column there changes its sign.
 
         bits: of the pass's tensors as they lie in device memory, unsigned integers. None where its reference would take too long, or
-        a sign would change more than signs: scores may grow beyond `logits`, the largest that the kernel takes; NaN and infinity.
+        a sign would change more than signs: scores may grow beyond `logits`, the largest that the kernel takes, or STEEP; NaN, infinity.
         """
         all_, draw = whole.problem, np.random.default_rng()
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
@@ -191,7 +194,7 @@ class Part:
             inputs[each] = own.view(STORAGE[all_.tensor_dtype(each)])
         wide: dict[str, Array] = {each: widen(np, inputs[each], all_.dtype) for each in whole.inputs if each in inputs}
         longest = [float((wide[each] ** 2).sum(-1).max()) ** 0.5 for each in ("Q", "K")]
-        if not all(np.isfinite(array).all() for array in wide.values()) or math.prod(longest) * abs(all_.scale) > logits:
+        if not all(np.isfinite(array).all() for array in wide.values()) or math.prod(longest) * abs(all_.scale) > min(logits, STEEP):
             return None
         oracle = Oracle(problem, {each: inputs[each] for each in wide}, whole.tolerance, whole.xp)
         return cls(name, place, oracle, inputs | oracle.inputs_of(pass_))

@@ -10,7 +10,7 @@ import pytest
 
 from harness.check import reference as ref
 from harness.check.baselines import baselines
-from harness.check.oracle import Oracle
+from harness.check.oracle import Oracle, Part
 from harness.check.reference import reference, round_to, widen
 from harness.dataset.generate import generate
 from harness.dataset.storage import tf32
@@ -255,3 +255,13 @@ def test_a_row_outside_the_sample_must_be_written(dtype: str, monkeypatch: pytes
         assert not verdict.passed
         assert verdict.worst[:3] == (0, 1, row)
         assert "1 values of this head are not finite" in verdict.reason
+
+
+@pytest.mark.parametrize(("factor", "drawn"), [(1.0, True), (100.0, True), (10000.0, False)])
+def test_a_head_is_drawn_only_where_float32_tells_scores_apart(factor: float, drawn: bool) -> None:
+    """At scores of 1e9 a right kernel may take the other one of two keys: a head newly drawn would accuse it in one of a hundred launches."""
+    problem = Problem.of(2, 4, 64, 32, heads_kv=2)
+    tensors = generate(problem, 3, input_scale=factor)
+    bits = {name: array.view(np.uint32) for name, array in tensors.items()}
+    parts = [Part.drawn(Oracle(problem, tensors), "forward", "K", bits, float("inf")) for _ in range(3)]
+    assert [part is not None for part in parts] == [drawn] * 3
