@@ -92,7 +92,7 @@ def drawn(chosen: Kernel) -> list[Piece]:
 
 
 def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
-    """Step 16 in a form that it takes only for longer problems, or more heads, than those of this matrix."""
+    """Step 18 in a form that it takes only for longer problems, or more heads, than those of this matrix."""
     hopper = find("hopper", pass_)
     found = pieces(replace(hopper, tile={**hopper.tile, **tiles}))
     return [p for p in found if p.width == width and p.causal is causal and not p.deterministic]

@@ -1,4 +1,4 @@
-"""Blocks that take turns (step 16 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
+"""Blocks that take turns (step 18 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.kernel.kernel import Kernel
 from harness.problem import Problem
 from harness.selftest.mutant import edited
 
-SOURCE = kernel.KERNELS / "16_hopper_backward.cu"
+SOURCE = kernel.KERNELS / "18_hopper_backward.cu"
 #: Grouped heads, other lengths of queries and keys, ragged tiles, keys that no query sees and queries that see no key.
 SHAPES = {"full": (300, 400, False, 0), "causal": (400, 520, True, -30), "long queries": (520, 300, True, None)}
 

@@ -159,7 +159,7 @@ def test_every_choice_of_a_header_is_met(chosen: Kernel) -> None:
 
 
 def test_the_choices_of_a_header_are_found() -> None:
-    """Step 16's backward pass has a form for 2048 queries and more, and one for more than that."""
+    """Step 18's backward pass has a form for 2048 queries and more, and one for more than that."""
     hopper = next(chosen for chosen in catalogue() if chosen.label == "hopper_backward")
     assert {("BACKWARDS", "1"), ("SECTION", "64"), ("SECTION", "16"), ("DQ_STAGED", "1"), ("HEAD_DIM", "256")} <= known(hopper)
     ((problem, form, _),) = missing(

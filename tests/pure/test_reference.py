@@ -259,7 +259,7 @@ def test_a_row_outside_the_sample_must_be_written(dtype: str, monkeypatch: pytes
 
 @pytest.mark.parametrize(("factor", "drawn"), [(1.0, True), (100.0, True), (10000.0, False)])
 def test_a_head_is_drawn_only_where_float32_tells_scores_apart(factor: float, drawn: bool) -> None:
-    """At scores of 1e9 a right kernel may take the other one of two keys: a head newly drawn would accuse it in one of a hundred launches."""
+    """At scores of 1e9 a right kernel may take the other one of two keys: a head newly drawn would accuse it now and then."""
     problem = Problem.of(2, 4, 64, 32, heads_kv=2)
     tensors = generate(problem, 3, input_scale=factor)
     bits = {name: array.view(np.uint32) for name, array in tensors.items()}

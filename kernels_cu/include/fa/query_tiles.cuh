@@ -1,4 +1,4 @@
-// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 16, 18, 19): what surrounds the products.
+// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 18, 20, 22): what surrounds the products.
 // There are three launches.
 //
 //     prepare      delta and logsumexp of each tile of queries, side by side, so that one copy brings them; dQ = 0

@@ -55,7 +55,7 @@
 // block = "HEAD_DIM"
 // ///
 //
-// Step 15, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
+// Step 23, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
 // two float16, and three products of these parts take the place of one. fa/split.cuh has the arithmetic, the forward pass the choice of
 // the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 14's:
 //

@@ -81,7 +81,7 @@
 // shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * round_up(BLOCK_K, 32) + 8 * (4 * CONSUMERS + 2 * STAGES)"
 // ///
 //
-// Step 17, read against steps 15 and 16: the arithmetic of 15 in the structure of 16. Each float32 operand is two float16,
+// Step 24, read against steps 23 and 18: the arithmetic of 23 in the structure of 18. Each float32 operand is two float16,
 // x = 2^e (high + low), and three products of these parts take the place of one. mma.sync multiplies at 649 TFLOP/s on an H200, wgmma at
 // 843: a third of that is 281.
 //
@@ -89,14 +89,14 @@
 //     producer     one thread loads tiles of both parts by TMA
 //     consumers    two warpgroups of 64 queries: S = Q K^T and P V by wgmma; softmax and the split of P in registers
 //
-// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. Step 15
+// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. Step 23
 // gives the small products of S, low high and high low, accumulators of their own, because it has their operands in registers only once.
 // wgmma reads operands from shared memory, so their order is free. While small products are added the accumulator is small, and so is what
-// is cut off. A chain of S then counts its large products only, at most 8 as in step 15 (at head dim 256 there are two chains); it saves
+// is cut off. A chain of S then counts its large products only, at most 8 as in step 23 (at head dim 256 there are two chains); it saves
 // BLOCK_K / 2 registers and an addition a score. P V of a tile likewise: it starts from zero, small products first, and is added to O in
 // float32. What truncation takes of S, 2.4 * 2^-24 of it in the mean, the keys' factors times 1 + 2^-23 give back.
 //
-// No overlap inside a warpgroup. Step 16 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
+// No overlap inside a warpgroup. Step 18 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
 // the same time: 192 of 232 registers at head dim 128. But three products take three times as long and the softmax does not, so the
 // products of the other consumer hide it. A turn is P V of a tile and S of the next:
 //
@@ -112,7 +112,7 @@
 // The limits, 64 queries x 64 keys at head dim 128: wgmma takes 1536 cycles. Shared memory takes 1408: S 768, because an instruction of 64
 // keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 590 instructions.
 //
-// Inputs that are not finite: as in step 15.
+// Inputs that are not finite: as in step 23.
 #include <fa/accumulator.cuh>
 #include <fa/split.cuh>
 #include <fa/schedule.cuh>

@@ -33,7 +33,7 @@
 // shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
 // ///
 //
-// Step 15, read against step 14. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of
+// Step 23, read against step 14. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of
 // these parts take the place of one. CUDA cores multiply at 51 TFLOP/s on an H200 (cuBLAS), mma.sync at 649 in float16: a third of that is
 // still four times as much. The structure is step 14's; what is new are the parts, their scales, and short chains of additions.
 //

@@ -82,7 +82,7 @@
 // maps = []
 // ///
 //
-// Step 16, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// Step 18, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
 // multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
 // streams Q and dO:
 //

@@ -46,7 +46,7 @@
 // shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
 // ///
 //
-// Step 16, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
+// Step 18, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
 // exponentials; mma.sync stood still while the same warp computed a softmax. Here each has one task.
 //
 //     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
