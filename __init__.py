@@ -8,15 +8,15 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
 if TYPE_CHECKING:
-    from .harness.experiment import experiment as experiment
     from .harness.problem import Problem as Problem
     from .harness.report import frame as frame
-    from .harness.run import run as run
     from .harness.torch_op import attention as attention
     from .harness.torch_op import attention_flash as attention_flash
     from .harness.torch_op import attention_naive as attention_naive
     from .harness.torch_op import attention_tiled as attention_tiled
     from .harness.torch_op import sdpa as sdpa
+    from .harness.verbs.experiment import experiment as experiment
+    from .harness.verbs.run import run as run
 
     __version__: str
 else:
@@ -34,5 +34,5 @@ else:
         return [*globals(), *_HOMES, "__version__"]
 
 
-_HOMES = {"experiment": "experiment", "Problem": "problem", "frame": "report", "run": "run"}
+_HOMES = {"experiment": "verbs.experiment", "Problem": "problem", "frame": "report", "run": "verbs.run"}
 _HOMES |= dict.fromkeys(("attention", "attention_flash", "attention_naive", "attention_tiled", "sdpa"), "torch_op")

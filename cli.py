@@ -101,14 +101,14 @@ def run(
         harness.terminal.debugger.debug(again, compute, mode, given["device"], json, watch)
     if watch and not harness.terminal.watch.watched():
         return harness.terminal.watch.watch(again, compute, mode, json)
-    if harness.run.asan_child_needed(given["check"]):
-        return harness.run.run_under_asan(again)
+    if harness.verbs.run.asan_child_needed(given["check"]):
+        return harness.verbs.run.run_under_asan(again)
     if data:
         options.refuse_shape_beside_data(context)
     problem = options.problem_of(given)
     given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
     given["progress"] = harness.terminal.progress.teller(context.obj["verbosity"])
-    results = harness.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
+    results = harness.verbs.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
     harness.terminal.watch.tell(results)
     return harness.terminal.show.results.results(results, json, context.obj["verbosity"], given["check"])
 
@@ -162,9 +162,9 @@ def experiment(
     options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
-    wanted = harness.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
+    wanted = harness.verbs.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    outcome = harness.experiment.run_sweep(
+    outcome = harness.verbs.experiment.run_sweep(
         wanted, step, lambda rows: None if json else harness.terminal.show.results.rows(rows, context.obj["verbosity"])
     )
     return harness.terminal.show.results.experiment(outcome, json, context.obj["verbosity"])
@@ -209,12 +209,12 @@ def verify(
     **given: options.Value,
 ) -> int:
     """Check kernels (all by default) over a matrix of shapes, dtypes, masks and inputs, or over random cases (--fuzz): errors only."""
-    if harness.run.asan_child_needed(given["check"]):
-        return harness.run.run_under_asan([__file__, *context.obj["arguments"]])
-    if sanitizer and harness.verify.sanitizer_child_needed():
-        return harness.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
+    if harness.verbs.run.asan_child_needed(given["check"]):
+        return harness.verbs.run.run_under_asan([__file__, *context.obj["arguments"]])
+    if sanitizer and harness.verbs.verify.sanitizer_child_needed():
+        return harness.verbs.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
-    return told.all_of(partial(harness.verify.verify, [*kernels, *compute], matrix, **given))
+    return told.all_of(partial(harness.verbs.verify.verify, [*kernels, *compute], matrix, **given))
 
 
 @main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
@@ -228,7 +228,7 @@ def verify(
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    rows = harness.compile.compile_all([*kernels, *compute], every, step, arch, options.note, order)
+    rows = harness.verbs.compile.compile_all([*kernels, *compute], every, step, arch, options.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 
@@ -263,7 +263,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"], seldom=True)
-    found = harness.tune.tune(name, pass_, problem, options.note, tiles=tile, progress=progress, **options.without_mask(given))
+    found = harness.verbs.tune.tune(name, pass_, problem, options.note, tiles=tile, progress=progress, **options.without_mask(given))
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
 
 
@@ -285,8 +285,8 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
-    kernels = harness.choose.kernels_for(compute or ["fa2"], mode, problem, deterministic=given["deterministic"], note=options.note)
-    rows = harness.profile.profile(kernels, problem, tiles=tile, progress=progress, **options.without_mask(given))
+    wanted = {"tiles": tile, "note": options.note, "progress": progress, **options.without_mask(given)}
+    rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)
     return harness.terminal.show.results.counters(rows, given["output_dir"], json, context.obj["verbosity"])
 
 
@@ -344,7 +344,7 @@ def ring(
 @click.pass_context
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
     """Compare two runs row by row: is B the SAME as A, FASTER or SLOWER? A and B are folders or results.csv files."""
-    found = harness.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
+    found = harness.verbs.compare.compare(a, b, fail_if=fail_if, ignore_device=ignore_device)
     return harness.terminal.show.report.comparison(found, json, context.obj["verbosity"])
 
 
@@ -368,7 +368,7 @@ def report(context: Context, /, folder: Path, output_dir: Path | None, title: st
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
     """The kernels and the sweeps there are."""
-    return harness.terminal.show.results.catalogue(harness.kernel.catalogue(), harness.sweep.sweeps(), json, context.obj["verbosity"])
+    return harness.terminal.show.results.catalogue(harness.kernel.catalogue(), harness.verbs.sweep.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
@@ -379,7 +379,7 @@ def list_(context: Context, json: bool) -> int:
 @click.pass_context
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
-    checks = harness.doctor.ring(device, gpus) if ring else harness.doctor.doctor(device, gpus)
+    checks = harness.verbs.doctor.ring(device, gpus) if ring else harness.verbs.doctor.doctor(device, gpus)
     return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 
@@ -392,7 +392,7 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
 def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
     """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    trials = harness.selftest.selftest(device, quick, only, step)
+    trials = harness.verbs.selftest.selftest(device, quick, only, step)
     return harness.terminal.show.results.selftest(trials, json, context.obj["verbosity"])
 
 

@@ -20,13 +20,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 import draw_house  # noqa: E402
 
 from cli import main  # noqa: E402
-from harness import choose, sweep  # noqa: E402
+from harness.check import choose  # noqa: E402
 from harness.kernel.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 from harness.report import summary  # noqa: E402
 from harness.report.views import latest  # noqa: E402
 from harness.row import Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
+from harness.verbs import sweep  # noqa: E402
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
 _MARK = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.S)

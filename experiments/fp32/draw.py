@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from harness import choose, peers
+from harness import peers
+from harness.check import choose
 from harness.kernel.plan import Device
 from harness.report.compose import read
 from harness.report.palette import look_of

@@ -20,7 +20,7 @@ from harness.files import make_folder, write_files
 from harness.kernel.kernel import find
 from harness.problem import Problem
 from harness.report.summary import markdown_table
-from harness.tune import Tuned, tune
+from harness.verbs.tune import Tuned, tune
 
 #: What is switched off, by the tile values that do it; STAGES and CONSUMERS are other values of each shape's own.
 OFF = {"MAXIMUM": [1], "PIN": [0], "PINGPONG": [0]}

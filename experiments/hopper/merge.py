@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import table
 
-from harness import report, results
+from harness import report
 from harness.files import json_bytes, make_folder, write_files
 from harness.row import CEILING, Row, encoded, read_rows
-from harness.sweep import SWEEPS, load
+from harness.verbs import results
+from harness.verbs.sweep import SWEEPS, load
 
 #: What must be the same in the runs.
 SAME = ("device_name", "git_commit", "driver", "cuda_runtime", "packages", "power_limit_w")

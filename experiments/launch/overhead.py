@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness import backends
 from harness.backends import launch, tensor_map
 from harness.backends.launch import View
+from harness.check.choose import AUTO, choose
 from harness.check.contender import Contender
-from harness.choose import AUTO, choose
 from harness.kernel.kernel import Device, find
 from harness.problem import PASSES, READS, WRITES, Problem
 

@@ -16,8 +16,8 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends
+from harness.check.choose import AUTO, choose
 from harness.check.oracle import oracle_for
-from harness.choose import AUTO, choose
 from harness.problem import Problem
 
 SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)

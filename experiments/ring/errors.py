@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from harness.choose import AUTO
+from harness.check.choose import AUTO
 from harness.problem import Problem
 from harness.ring import job, start
 

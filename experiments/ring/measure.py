@@ -33,8 +33,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from harness import choose, sweep
 from harness.backends import Backend
+from harness.check import choose
 from harness.check.oracle import Oracle
 from harness.check.tensors import Bound
 from harness.dataset import generate
@@ -46,6 +46,7 @@ from harness.ring import job, peer, place, probe, record, timing
 from harness.ring.partition import Partition
 from harness.ring.rank import Rank, kernels_of, refuse, run_together
 from harness.ring.transport import Control, Transport
+from harness.verbs import sweep
 
 TIMEOUT, RUNS, LONG = 120.0, 7, 1 << 19  # from LONG keys on a pass takes seconds: fewer runs
 

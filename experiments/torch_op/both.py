@@ -20,16 +20,17 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import backends, environment, peers, results
+from harness import backends, peers
+from harness.check.choose import AUTO, choose
 from harness.check.contender import PassResult, run_peer
 from harness.check.oracle import oracle_for
-from harness.choose import AUTO, choose
 from harness.fault import EnvironmentFault, Fault, UsageFault
-from harness.files import json_bytes, make_folder, write_files
+from harness.files import environment, json_bytes, make_folder, write_files
 from harness.measure.sampling import POLICY, measure
 from harness.peers.on_torch import Step, Tensor, TorchPeer, operators
 from harness.problem import PASSES, Problem
 from harness.row import Row, encoded
+from harness.verbs import results
 
 THEIRS = {"cuda": ("torch-cudnn", "torch-flash", "flash-attn2", "fa4"), "cpu": ("torch-cpu",)}
 

@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends, torch_op
-from harness.environment import environment, read_env, write_env
-from harness.sweep import load
+from harness.files.environment import environment, read_env, write_env
 from harness.torch_op.training import TORCH, Size, losses
+from harness.verbs.sweep import load
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -26,9 +26,9 @@ from harness.check.reference import reference
 from harness.dataset import generate
 from harness.dataset.storage import round_to
 from harness.problem import WRITES, Problem
-from harness.results import errors_of
-from harness.verify.cases import Case
-from harness.verify.inputs import inputs
+from harness.verbs.results import errors_of
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.inputs import inputs
 
 RECORD = Path(__file__).resolve().with_suffix(".csv")
 #: Shapes, masks, groups, scales and inputs as `fa-cli verify --case` has them.

@@ -23,16 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness import backends, peers
 from harness.array import to_host
 from harness.backends import Backend, ContextLost
+from harness.check.choose import contender
 from harness.check.contender import Contender
 from harness.check.oracle import Oracle
-from harness.choose import contender
 from harness.dataset.storage import widen
 from harness.fault import Fault
 from harness.kernel.kernel import catalogue
 from harness.problem import PASSES, Problem
-from harness.verify.cases import Case
-from harness.verify.fuzz import takes
-from harness.verify.judge import compile_ahead, oracle_of
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.fuzz import takes
+from harness.verbs.verify.judge import compile_ahead, oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")

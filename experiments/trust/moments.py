@@ -1,7 +1,7 @@
 """Every kernel of the tree and every planted fault by its moments: python experiments/trust/moments.py --output FOLDER
 
 The evidence behind harness/check/moments.py. For each kernel a sample of the verify matrix (--every 1: all of it) is run and judged; a
-line of moments.csv is a tensor of a case, with each statistic over its limit. Then the faults of harness/selftest/faults.toml that the
+line of moments.csv is a tensor of a case, with each statistic over its limit. Then the faults of harness/verbs/selftest/faults.toml that the
 moments must find. moments.txt has the distributions of right kernels beside the faults. --device cuda on a GPU.
 """
 
@@ -21,15 +21,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import backends, verify
+from harness import backends
 from harness.backends import Backend
 from harness.check.budget import Verdict
 from harness.check.contender import run_kernel
 from harness.fault import Fault
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
-from harness.selftest.mutant import mutants
-from harness.verify.judge import in_form, oracle_of
+from harness.verbs import verify
+from harness.verbs.selftest.mutant import mutants
+from harness.verbs.verify.judge import in_form, oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STATISTICS = ("max", "rms", "bias", "slope")

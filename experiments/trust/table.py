@@ -1,6 +1,6 @@
 """The table of README, "How the judge is judged": kernels x checks, counted from records and faults.toml: python experiments/trust/table.py
 
-Counts of the H200 are those of experiments/verify (verify.log, repeat.log), faults those of harness/selftest/faults.toml, which
+Counts of the H200 are those of experiments/verify (verify.log, repeat.log), faults those of harness/verbs/selftest/faults.toml, which
 `fa-cli selftest` plants.
 """
 
@@ -16,7 +16,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.kernel.kernel import catalogue
-from harness.selftest.mutant import mutants
+from harness.verbs.selftest.mutant import mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 

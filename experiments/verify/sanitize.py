@@ -1,6 +1,6 @@
 """Run every pass of every kernel on a few small problems on the GPU: what compute-sanitizer's TOOL is to watch (record.sh starts it).
 
-sanitize.py TOOL [KERNEL ...] restricts it to some. sanitize.py planted TOOL runs instead the kernels of harness/selftest/faults.toml that the
+sanitize.py TOOL [KERNEL ...] restricts it to some. sanitize.py planted TOOL runs instead the kernels of harness/verbs/selftest/faults.toml that the
 tool must find.
 """
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import choose
 from harness.backends.cuda import Cuda
+from harness.check import choose
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
 from harness.kernel.kernel import Kernel
 from harness.kernel.plan import Device
 from harness.problem import Problem
-from harness.selftest.mutant import mutants
+from harness.verbs.selftest.mutant import mutants
 
 #: Heads, key heads, tokens, head dim: one tile that is not full; several, in the forms that need them at head dim 128.
 SHAPES = ((3, 1, 65, 64), (2, 1, 256, 128))

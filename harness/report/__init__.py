@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .. import doors
+from ..doors import doors
 
 if "ipykernel" not in sys.modules:  # what Jupyter names for its own kernels may not be there in the commands of a terminal
     os.environ["MPLBACKEND"] = "Agg"  # read when matplotlib loads, which refuses a backend that it does not know

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pandas as pd
 
-from .. import environment
 from ..fault import DataFault, DiskFault
-from ..files import Json, make_folder, settle, write_files
+from ..files import Json, environment, make_folder, settle, write_files
 from ..row import TYPES, read_rows, table_at
 from . import figures, ladder
 from .page import page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import doors
+from ..doors import doors
 
 if TYPE_CHECKING:
     from . import job as job

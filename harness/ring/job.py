@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import choose
 from ..backends import Backend, nvidia_driver, pick
-from ..check import budget
+from ..check import budget, choose
 from ..check.contender import Contender, arithmetic_of
 from ..check.oracle import Oracle
 from ..dataset import generate

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..environment import environment
 from ..files import json_bytes, locked, make_folder, write_files
+from ..files.environment import environment
 from ..problem import MODES
 from ..row import read_records, refuse_table, rounded
 from .job import Outcome

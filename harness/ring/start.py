@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from .. import child
 from ..backends import nvidia_driver
 from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
+from ..files import child
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
 from .transport import Hangs, Stuck

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import doors
+from ..doors import doors
 
-TYPE_CHECKING = False  # as typing has it (harness/__init__.py says why)
+TYPE_CHECKING = False  # as typing has it (doors.py says why)
 if TYPE_CHECKING:
     from . import complete as complete
     from . import debugger as debugger

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..backends import nvidia_driver
-from ..choose import kernels
+from ..check.choose import kernels
 from ..fault import UsageFault
 from ..kernel.kernel import KERNELS, Kernel
 from ..problem import MODES

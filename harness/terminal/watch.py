@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from .. import child
-from ..choose import kernels
-from ..compare import ratio_interval, verdict
+from ..check.choose import kernels
 from ..fault import UsageFault
+from ..files import child
 from ..kernel import include_closure
 from ..problem import MODES, WRITES
+from ..verbs.compare import ratio_interval, verdict
 from . import interrupt
 from .printing import line, near, note
 
 if TYPE_CHECKING:
-    from ..run import Result
+    from ..verbs.run import Result
 
 POLL_SECONDS = 0.2
 #: Exit codes that no edit of the kernel changes: at the first run they end the watch.

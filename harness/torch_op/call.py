@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from .. import backends, choose
+from .. import backends
 from ..backends.launch import Fixed, Launcher, View, launcher
+from ..check import choose
 from ..check.contender import Contender
 from ..fault import UsageFault
 from ..kernel.expression import round_up

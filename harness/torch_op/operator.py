@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .. import choose
+from ..check import choose
 from ..fault import DataFault, Fault, UsageFault
 from .call import check_kinds, edited, ready
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import choose
+from ..check import choose
 from ..kernel.kernel import catalogue
 from ..problem import DTYPE_BYTES
 from .call import say_once

@@ -11,9 +11,10 @@ import pytest
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
 import cli
-from harness import peers, sweep
+from harness import peers
 from harness.kernel import catalogue
 from harness.terminal import complete
+from harness.verbs import sweep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import choose, verify
-from harness import compile as compiler
 from harness.backends import nvrtc
+from harness.check import choose
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
 from harness.problem import PASSES, Problem
-from harness.selftest.mutant import edited
+from harness.verbs import compile as compiler
+from harness.verbs import verify
+from harness.verbs.selftest.mutant import edited
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 33, "--dim", 16)

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from harness import experiment, run
 from harness.backends import ContextLost, pick
 from harness.backends.host import library
+from harness.check.choose import contender
 from harness.check.contender import Contender
-from harness.choose import contender
 from harness.fault import UsageFault
 from harness.measure import alone
 from harness.problem import Problem
 from harness.row import Row
-from harness.selftest.mutant import edited
-from harness.sweep import load
+from harness.verbs import experiment, run
+from harness.verbs.selftest.mutant import edited
+from harness.verbs.sweep import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., Result]

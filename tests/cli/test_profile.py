@@ -13,8 +13,8 @@ import program
 import pytest
 from click.testing import Result
 
-from harness.profile import nsight as profile
-from harness.selftest.mutant import edited
+from harness.verbs.profile import nsight as profile
+from harness.verbs.selftest.mutant import edited
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

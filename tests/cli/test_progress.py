@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import experiment
 from harness.terminal import options, printing, progress
+from harness.verbs import experiment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SWEEP = 'title = "a test"\nkernels = ["naive"]\npeers = ["numpy"]\nshapes = [{ batch = 1, heads = 1, seq = [8, 12, 16], dim = 8 }]\n'

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from harness import sweep
-from harness.choose import AUTO, choose, kernels
+from harness.check.choose import AUTO, choose, kernels
 from harness.fault import UsageFault
 from harness.kernel import Device, catalogue, find
 from harness.problem import Problem
+from harness.verbs import sweep
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 2, "--seq", 17, "--dim", 16)
@@ -153,7 +153,7 @@ def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.M
 
     assert names() == [["split"], ["split_hopper+split"]]
     moved = tuple(replace(k, auto="seq_q > 63") if k.name == "split_hopper" else k for k in catalogue())
-    monkeypatch.setattr("harness.choose.catalogue", lambda: moved)
+    monkeypatch.setattr("harness.check.choose.catalogue", lambda: moved)
     assert names() == [["split_hopper+split"]] * 2
 
 
@@ -183,7 +183,7 @@ def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 64, 64, dtype="bfloat16"), Device("cuda", "a GPU", "sm_90")
     assert [one.name for one in choose(["hopper", AUTO], passes, [problem], device)[0]] == ["hopper"]
     kept_out = tuple(replace(k, auto=False) if (k.name, k.pass_) == ("hopper", "backward") else k for k in catalogue())
-    monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
+    monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
     found, notes = choose(["hopper+14", AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+mma_qreg_async"]
     assert "auto is 18 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
@@ -262,7 +262,7 @@ def test_a_sweep_of_a_range(fa_cli: Run, tmp_path: Path) -> None:
 
 def test_peers_of_a_sweep_are_those_of_the_device() -> None:
     """A sweep that names a GPU's peers has the usual ones on a CPU, and one that wants none has none."""
-    from harness.experiment import _peers
+    from harness.verbs.experiment import _peers
 
     assert _peers(("torch-flash", "numpy"), "cpu") == ["numpy"]
     assert _peers(("torch-flash",), "cpu") == _peers(None, "cpu") == ("torch-cpu", "numpy")

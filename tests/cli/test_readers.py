@@ -16,7 +16,7 @@ from click.testing import Result
 from rows import append_row, row
 
 from harness.problem import Problem
-from harness.sweep import load
+from harness.verbs.sweep import load
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

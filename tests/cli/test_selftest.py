@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from harness.selftest import trial
-from harness.selftest.mutant import Mutant, mutants
+from harness.verbs.selftest import trial
+from harness.verbs.selftest.mutant import Mutant, mutants
 
 Run = Callable[..., Result]
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")

@@ -14,7 +14,6 @@ import planted as plain
 import pytest
 from click.testing import Result
 
-from harness import tune
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.kernel import kernel
@@ -22,6 +21,7 @@ from harness.kernel.kernel import Kernel
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 from harness.terminal.show.report import tuned
+from harness.verbs import tune
 
 Run = Callable[..., Result]
 SHAPE = ("--batch", 1, "--heads", 1, "--seq", 33, "--dim", 16)

@@ -17,10 +17,10 @@ from click.testing import Result
 from planted import WRONG
 
 import cli
-from harness.compile import CompileRow
 from harness.kernel import kernel
-from harness.selftest.mutant import edited
 from harness.terminal.show import checks
+from harness.verbs.compile import CompileRow
+from harness.verbs.selftest.mutant import edited
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,9 +16,9 @@ import harness
 from harness.kernel import Kernel
 from harness.kernel.kernel import find
 from harness.kernel.new import new
-from harness.selftest.mutant import mutants
-from harness.verify import Case, CaseResult, draw
-from harness.verify.cases import matrix
+from harness.verbs.selftest.mutant import mutants
+from harness.verbs.verify import Case, CaseResult, draw
+from harness.verbs.verify.cases import matrix
 
 RIGHT = CaseResult("naive", "forward", draw(1, 0), True, "", 0.5, "fa-cli verify naive --case A", {"O": 1e-7})
 WRONG = replace(RIGHT, case=draw(1, 1), passed=False, message="O is wrong at batch 0", repro="fa-cli verify naive --case B", exit_code=1)
@@ -37,7 +37,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note("fuzz with seed 1: 2 runs")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harness.verify, "verify", verify)
+    monkeypatch.setattr(harness.verbs.verify, "verify", verify)
     return before
 
 
@@ -89,7 +89,7 @@ def test_what_a_kernel_cannot_be_given_is_no_failure(fa_cli: Callable[..., Resul
 
 def test_cases_on_few_multiprocessors() -> None:
     """A case's number of multiprocessors reaches the plan: step 18 launches two blocks, each of which takes several works."""
-    backends = harness.verify.Backends("cpu", None, None)
+    backends = harness.verbs.verify.Backends("cpu", None, None)
     chosen = find("hopper", "forward")
     case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")
     few, all_ = (backends.of(each).device() for each in (case, replace(case, sms=None)))
@@ -101,17 +101,17 @@ def test_cases_on_few_multiprocessors() -> None:
 
 def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left out with a note; what the check finds is a failure. All other cases of the kernel are judged, and choices counted."""
-    real = harness.verify.verify.__globals__["run_case"]
+    real = harness.verbs.verify.verify.__globals__["run_case"]
 
     def refused(backend: Any, chosen: Any, case: Case, *words: Any, **more: Any) -> CaseResult:
         done = real(backend, chosen, case, *words, **more)
         return replace(done, passed=False, message="it keeps 1024 clocks", exit_code=2) if case.check else done
 
-    cases = [case for case in harness.verify.matrix(find("fa2_naive", "forward"), "quick", "cpu") if case.number < 1 or case.check]
-    monkeypatch.setitem(harness.verify.verify.__globals__, "matrix", lambda *_: cases)
-    monkeypatch.setitem(harness.verify.verify.__globals__, "run_case", refused)
+    cases = [case for case in harness.verbs.verify.matrix(find("fa2_naive", "forward"), "quick", "cpu") if case.number < 1 or case.check]
+    monkeypatch.setitem(harness.verbs.verify.verify.__globals__, "matrix", lambda *_: cases)
+    monkeypatch.setitem(harness.verbs.verify.verify.__globals__, "run_case", refused)
     notes: list[str] = []
-    results = harness.verify.verify(["fa2_naive"], device="cpu", mode="forward", note=notes.append)
+    results = harness.verbs.verify.verify(["fa2_naive"], device="cpu", mode="forward", note=notes.append)
     assert [result.passed for result in results] == [True]
     assert notes[0].startswith("these cases meet ") and ", not fa2_naive_forward " in notes[0]
     assert notes[1] == "not checked for races: it keeps 1024 clocks"

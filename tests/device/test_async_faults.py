@@ -20,7 +20,7 @@ from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.fault import KernelFault
-from harness.selftest.mutant import edited
+from harness.verbs.selftest.mutant import edited
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

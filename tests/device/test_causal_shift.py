@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import backends, run
+from harness import backends
 from harness.backends import Backend
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
@@ -17,6 +17,7 @@ from harness.dataset.generate import generate
 from harness.fault import DataFault
 from harness.kernel.kernel import find
 from harness.problem import READS, Problem
+from harness.verbs import run
 
 #: One kernel of each way to walk over the keys: a scores matrix, tiles on CUDA cores, mma fragments, cp.async pipelines.
 KERNELS = (

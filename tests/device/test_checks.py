@@ -14,13 +14,13 @@ import clean
 import pytest
 import sample
 
-from harness import verify
 from harness.backends.host.backend import Host
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
-from harness.selftest.mutant import Mutant, mutants
-from harness.verify import Case, CaseResult
-from harness.verify.judge import in_form
+from harness.verbs import verify
+from harness.verbs.selftest.mutant import Mutant, mutants
+from harness.verbs.verify import Case, CaseResult
+from harness.verbs.verify.judge import in_form
 
 Part = TypeVar("Part")
 ROOT = Path(__file__).resolve().parent.parent.parent

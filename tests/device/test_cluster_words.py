@@ -15,7 +15,7 @@ from test_hopper_words import MAP_PARAMETER, box_of, image_of
 
 from harness.backends import Backend
 from harness.backends.host.backend import Host
-from harness.selftest.mutant import edited
+from harness.verbs.selftest.mutant import edited
 
 ENTRY = """\
 #include <fa/cluster.cuh>

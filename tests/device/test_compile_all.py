@@ -10,9 +10,9 @@ import pytest
 import sample
 
 from harness.backends import nvrtc
-from harness.compile import CompileRow, compile_all, compile_kernels
 from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel.kernel import Kernel, catalogue, find
+from harness.verbs.compile import CompileRow, compile_all, compile_kernels
 
 
 @pytest.fixture(autouse=True)

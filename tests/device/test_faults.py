@@ -1,4 +1,4 @@
-"""Faults planted in the tree's kernels (harness/selftest/faults.toml), and the check that must find each."""
+"""Faults planted in the tree's kernels (harness/verbs/selftest/faults.toml), and the check that must find each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import planted
 import pytest
 import sample
 
-from harness import verify
 from harness.backends import Backend, pick
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
@@ -20,8 +19,9 @@ from harness.check.oracle import oracle_for
 from harness.fault import KernelFault
 from harness.kernel import kernel
 from harness.problem import Problem
-from harness.selftest.mutant import Mutant, edited, mutants
-from harness.selftest.trial import CHECKS, judge
+from harness.verbs import verify
+from harness.verbs.selftest.mutant import Mutant, edited, mutants
+from harness.verbs.selftest.trial import CHECKS, judge
 
 PLAIN = Problem.of(1, 2, 129, 64)
 CAUSAL = Problem.of(1, 2, 129, 64, causal=True)

@@ -11,12 +11,12 @@ import sample
 from click.testing import Result
 from test_matrix import drawn
 
-from harness import verify
 from harness.fault import UsageFault
 from harness.kernel.kernel import Kernel, catalogue
-from harness.selftest.mutant import Mutant, mutants
-from harness.verify.cases import Case
-from harness.verify.judge import in_form
+from harness.verbs import verify
+from harness.verbs.selftest.mutant import Mutant, mutants
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.judge import in_form
 
 CASES = 50
 Key = tuple[str, int, str, bool, bool]
@@ -115,6 +115,6 @@ def test_copies_are_judged_to_the_last(tmp_path: Path, monkeypatch: pytest.Monke
     assert verify.run_case(backend, folded.plant(tmp_path), case).wrong == {"O", "logsumexp"}
     right = next(chosen for chosen in catalogue() if chosen.label == "fa2_naive_forward")
     assert verify.run_case(backend, right, case).passed
-    monkeypatch.setattr("harness.verify.large._free", lambda backend: 1 << 20)
+    monkeypatch.setattr("harness.verbs.verify.large._free", lambda backend: 1 << 20)
     with pytest.raises(verify.NoRoom, match="was not run on .*4 times"):
         verify.verify(["fa2_naive"], device="cpu", case=case.text())

@@ -19,7 +19,7 @@ from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.fault import KernelFault
-from harness.selftest.mutant import edited
+from harness.verbs.selftest.mutant import edited
 
 MAPS: dict[str, tuple[str, list[int], int]] = {name: (name.upper(), [64, 64, 1, 1], 128) for name in "qkvo"}
 PIPELINE = """\

@@ -17,16 +17,16 @@ from harness import backends
 from harness.backends import CompileError
 from harness.backends.host import build, cache, report
 from harness.backends.host.backend import Host
+from harness.check.choose import contender
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
 from harness.check.tensors import Bound
-from harness.choose import contender
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
 from harness.kernel.new import new as plain_kernel
 from harness.problem import Problem
-from harness.run import check_in_memory
+from harness.verbs.run import check_in_memory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEADER = """\
@@ -361,7 +361,7 @@ def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:
         "from harness.backends import pick\n"
         "from harness.kernel import kernel\n"
         "from harness.problem import Problem\n"
-        "from harness.selftest.trial import judge\n"
+        "from harness.verbs.selftest.trial import judge\n"
         "backend, problem = pick('cpu'), Problem.of(1, 1, 33, 16)\n"
         "chosen = [kernel.find(name, 'forward') for name in ('fa2_naive', 'fa1', 'naive', 'tiled')]\n"
         "with ThreadPoolExecutor(4) as pool:\n"

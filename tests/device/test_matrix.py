@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 import sample
 
-from harness import verify
 from harness.kernel import Device
 from harness.kernel.kernel import Kernel, catalogue, find
 from harness.problem import DTYPE_BYTES
+from harness.verbs import verify
 
 #: Work of a piece, by `work`, or one case that has more: seconds on one core.
 PIECE_WORK = 5e8

@@ -10,10 +10,10 @@ from typing import Any
 import jobs
 import pytest
 
-from harness import child
 from harness.check import memory
 from harness.dataset import memory as host
 from harness.fault import UsageFault
+from harness.files import child
 from harness.problem import Problem
 
 SLOW = pytest.mark.slow

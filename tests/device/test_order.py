@@ -9,10 +9,10 @@ import pytest
 import sample
 
 from harness.backends import nvrtc, sass
-from harness.compile import compile_kernels
 from harness.fault import EnvironmentFault
 from harness.kernel.kernel import Device, find
 from harness.problem import Problem
+from harness.verbs.compile import compile_kernels
 
 HOPPER, BACKWARD = find("hopper", "forward"), find("hopper", "backward")
 SM_90A = Device("cuda", "sm_90a", "sm_90a", shared_optin=nvrtc.SHARED_LIMIT["sm_90a"])

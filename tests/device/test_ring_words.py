@@ -11,12 +11,12 @@ from word_kernel import f32, run
 
 from harness.backends import Backend, nvrtc
 from harness.backends.launch import launcher
-from harness.compile import compile_all
 from harness.dataset.storage import STORAGE, round_to, widen
 from harness.fault import EnvironmentFault
 from harness.kernel.kernel import KERNELS, Kernel
 from harness.problem import Problem
 from harness.ring.rank import Block
+from harness.verbs.compile import compile_all
 
 INF = np.inf
 PAIRS = [(0.0, 0.0), (3.0, -2.0), (-2.0, 3.0), (80.0, -80.0), (-INF, 1.5), (1.5, -INF), (-INF, -INF), (1e4, 1e4 + 1), (-1e4, -1e4)]

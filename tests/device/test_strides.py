@@ -21,7 +21,7 @@ from harness.check.tensors import row_pitch
 from harness.dataset.storage import STORAGE
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import READS, WRITES, Problem
-from harness.selftest.mutant import edited
+from harness.verbs.selftest.mutant import edited
 
 #: Elements from one batch or head to the next: 32 bits of it are FOLDED.
 FOLDED = 1 << 17

@@ -1,4 +1,4 @@
-"""What is timed is what is judged: cheats planted in a kernel (harness/selftest/faults.toml), and right kernels, which are not accused."""
+"""What is timed is what is judged: cheats planted in a kernel (harness/verbs/selftest/faults.toml), and right kernels, which are not accused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from harness.kernel.kernel import Kernel
 from harness.measure.judged import Judged, Watch
 from harness.measure.sampling import POLICY, Policy, Timing, measure
 from harness.problem import READS, Problem
-from harness.selftest.mutant import edited, mutants
+from harness.verbs.selftest.mutant import edited, mutants
 
 CHEATS = mutants("launches")
 SKIPS = "skips work for inputs it has seen"

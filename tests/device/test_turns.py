@@ -14,7 +14,7 @@ from harness.fault import KernelFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Kernel
 from harness.problem import Problem
-from harness.selftest.mutant import edited
+from harness.verbs.selftest.mutant import edited
 
 SOURCE = kernel.KERNELS / "18_hopper_backward.cu"
 #: Grouped heads, other lengths of queries and keys, ragged tiles, keys that no query sees and queries that see no key.

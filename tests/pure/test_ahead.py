@@ -13,7 +13,7 @@ from harness.backends import Backend, pick
 from harness.check import ahead as made
 from harness.check import contender as contenders
 from harness.check.ahead import ahead, load_all, parts, small
-from harness.choose import choose
+from harness.check.choose import choose
 from harness.fault import KernelFault
 from harness.problem import PASSES, Problem
 

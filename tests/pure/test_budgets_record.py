@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from harness.problem import WRITES
-from harness.verify.cases import Case
+from harness.verbs.verify.cases import Case
 
 SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "trust" / "budgets.py"
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness import verify
 from harness.dataset.storage import widen
 from harness.fault import UsageFault
 from harness.kernel import Kernel, catalogue
 from harness.problem import Problem
-from harness.verify.cases import Case
-from harness.verify.choices import known, made, missing
-from harness.verify.fuzz import WORK
-from harness.verify.inputs import DRAWN as FUZZED
-from harness.verify.inputs import FAMILIES, FINITE, inputs
-from harness.verify.judge import CaseResult, Lost
-from harness.verify.shrink import shrink
+from harness.verbs import verify
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.choices import known, made, missing
+from harness.verbs.verify.fuzz import WORK
+from harness.verbs.verify.inputs import DRAWN as FUZZED
+from harness.verbs.verify.inputs import FAMILIES, FINITE, inputs
+from harness.verbs.verify.judge import CaseResult, Lost
+from harness.verbs.verify.shrink import shrink
 
 DRAWN = [verify.draw(5, number) for number in range(600)]
 
@@ -203,7 +203,7 @@ def test_shrinking_keeps_what_is_needed_and_ends(monkeypatch: pytest.MonkeyPatch
     start = failure(case, True)
     assert shrink(start, run) is start
     assert 5 < count <= 120
-    monkeypatch.setattr("harness.verify.shrink.ATTEMPTS", 3)
+    monkeypatch.setattr("harness.verbs.verify.shrink.ATTEMPTS", 3)
     count = 0
     shrink(start, run)
     assert count == 3
@@ -212,7 +212,7 @@ def test_shrinking_keeps_what_is_needed_and_ends(monkeypatch: pytest.MonkeyPatch
 def test_shrinking_that_the_clock_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are counted, so that every machine finds the same case. One that is too slow for them says that it did not."""
     case, now = DRAWN[0], itertools.count(step=50.0)
-    monkeypatch.setattr("harness.verify.shrink.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("harness.verbs.verify.shrink.time.monotonic", lambda: next(now))
     done = shrink(failure(case, True), lambda tried: failure(tried, True))
     assert done.message.endswith(f"(shrunk from {case.text()} in 120 s, not to the end)")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import jobs
 import pytest
 
-from harness import child
 from harness.backends import CompileError, ContextLost
 from harness.fault import DataFault, Fault, KernelFault, UsageFault
+from harness.files import child
 from harness.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")  # a child is ended by a SIGINT of its own
@@ -150,7 +150,7 @@ def test_ctrl_c_that_finds_the_child_first(capfd: pytest.CaptureFixture[str]) ->
 def test_no_orphan_is_left(wrapper: tuple[str, ...], tmp_path: Path, temporary: Path) -> None:
     """A parent that is killed takes the child with it, and the folder of the job."""
     code = (
-        "import jobs, pathlib; from functools import partial; from harness import child\n"
+        "import jobs, pathlib; from functools import partial; from harness.files import child\n"
         f"child.run(partial(jobs.linger, pathlib.Path({str(tmp_path)!r})), wrapper={wrapper!r})"
     )
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
@@ -195,7 +195,7 @@ def test_installed_it_is_the_same(tmp_path: Path) -> None:
     for name in ("pickle.py", "numpy.py", "harness.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     code = (
-        "import functools; from fa_cli.harness import child, fault, kernel\n"
+        "import functools; from fa_cli.harness import fault, kernel; from fa_cli.harness.files import child\n"
         "try: child.run(functools.partial(kernel.find, 'nonesuch', 'forward'))\nexcept fault.UsageFault as error: print(error.what)"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}

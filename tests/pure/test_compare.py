@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rows import append_row
 
-from harness import compare
-from harness.compare import median_interval, ratio_interval, verdict
 from harness.fault import DataFault, UsageFault
 from harness.row import SHAPE, Row
+from harness.verbs import compare
+from harness.verbs.compare import median_interval, ratio_interval, verdict
 
 Samples = Sequence[float]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from harness import doctor
-from harness.doctor import Check
 from harness.fault import EnvironmentFault, UsageFault
 from harness.files import exposed
 from harness.kernel.kernel import KERNELS, Device
+from harness.verbs import doctor
+from harness.verbs.doctor import Check
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +272,7 @@ def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_quick_and_imports_neither_torch_nor_pandas() -> None:
     code = (
-        "import sys; from harness.doctor import doctor; doctor(); "
+        "import sys; from harness.verbs.doctor import doctor; doctor(); "
         "sys.exit(' '.join({'torch', 'pandas', 'matplotlib', 'mpi4py'} & set(sys.modules)) or 0)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

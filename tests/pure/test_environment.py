@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import environment, files
+from harness import files
+from harness.files import environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,7 +39,7 @@ def test_environment_names_the_commit() -> None:
 
 def test_environment_imports_nothing_heavy() -> None:
     """Versions are asked for by name: CuPy and torch take seconds to import."""
-    code = "import sys; from harness import environment; environment.environment(); print(*sys.modules)"
+    code = "import sys; from harness.files import environment; environment.environment(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert "harness.environment" in loaded
+    assert "harness.files.environment" in loaded
     assert not {"cupy", "torch", "pandas", "matplotlib"} & set(loaded)

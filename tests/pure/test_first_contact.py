@@ -213,7 +213,7 @@ def test_what_is_small() -> None:
 
 def test_a_small_problem_is_judged_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a GPU too: no function of CuPy's is called for it. A larger one is judged where the kernels run."""
-    from harness import run as verb
+    from harness.verbs import run as verb
 
     gpu: Any = Gpu()
     monkeypatch.setattr(verb, "open_backend", lambda *_: gpu)

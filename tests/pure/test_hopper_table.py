@@ -94,7 +94,7 @@ def test_ours_is_the_highest_step_of_each_cell(script: ModuleType) -> None:
         (256, 1024, "hopper"),
     ]
     text = script.table(rows, ours)
-    assert text.startswith("hopper and hopper_cluster and hopper_wide over the best peer")
+    assert text.startswith("hopper and hopper_wide and hopper_cluster over the best peer")
     cells = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in text.splitlines() if line.startswith("| D")}
     names = ["hopper_wide", "hopper", "hopper_cluster", "hopper"]
     assert [(of[0].split()[-1], of[2]) for of in cells.values()] == [(name, "2.000") for name in names]

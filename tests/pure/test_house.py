@@ -7,12 +7,13 @@ import re
 import resource
 import subprocess
 import sys
+import warnings
 import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from rooms import INNER, MODULES, ROOMS, ROOT, imports, ours, room
+from rooms import INNER, MODULES, ROOT, floor, imports, ours, room
 
 SOURCES = [ROOT / "cli.py", ROOT / "__init__.py", *MODULES.values()]
 HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")
@@ -20,9 +21,10 @@ HEAVY = ("cupy", "torch", "pandas", "matplotlib", "numpy", "rich", "ml_dtypes")
 
 @pytest.mark.parametrize("module", INNER)
 def test_imports_run_one_way(module: str) -> None:
-    """A module imports only its own room and lower ones; problem.py imports nothing of ours but fault.py."""
+    """A module imports its own room and lower floors; problem.py imports nothing of ours but fault.py."""
     for other in ours(module):
-        assert ROOMS.index(room(other)) >= ROOMS.index(room(module)), f"{module} imports {other}, which is above it"
+        below = room(other) == room(module) or floor(room(other)) > floor(room(module))
+        assert below, f"{module} imports {other}, which is not below it"
     assert ours(module) <= {"fault"} or module not in ("problem", "fault")
 
 
@@ -43,10 +45,10 @@ def test_imports_have_no_circle() -> None:
                 "harness/backends/host/cache.py",
                 "harness/backends/host/report.py",
                 "harness/backends/sass.py",
-                "harness/child.py",
-                "harness/environment.py",
-                "harness/doctor.py",
-                "harness/profile/nsight.py",
+                "harness/files/child.py",
+                "harness/files/environment.py",
+                "harness/verbs/doctor.py",
+                "harness/verbs/profile/nsight.py",
                 "harness/ring/start.py",
             },
         ),
@@ -75,39 +77,26 @@ def test_packages_have_one_home(package: str, home: set[str]) -> None:
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"
 
 
-def test_files_stay_small() -> None:
-    """A .py has 40 to 400 lines (a room's face and tests may be shorter), none over 140 characters, a .cu under 400 lines of code."""
-    wrong = []
-    for path in SOURCES:
-        lines = path.read_text().splitlines()
-        least = 0 if path.name == "__init__.py" else 40
-        if not least <= len(lines) <= 400 or max(map(len, lines)) > 140:
-            wrong.append(f"{path.name}: {len(lines)} lines, the longest {max(map(len, lines))} characters")
-    for path in ROOT.glob("tests/**/*.py"):
-        lines = path.read_text().splitlines()
-        if len(lines) > 400 or max(map(len, lines)) > 140:
-            wrong.append(f"{path.name}: {len(lines)} lines, the longest {max(map(len, lines))} characters")
+@pytest.mark.filterwarnings("default")
+def test_what_has_grown_large_is_told() -> None:
+    """A warning, not a law: a .py over 500 lines, a function over 60 from its first statement, a .cu over 300 lines of code.
+
+    Is it one subject? A file is cut where its subject is cut.
+    """
+    large: dict[str, int] = {}
+    for path in (*SOURCES, *ROOT.glob("tests/**/*.py")):
+        text = path.read_text()
+        if text.count("\n") > 500:
+            large[path.name] = text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60:
+                large[f"{node.name} of {path.name}"] = lines
     for path in ROOT.glob("kernels_cu/*.cu"):
         code = [line for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("//")]
-        if len(code) >= 400:
-            wrong.append(f"{path.name}: {len(code)} lines of code")
-    assert not wrong
-
-
-def test_functions_stay_short() -> None:
-    """A function has 50 lines at most from its first statement on, docstring counted; the formatter gives each parameter a line."""
-    long = {}
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > 50:
-                long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
-    assert not long
-
-
-def test_rooms_stay_small() -> None:
-    """A folder has 12 modules at most, its face not counted; the verbs, and the files that have a room to themselves, are no folder."""
-    for folder in {path.parent for path in MODULES.values()} - {ROOT / "harness"}:
-        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 12, folder.name
+        if len(code) > 300:
+            large[path.name] = len(code)
+    for name, lines in sorted(large.items()):
+        warnings.warn(f"{name} has {lines} lines", stacklevel=1)
 
 
 def test_kernels_speak_words_only() -> None:
@@ -170,7 +159,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.*",
         "experiments/*/sweep.toml",
-        "harness/selftest/faults.toml",
+        "harness/verbs/selftest/faults.toml",
         "py.typed",
     ):
         found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 from rows import append_row, row
 
-from harness import sweep
 from harness.kernel.kernel import catalogue
 from harness.problem import Problem
+from harness.verbs import sweep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROBLEM = Problem.of(8, 16, 2048, 64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import draw_house
 import pytest
-from rooms import INNER, ROOMS, ROOT, arrows, direct, ours, room
+from rooms import INNER, ROOMS, ROOT, arrows, direct, floor, ours, room
 
 from cli import main
 
@@ -56,7 +56,7 @@ def test_what_the_map_names_is_there(text: str) -> None:
     assert exists(text)
 
 
-@pytest.mark.parametrize("text", ["harness/nowhere.py", "nowhere.py", "choose.chosen", "nowhere.at_all", "make tea", "fa-cli brew"])
+@pytest.mark.parametrize("text", ["harness/nowhere.py", "nowhere.py", "check.choose.chosen", "nowhere.at_all", "make tea", "fa-cli brew"])
 def test_what_is_not_there_is_missed(text: str) -> None:
     """Or the test above could not fail."""
     assert exists(text) is False
@@ -67,14 +67,13 @@ def test_most_of_what_is_quoted_is_looked_up() -> None:
     assert len([text for text in QUOTED if exists(text)]) > 0.8 * len(QUOTED)
 
 
-def test_every_room_is_in_the_table_in_its_order() -> None:
-    """A row each, the highest room first; the verbs share one, which names the module, or the folder, of every verb."""
-    rows = re.findall(r"(?m)^\| ([^|]*`(?:harness/)?\w+(?:/|\.py)`[^|]*) \|", TEXT.partition("### ")[0])
-    found = ["verbs" if "verbs" in row else row.split("`")[1].removeprefix("harness/").rstrip("/").removesuffix(".py") for row in rows]
-    assert tuple(found) == ROOMS
-    verbs = next(line for line in TEXT.splitlines() if line.startswith("| the verbs"))
-    names = {f"harness/{module.split('.')[0]}/" if "." in module else f"{module}.py" for module in INNER if room(module) == "verbs"}
-    assert all(f"`{name}`" in verbs for name in names)
+def test_every_room_is_in_the_table_on_its_floor() -> None:
+    """A row each, the highest floor first; that of the verbs names the module, or the folder, of every verb."""
+    rows = re.findall(r"(?m)^\| (\d) \| `harness/(\w+)(?:/|\.py)` \|", TEXT.partition("### ")[0])
+    assert [(int(number) - 1, name) for number, name in rows] == [(floor(name), name) for name in ROOMS]
+    verbs = next(line for line in TEXT.splitlines() if line.startswith("| 2 |"))
+    inside = [module.split(".")[1:] for module in INNER if room(module) == "verbs" and module != "verbs.__init__"]
+    assert all(f"`harness/verbs/{name[0]}/`" in verbs if name[1:] else f"`{name[0]}.py`" in verbs for name in inside)
 
 
 def test_the_figure_shows_every_room_and_only_arrows_that_go_down() -> None:
@@ -88,7 +87,7 @@ def test_the_figure_shows_every_room_and_only_arrows_that_go_down() -> None:
 
 def test_an_import_of_a_whole_room_is_an_arrow() -> None:
     """`from . import peers` names a folder, not a module: its face is what is imported."""
-    assert "peers.__init__" in ours("choose") and "peers" in arrows()["choose"]
+    assert "peers.__init__" in ours("check.choose") and "peers" in arrows()["check"]
 
 
 def test_the_figure_is_up_to_date() -> None:

@@ -12,8 +12,8 @@ from harness.check import alike, moments
 from harness.check.oracle import Oracle
 from harness.dataset.storage import through
 from harness.problem import Problem
-from harness.verify.cases import Case
-from harness.verify.inputs import inputs
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.inputs import inputs
 
 Array = np.ndarray[Any, Any]
 NOTHING = moments.Allowed(0.0, 0.0)

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from rows import row
 
-from harness import experiment, run
 from harness.check.contender import Contender
 from harness.fault import UsageFault
 from harness.kernel.kernel import find
 from harness.problem import Problem
 from harness.row import Rows
-from harness.sweep import Options
+from harness.verbs import experiment, run
+from harness.verbs.sweep import Options
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROW = row("fa2", "S512", 1.5)
@@ -78,7 +78,7 @@ def test_names_load_when_they_are_used(installed: Path, tmp_path: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert done.stdout.splitlines() == [
         f"{installed / 'fa_cli' / '__init__.py'} {version} []",
-        "fa_cli.harness.run experiment Problem(B2_H8_S512_D64) ['numpy']",
+        "fa_cli.harness.verbs.run experiment Problem(B2_H8_S512_D64) ['numpy']",
         "False True",
     ], done.stderr
     assert outside(installed, tmp_path, "-m", "fa_cli", "--version").stdout == f"fa-cli {version}\n"

@@ -16,8 +16,8 @@ from harness.backends.cuda import Cuda
 from harness.backends.host.backend import Host
 from harness.kernel import Kernel, find
 from harness.problem import READS, Problem
-from harness.profile import counters
-from harness.profile import nsight as profile
+from harness.verbs.profile import counters
+from harness.verbs.profile import nsight as profile
 
 FIXED = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC")
 

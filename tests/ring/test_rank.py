@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import choose
 from harness.backends import Backend, pick
+from harness.check import choose
 from harness.check.oracle import Oracle, oracle_for
 from harness.problem import MODES, Problem
 from harness.ring import rank, timing

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from harness import child, verify
 from harness.backends.host.backend import Host
 from harness.backends.host.build import compiler
 from harness.backends.host.report import asan_environment
+from harness.files import child
 from harness.kernel import Device, Plan
 from harness.kernel.kernel import Kernel, catalogue
 from harness.problem import Problem
-from harness.verify.covering import covering
-from harness.verify.judge import CaseResult, in_form
+from harness.verbs import verify
+from harness.verbs.verify.covering import covering
+from harness.verbs.verify.judge import CaseResult, in_form
 
 #: An H200, as far as plans see it.
 H200 = Device("cpu", "a CPU")

@@ -23,10 +23,11 @@ from unittest import mock
 from click.testing import CliRunner
 from rows import append_row, row
 
-from harness import environment, files
+from harness import files
 from harness.backends.host import build
 from harness.backends.host.backend import Host
 from harness.fault import Fault
+from harness.files import environment
 from harness.kernel.kernel import Kernel, find
 from harness.problem import Problem
 from harness.terminal import options

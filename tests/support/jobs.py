@@ -1,4 +1,4 @@
-"""Jobs for tests of harness/child.py: a process of its own finds a function by its module's name, and finds this one on sys.path."""
+"""Jobs for tests of harness/files/child.py: a process of its own finds a function by its module's name, and finds this one on sys.path."""
 
 from __future__ import annotations
 
@@ -105,9 +105,10 @@ def hanging(place: Place) -> None:
 
 def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
     """Bytes of resident memory that checking a kernel took at its peak, above what the process had before; what memory.need says."""
-    from harness import backends, choose, run
-    from harness.check import memory
+    from harness import backends
+    from harness.check import choose, memory
     from harness.problem import MODES, Problem
+    from harness.verbs import run
 
     def resident(word: str) -> int:
         return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(word))

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import cli
-from harness import experiment, files
+from harness import files
 from harness.backends.host.build import compiler
 from harness.dataset import folder as dataset
 from harness.dataset.generate import INPUTS
 from harness.row import read_rows
+from harness.verbs import experiment
 
 #: The functions of os at which a command is killed.
 POINTS = ("fsync", "replace", "rename", "unlink", "mkdir", "ftruncate", "truncate")

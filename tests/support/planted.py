@@ -1,4 +1,4 @@
-"""Small kernel files of a test's own, right or with something wrong. Faults in kernels of the tree are harness/selftest's."""
+"""Small kernel files of a test's own, right or with something wrong. Faults in kernels of the tree are harness/verbs/selftest's."""
 
 from __future__ import annotations
 

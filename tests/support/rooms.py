@@ -8,38 +8,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
 
-#: The rooms, the highest first; an import goes only down. A room is a folder of harness or one file; what is not named
-#: here is a verb, and verbs may import one another as long as there is no circle.
-ROOMS = (
-    "terminal",
-    "verbs",
-    "ring",
-    "torch_op",
-    "selftest",
-    "choose",
-    "profile",
-    "check",
-    "measure",
-    "report",
-    "backends",
-    "peers",
-    "dataset",
-    "kernel",
-    "row",
-    "child",
-    "environment",
-    "files",
-    "array",
-    "problem",
-    "fault",
+#: The nine floors, the highest first, and the rooms on each: a folder of harness, or one file. An import goes only to a lower floor.
+FLOORS = (
+    ("terminal",),
+    ("verbs",),
+    ("ring", "torch_op"),
+    ("check",),
+    ("report", "measure"),
+    ("peers", "backends"),
+    ("row", "dataset", "kernel"),
+    ("problem", "files"),
+    ("fault", "array", "doors"),
 )
+ROOMS = tuple(name for floor in FLOORS for name in floor)
 INNER = sorted(name.removeprefix("harness.") for name in MODULES if name != "harness.__init__")
 
 
 def room(module: str) -> str:
     """The room a dotted name below harness is in; that of `harness` itself is empty."""
-    first = module.split(".")[0]
-    return first if not first or first in ROOMS else "verbs"
+    return module.split(".")[0]
+
+
+def floor(name: str) -> int:
+    """The number of a room's floor, counted from the top."""
+    return next(number for number, rooms in enumerate(FLOORS) if name in rooms)
 
 
 def imports(path: Path, typing_too: bool = False) -> set[str]:

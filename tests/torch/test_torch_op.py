@@ -293,7 +293,7 @@ def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.Mo
 def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims that the highest steps have no build for, as without step 23: the reason is told, once; a usual case is told nothing."""
     kept_out = tuple(replace(k, auto=not k.name.startswith("split") and k.auto) for k in catalogue())
-    monkeypatch.setattr("harness.choose.catalogue", lambda: kept_out)
+    monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
     q = torch.randn(1, 1, 4, 160, device=device)
     with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
         attention(q.clone().requires_grad_(), q, q)

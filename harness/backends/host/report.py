@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ... import child
 from ...fault import EnvironmentFault, Fault, KernelFault, clipped
+from ...files import child
 from ...kernel.kernel import Kernel
 from .build import places
 from .library import same_code

@@ -12,8 +12,8 @@ from ..progress import teller
 from .report import watched
 
 if TYPE_CHECKING:
-    from ...compile import CompileRow
-    from ...verify import CaseResult
+    from ...verbs.compile import CompileRow
+    from ...verbs.verify import CaseResult
 
 
 class Told:

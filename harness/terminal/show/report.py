@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...check.contender import PassResult
-    from ...compare import Comparison
-    from ...run import Result
-    from ...tune import Tuned, Variant
+    from ...verbs.compare import Comparison
+    from ...verbs.run import Result
+    from ...verbs.tune import Tuned, Variant
 
 
 #: What --check counts (Backend.watched), and why it may count nothing.
@@ -172,7 +172,7 @@ def error_pictures(found: Sequence[Result]) -> list[Path]:
 
 def times_as_fast(mine: PassResult, base: PassResult) -> str:
     """base's time over mine, and its 95 % interval where there are samples enough."""
-    from ...compare import ratio_interval
+    from ...verbs.compare import ratio_interval
 
     a, b = mine.timings["warm"], base.timings["warm"]
     ratio = b.median_ms / a.median_ms

@@ -15,13 +15,13 @@ from .report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
-    from ...doctor import Check
-    from ...experiment import Outcome
     from ...kernel.kernel import Kernel
-    from ...profile.counters import Counters
     from ...row import Row
-    from ...run import Result
-    from ...selftest.trial import Trial
+    from ...verbs.doctor import Check
+    from ...verbs.experiment import Outcome
+    from ...verbs.profile.counters import Counters
+    from ...verbs.run import Result
+    from ...verbs.selftest.trial import Trial
 
 HOST_TIME = "CPU time (host backend), not GPU performance"
 
@@ -75,7 +75,7 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
 
 def result_json(result: Result) -> dict[str, object]:
     """A Result as the JSON object of README, "JSON"."""
-    from ...results import errors_of  # numpy: not for list and --help
+    from ...verbs.results import errors_of  # numpy: not for list and --help
 
     return {
         "compute": result.compute,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...check import budget
 from ...problem import MODES, PASSES
-from ...results import errors_of
+from ...verbs.results import errors_of
 from ..printing import QUIET, document, line, near, note, table
 
 if TYPE_CHECKING:

@@ -18,24 +18,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import backends, child, environment, files, peers, results, run, runs
-from .backends import Backend, ContextLost
-from .check.ahead import load_all
-from .check.contender import Contender
-from .check.oracle import Oracle, oracle_for
-from .choose import AUTO, choose, named_apart
-from .fault import DiskFault, EnvironmentFault, UsageFault, install_extra
-from .kernel import catalogue
-from .measure import ceilings
-from .measure.sampling import POLICY, Policy, Ready
-from .peers.base import installed
-from .problem import MODES, PASSES, Problem
-from .row import CEILING, Row, Rows, read_rows
+from .. import backends, files, peers
+from ..backends import Backend, ContextLost
+from ..check.ahead import load_all
+from ..check.choose import AUTO, choose, named_apart
+from ..check.contender import Contender
+from ..check.oracle import Oracle, oracle_for
+from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra
+from ..files import child, environment
+from ..kernel import catalogue
+from ..measure import ceilings
+from ..measure.sampling import POLICY, Policy, Ready
+from ..peers.base import installed
+from ..problem import MODES, PASSES, Problem
+from ..row import CEILING, Row, Rows, read_rows
+from . import results, run, runs
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches, with_options
 
 if TYPE_CHECKING:
-    from .torch_op.training import Speed
+    from ..torch_op.training import Speed
 
 SEED = 42
 #: What messages of CUDA libraries say when the CUDA context is lost.
@@ -154,7 +156,7 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
         )
     if not installed("torch"):
         raise EnvironmentFault("PyTorch is not installed", "the model is one of torch's", install_extra("torch"))
-    from .torch_op import training  # torch takes a second to load
+    from ..torch_op import training  # torch takes a second to load
 
     backend = backends.pick(options.device)
     small = backend.name == "cpu" and not options.full
@@ -178,7 +180,7 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     record = environment.environment(**backend.environment(), run_id=results.new_run_id(), sweep=sweep.name, model=size.describe())
     with files.locked(folder, "use another --output-dir"):
         files.write_files(folder, {"speed.csv": training.table(speeds), "env.json": files.json_bytes(record)})
-    from .report import training as figure
+    from ..report import training as figure
 
     written = [folder / "speed.csv", folder / "env.json"]
     if not options.no_figures:
@@ -349,7 +351,7 @@ def _another(folder: Path, sweep: Sweep) -> list[str]:
 
 
 def _draw(folder: Path, pictures: Path, sweep: Sweep, options: Options, progress: Callable[[str], None]) -> list[Path]:
-    from . import report  # pandas and seaborn take a second to load
+    from .. import report  # pandas and seaborn take a second to load
 
     if pictures != folder:
         with suppress(DiskFault):  # another sweep of record draws there

@@ -11,15 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from ..backends import Backend, pick
-from ..backends.protocol import cache_dir
-from ..check import budget
-from ..check.contender import PassResult, run_kernel
-from ..check.oracle import oracle_for
-from ..fault import Fault, UsageFault
-from ..kernel.kernel import Kernel
-from ..measure.sampling import POLICY, measure
-from ..problem import Problem
+from ...backends import Backend, pick
+from ...backends.protocol import cache_dir
+from ...check import budget
+from ...check.contender import PassResult, run_kernel
+from ...check.oracle import oracle_for
+from ...fault import Fault, UsageFault
+from ...kernel.kernel import Kernel
+from ...measure.sampling import POLICY, measure
+from ...problem import Problem
 from .mutant import Mutant, mutants
 
 #: The checks of each backend; what only compute-sanitizer finds is experiments/verify's.

@@ -1,6 +1,6 @@
 """What the hardware does while a kernel runs: counters by Nsight Compute (ncu), a time line and times by Nsight Systems (nsys).
 
-The tool starts a process of ours (:mod:`harness.child`), which loads one kernel for one pass, checks it, and runs it again between
+The tool starts a process of ours (:mod:`harness.files.child`), which loads one kernel for one pass, checks it, and runs it again between
 cudaProfilerStart and cudaProfilerStop: nothing else is profiled. ncu replays each launch until every counter is read, with the
 caches emptied before and the clocks left alone, so its times are cold and slower than `fa-cli run`'s.
 """
@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import child
-from ..backends import nvidia_driver, pick
-from ..check import budget
-from ..check.contender import run_kernel
-from ..check.oracle import oracle_for
-from ..fault import EnvironmentFault, Fault, KernelFault
-from ..files import make_folder, write_files
-from ..kernel import Kernel
-from ..problem import Problem
+from ...backends import nvidia_driver, pick
+from ...check import budget
+from ...check.choose import kernels_for
+from ...check.contender import run_kernel
+from ...check.oracle import oracle_for
+from ...fault import EnvironmentFault, Fault, KernelFault
+from ...files import child, make_folder, write_files
+from ...kernel import Kernel
+from ...problem import Problem
 from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
 
 TOOLS = {"ncu": "nsight-compute", "nsys": "nsight-systems"}  # and what installs them
@@ -86,7 +86,8 @@ class Job:
 
 
 def profile(
-    kernels: Sequence[Kernel],
+    specs: Sequence[str],
+    mode: str,
     problem: Problem,
     *,
     tool: str = "ncu",
@@ -95,13 +96,15 @@ def profile(
     device: str = "auto",
     tiles: Mapping[str, int] | None = None,
     deterministic: bool = False,
+    note: Callable[[str], None] = lambda text: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Counters]:
-    """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
+    """Profile the passes of a mode on a problem, by each of some kernels. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
 
     Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
     """
+    kernels = kernels_for(specs, mode, problem, deterministic=deterministic, note=note)
     if device == "cpu" or not nvidia_driver():
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")

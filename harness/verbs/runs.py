@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import environment, files, results
-from .fault import Dropped, UsageFault, clipped
-from .row import Row, encoded, holds_a_run, mend, read_rows
+from .. import files
+from ..fault import Dropped, UsageFault, clipped
+from ..files import environment
+from ..row import Row, encoded, holds_a_run, mend, read_rows
+from . import results
 from .sweep import ROOT, SWEEPS, Options, Sweep
 
 if TYPE_CHECKING:
-    from .backends import Backend
+    from ..backends import Backend
 
 
 def place(name: str, options: Options, backend: Backend) -> tuple[Path, Path]:

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from . import choose, dataset
-from .array import Array
-from .backends import Backend, pick
-from .check import budget, memory
-from .check.ahead import ahead
-from .check.contender import Contender, PassResult, arithmetic_of
-from .check.oracle import Oracle, oracle_for, small
-from .dataset.generate import INPUTS
-from .fault import UsageFault
-from .files import disk_fault, locked
-from .measure import alone
-from .measure import sampling as measure
-from .problem import MODES, PASSES, WRITES, Problem
-from .row import html_table
+from .. import dataset
+from ..array import Array
+from ..backends import Backend, pick
+from ..check import budget, choose, memory
+from ..check.ahead import ahead
+from ..check.contender import Contender, PassResult, arithmetic_of
+from ..check.oracle import Oracle, oracle_for, small
+from ..dataset.generate import INPUTS
+from ..fault import UsageFault
+from ..files import disk_fault, locked
+from ..measure import alone
+from ..measure import sampling as measure
+from ..problem import MODES, PASSES, WRITES, Problem
+from ..row import html_table
 
 
 @dataclass(frozen=True)
@@ -322,13 +322,13 @@ def _record(result: Result) -> dict[str, object]:
 
 def asan_child_needed(check: str | None) -> bool:
     """Whether this process must start itself again under AddressSanitizer (:func:`run_under_asan`)."""
-    from .backends.host.report import ASAN_CHILD
+    from ..backends.host.report import ASAN_CHILD
 
     return check == "asan" and not os.environ.get(ASAN_CHILD)
 
 
 def run_under_asan(arguments: Sequence[str]) -> int:
     """Run a Python command line again with AddressSanitizer loaded; see backends/host/backend.py."""
-    from .backends.host import backend as host
+    from ..backends.host import backend as host
 
     return host.run_under_asan(arguments)

@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from .fault import DataFault, Fault, UsageFault
-from .files import JSON_LIMIT, TEXT, Kind, read_text
-from .kernel.header import Table
-from .kernel.kernel import KERNELS, is_path
-from .problem import PASSES, SPELLINGS, Problem
+from ..fault import DataFault, Fault, UsageFault
+from ..files import JSON_LIMIT, TEXT, Kind, read_text
+from ..kernel.header import Table
+from ..kernel.kernel import KERNELS, is_path
+from ..problem import PASSES, SPELLINGS, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ..check.oracle import Oracle
-from ..child import Ended
-from ..fault import UsageFault
-from ..kernel import Kernel
-from ..problem import Problem
+from ...check.oracle import Oracle
+from ...fault import UsageFault
+from ...files.child import Ended
+from ...kernel import Kernel
+from ...problem import Problem
 from .cases import Case, in_form
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from .fault import Dropped
-from .files import OBJECTS, TEXT, TEXTS, Json, Kind, json_bytes, or_null, read_exact, read_json, write_files
+from ..fault import Dropped
+from . import OBJECTS, TEXT, TEXTS, Json, Kind, json_bytes, or_null, read_exact, read_json, write_files
 
 #: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
 PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
@@ -61,7 +61,7 @@ def _git_commit() -> str | None:
     """
     if given := os.environ.get("FA_CLI_COMMIT"):
         return given
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed: an enclosing repository is another project's
         return None
     found = []

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..fault import UsageFault
-from ..kernel import Kernel
-from ..problem import DTYPE_BYTES, SPELLINGS, Problem
+from ...fault import UsageFault
+from ...kernel import Kernel
+from ...problem import DTYPE_BYTES, SPELLINGS, Problem
 from .choices import Planned, counts_multiprocessors, missing
 from .covering import Level, covering
 from .inputs import FAMILIES

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import peers
-from .check.contender import Contender
-from .fault import UsageFault
-from .kernel import Device, Kernel, NoSuchPass, catalogue, find
-from .problem import MODES, Problem
+from .. import peers
+from ..fault import UsageFault
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, find
+from ..problem import MODES, Problem
+from .contender import Contender
 
 _RANGE = re.compile("([0-9]{1,2})-([0-9]{1,2})")
 AUTO = "auto"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ..array import Array
-from ..dataset import generate
-from ..problem import Problem
+from ...array import Array
+from ...dataset import generate
+from ...problem import Problem
 
 #: Smaller than the least normal number of the type, so partly lost: elements are multiplied by it.
 _SUBNORMAL = {"float16": 2.0**-18, "bfloat16": 2.0**-130, "float32": 2.0**-130, "float64": 2.0**-1030}

@@ -16,19 +16,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..backends import Backend
-from ..backends.host.report import CheckFault
-from ..backends.protocol import ContextLost
-from ..check import budget
-from ..check.contender import run_kernel
-from ..check.oracle import Oracle
-from ..child import Ended, survived
-from ..dataset import generate
-from ..dataset.folder import check_size
-from ..fault import Fault
-from ..kernel import Kernel
-from ..problem import DTYPE_BYTES, Problem
-from ..row import rounded
+from ...backends import Backend
+from ...backends.host.report import CheckFault
+from ...backends.protocol import ContextLost
+from ...check import budget
+from ...check.contender import run_kernel
+from ...check.oracle import Oracle
+from ...dataset import generate
+from ...dataset.folder import check_size
+from ...fault import Fault
+from ...files.child import Ended, survived
+from ...kernel import Kernel
+from ...problem import DTYPE_BYTES, Problem
+from ...row import rounded
 from ..run import open_backend
 from . import large
 from .cases import Case

@@ -11,15 +11,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ..backends import Backend
-from ..check import budget
-from ..check.contender import check_logits
-from ..check.oracle import Oracle
-from ..check.tensors import Bound
-from ..dataset.memory import available_memory
-from ..fault import UsageFault
-from ..kernel import KERNELS, Kernel
-from ..problem import READS, WRITES, Problem
+from ...backends import Backend
+from ...check import budget
+from ...check.contender import check_logits
+from ...check.oracle import Oracle
+from ...check.tensors import Bound
+from ...dataset.memory import available_memory
+from ...fault import UsageFault
+from ...kernel import KERNELS, Kernel
+from ...problem import READS, WRITES, Problem
 
 #: The part of the free device memory that a case may take.
 SHARE = 0.9

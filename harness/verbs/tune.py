@@ -18,20 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from . import environment
-from .backends import Backend, CompileError, ContextLost, nvrtc, pick
-from .check import budget
-from .check.contender import PassResult, run_kernel
-from .check.oracle import oracle_for
-from .choose import choose
+from ..backends import Backend, CompileError, ContextLost, nvrtc, pick
+from ..check import budget
+from ..check.choose import choose
+from ..check.contender import PassResult, run_kernel
+from ..check.oracle import oracle_for
+from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
+from ..files import environment, json_bytes, locked, make_folder, write_files
+from ..kernel import Kernel, Plan
+from ..measure import alone
+from ..measure.sampling import POLICY, Ready, Timing, measure
+from ..problem import Problem
+from ..row import read_records, refuse_table
 from .compare import ratio_interval
-from .fault import EnvironmentFault, Fault, KernelFault, UsageFault
-from .files import json_bytes, locked, make_folder, write_files
-from .kernel import Kernel, Plan
-from .measure import alone
-from .measure.sampling import POLICY, Ready, Timing, measure
-from .problem import Problem
-from .row import read_records, refuse_table
 
 #: Status of a variant. PRUNED is no fault; FAIL computes wrong, ERROR does not launch or end.
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"

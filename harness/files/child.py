@@ -30,8 +30,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, NoReturn, TypeVar
 
-from .fault import Fault, KernelFault
-from .files import locked, write_files
+from ..fault import Fault, KernelFault
+from . import locked, write_files
 
 S = TypeVar("S")
 T = TypeVar("T")

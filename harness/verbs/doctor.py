@@ -16,14 +16,14 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from .backends import cache_dir, nvidia_driver, nvrtc, parsed
-from .backends.cuda import Cuda, pip_line
-from .backends.host.build import compiler
-from .backends.nvml import driver_cuda
-from .fault import Fault, UsageFault, install_extra
-from .files import exposed, private_again, replaceable
-from .ring import peer, probe
-from .ring.start import on_ranks
+from ..backends import cache_dir, nvidia_driver, nvrtc, parsed
+from ..backends.cuda import Cuda, pip_line
+from ..backends.host.build import compiler
+from ..backends.nvml import driver_cuda
+from ..fault import Fault, UsageFault, install_extra
+from ..files import exposed, private_again, replaceable
+from ..ring import peer, probe
+from ..ring.start import on_ranks
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -168,7 +168,7 @@ def _version(package: str) -> str | None:
 
 def _fa_cli() -> Check:
     version = _version("fa-harness")
-    return Check("fa-cli", OK, f"{version}, from {Path(__file__).parent.parent}" if version else "a checkout that is not installed")
+    return Check("fa-cli", OK, f"{version}, from {Path(__file__).parents[2]}" if version else "a checkout that is not installed")
 
 
 def _driver() -> Check:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from .. import kernel
-from ..child import Ended
-from ..choose import kernels
-from ..fault import UsageFault
-from ..kernel import Kernel
-from ..problem import MODES
+from ... import kernel
+from ...check.choose import kernels
+from ...fault import UsageFault
+from ...files.child import Ended
+from ...kernel import Kernel
+from ...problem import MODES
 from .cases import Case, matrix
 from .choices import known, made
 from .fuzz import draw, fuzz, takes

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .backends import CompileError, nvrtc, sass
-from .backends.instead import instead
-from .choose import kernels
-from .fault import UsageFault, clipped
-from .kernel import Device, Kernel, catalogue, is_path
-from .kernel.expression import ExpressionError, evaluate
-from .kernel.signature import check_parameters
-from .problem import PASSES, Problem
+from ..backends import CompileError, nvrtc, sass
+from ..backends.instead import instead
+from ..check.choose import kernels
+from ..fault import UsageFault, clipped
+from ..kernel import Device, Kernel, catalogue, is_path
+from ..kernel.expression import ExpressionError, evaluate
+from ..kernel.signature import check_parameters
+from ..problem import PASSES, Problem
 
 #: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 
-from ..fault import Fault
-from ..kernel import Device, Kernel
-from ..problem import Problem
+from ...fault import Fault
+from ...kernel import Device, Kernel
+from ...problem import Problem
 
 #: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq").
 Choice = tuple[str, str]

@@ -25,11 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, median
 
-from . import environment
-from .fault import DataFault, UsageFault
-from .files import TEXT, Kind, or_null, parse_json
-from .report.views import KEY, Key, geometric_mean, key_of, latest
-from .row import Row, read_records, read_rows, rounded, table_at
+from ..fault import DataFault, UsageFault
+from ..files import TEXT, Kind, environment, or_null, parse_json
+from ..report.views import KEY, Key, geometric_mean, key_of, latest
+from ..row import Row, read_records, read_rows, rounded, table_at
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import child
-from ..backends import nvidia_driver
-from ..fault import EnvironmentFault, KernelFault, UsageFault
+from ...backends import nvidia_driver
+from ...fault import EnvironmentFault, KernelFault, UsageFault
+from ...files import child
 
 #: Set in the child process.
 CHILD = "FA_CLI_SANITIZER_CHILD"

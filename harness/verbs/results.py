@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .backends import Backend
-from .check.budget import UNIT, Verdict
-from .check.contender import Contender, PassResult, arithmetic_of
-from .dataset.generate import recipe
-from .files import Json
-from .kernel import Kernel
-from .measure.sampling import TIMINGS, Timing, together
-from .problem import PASSES, Problem
-from .row import CEILING, SHAPE, TYPES, Row, read_records, rounded
+from ..backends import Backend
+from ..check.budget import UNIT, Verdict
+from ..check.contender import Contender, PassResult, arithmetic_of
+from ..dataset.generate import recipe
+from ..files import Json
+from ..kernel import Kernel
+from ..measure.sampling import TIMINGS, Timing, together
+from ..problem import PASSES, Problem
+from ..row import CEILING, SHAPE, TYPES, Row, read_records, rounded
 from .run import Result
 
 
