@@ -19,19 +19,19 @@ import click
 
 if TYPE_CHECKING or not __package__:
     import harness
-    from harness.terminal import options
+    from harness.terminal import errors, group, help, options
 else:  # installed, the same files are the package fa_cli
     from . import harness
-    from .harness.terminal import options
+    from .harness.terminal import errors, group, help, options
 
 Context = click.Context
 
 
 @click.group(
-    cls=options.FaCli,
-    context_settings=options.SETTINGS,
-    epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples("fa-cli gen-data --seq 512", "fa-cli run --compute fa2 --mode both", "fa-cli experiment --seqlen"),
+    cls=group.FaCli,
+    context_settings=group.SETTINGS,
+    epilog=f"{help.EXIT_CODES}\n\n"
+    + help.examples("fa-cli gen-data --seq 512", "fa-cli run --compute fa2 --mode both", "fa-cli experiment --seqlen"),
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=options.print_version, help="Show the version and exit."
@@ -42,7 +42,7 @@ def main() -> None:
 
 @main.command(
     "gen-data",
-    epilog=options.examples("fa-cli gen-data --batch 2 --heads 8 --seq 512 --dim 64", "fa-cli gen-data --seq 1024 --dtype bfloat16"),
+    epilog=help.examples("fa-cli gen-data --batch 2 --heads 8 --seq 512 --dim 64", "fa-cli gen-data --seq 1024 --dtype bfloat16"),
 )
 @options.shape
 @options.data_root
@@ -58,8 +58,8 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 
 
 @main.command(
-    epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
-    + options.examples(
+    epilog=f"{help.CAUSAL}\n\n{help.EXIT_CODES}\n\n"
+    + help.examples(
         "fa-cli run --compute fa2 --mode both",
         "fa-cli run --compute fa2,fa1,naive --seq 256 --device cpu",
         "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
@@ -90,6 +90,8 @@ def run(
     compute: list[str],
     mode: str,
     data: Path | None,
+    output_dir: Path,
+    tile: dict[str, int],
     watch: bool,
     json: bool,
     **given: options.Value,
@@ -105,17 +107,18 @@ def run(
         return harness.verbs.run.run_under_asan(again)
     if data:
         options.refuse_shape_beside_data(context)
-    problem = options.problem_of(given)
-    given |= {"causal": problem.causal, "scale": given.pop("scale"), "tiles": given.pop("tile"), "data_root": given.pop("output_dir")}
-    given["progress"] = harness.terminal.progress.teller(context.obj["verbosity"])
-    results = harness.verbs.run.run(compute, mode, data_folder=data, problem=None if data else problem, **given)
+    mask = {"causal": given["causal"], "scale": given["scale"]}  # of a folder's problem too
+    problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
+    results = harness.verbs.run.run(
+        compute, mode, None if data else problem, data_folder=data, data_root=output_dir, tiles=tile, progress=progress, **mask, **given
+    )
     harness.terminal.watch.tell(results)
     return harness.terminal.show.results.results(results, json, context.obj["verbosity"], given["check"])
 
 
 @main.command(
-    epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples(
+    epilog=f"{help.EXIT_CODES}\n\n"
+    + help.examples(
         "fa-cli experiment --seqlen",
         "fa-cli experiment forward --compute fa2,fa1 --device cpu",
         "fa-cli experiment my_sweep.toml --mode both",
@@ -171,8 +174,8 @@ def experiment(
 
 
 @main.command(
-    epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples(
+    epilog=f"{help.EXIT_CODES}\n\n"
+    + help.examples(
         "fa-cli verify fa2 --matrix full", "fa-cli verify --fuzz 300", "fa-cli verify ./mine_forward.cu --device cpu --check race"
     )
 )
@@ -214,10 +217,10 @@ def verify(
     if sanitizer and harness.verbs.verify.sanitizer_child_needed():
         return harness.verbs.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
-    return told.all_of(partial(harness.verbs.verify.verify, [*kernels, *compute], matrix, **given))
+    return told.all_of(partial(harness.verbs.verify.verify, [*kernels, *compute], matrix=matrix, **given))
 
 
-@main.command("compile", epilog=options.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
+@main.command("compile", epilog=help.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
 @options.kernels
 @options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
@@ -228,11 +231,11 @@ def verify(
 def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    rows = harness.verbs.compile.compile_all([*kernels, *compute], every, step, arch, options.note, order)
+    rows = harness.verbs.compile.compile_all([*kernels, *compute], every, step, arch, errors.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain"))
+@main.command(epilog=help.examples("fa-cli new mine", "fa-cli new mine --from fa2 --pass backward", "fa-cli new mine --plain"))
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
@@ -246,8 +249,8 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 
 
 @main.command(
-    epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples("fa-cli tune fa2 --seq 2048", "fa-cli tune fa2 --mode backward --tile STREAMED=32,64 --tile RESIDENT=32,64,128")
+    epilog=f"{help.EXIT_CODES}\n\n"
+    + help.examples("fa-cli tune fa2 --seq 2048", "fa-cli tune fa2 --mode backward --tile STREAMED=32,64 --tile RESIDENT=32,64,128")
 )
 @click.argument("name", metavar="KERNEL")
 @click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
@@ -263,13 +266,13 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
     """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"], seldom=True)
-    found = harness.verbs.tune.tune(name, pass_, problem, options.note, tiles=tile, progress=progress, **options.without_mask(given))
+    found = harness.verbs.tune.tune(name, pass_, problem, tiles=tile, note=errors.note, progress=progress, **given)
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
 
 
 @main.command(
-    epilog=f"{options.EXIT_CODES}\n\n"
-    + options.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
+    epilog=f"{help.EXIT_CODES}\n\n"
+    + help.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
 @options.compute_kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
@@ -285,14 +288,14 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
     """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
-    wanted = {"tiles": tile, "note": options.note, "progress": progress, **options.without_mask(given)}
+    wanted = {"tiles": tile, "note": errors.note, "progress": progress, **given}
     rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)
     return harness.terminal.show.results.counters(rows, given["output_dir"], json, context.obj["verbosity"])
 
 
 @main.command(
-    epilog=f"{options.CAUSAL}\n\n{options.EXIT_CODES}\n\n"
-    + options.examples(
+    epilog=f"{help.CAUSAL}\n\n{help.EXIT_CODES}\n\n"
+    + help.examples(
         "fa-cli ring --gpus 3 --device cpu --seq 256 --causal --mode both",
         "fa-cli ring --gpus 2 --compute mma_qreg_async --heads 16 --seq 32768 --dim 128 --dtype bfloat16 --causal",
         "fa-cli ring --simulate 8 --seq 4096 --causal",
@@ -317,13 +320,14 @@ def ring(
     gpus: int | None,
     simulate: int | None,
     output_dir: Path | None,
+    tile: dict[str, int],
+    bandwidth: float,
     json: bool,
     **given: options.Value,
 ) -> int:
     """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
-    problem = options.problem_of(given)
-    given |= {"tiles": given.pop("tile"), "bandwidth": given["bandwidth"] * 1e9}
-    spec = harness.ring.job.Spec(options.only(compute or ["fa2"]), problem=problem, **options.without_mask(given))
+    name, problem = options.only(compute or ["fa2"]), options.problem_of(given)
+    spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth * 1e9, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     harness.ring.record.refuse(output_dir)
     outcome = harness.ring.start.ring(spec, gpus, simulate, step)
@@ -333,8 +337,8 @@ def ring(
 
 
 @main.command(
-    epilog=f"{options.VERDICTS}\n\n"
-    + options.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results/seqlen --fail-if slower:5%")
+    epilog=f"{help.VERDICTS}\n\n"
+    + help.examples("fa-cli compare before/ after/", "fa-cli compare experiments/seqlen experiment_results/seqlen --fail-if slower:5%")
 )
 @click.argument("a", type=options.folder)
 @click.argument("b", type=options.folder)
@@ -348,7 +352,7 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
     return harness.terminal.show.report.comparison(found, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
+@main.command(epilog=help.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
 @click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
 @click.option("--title", default="", help="Above the figures.  [default: the sweep's, else DIR's name]")
@@ -363,7 +367,7 @@ def report(context: Context, /, folder: Path, output_dir: Path | None, title: st
     return harness.terminal.show.report.redrawn(drawn, json, context.obj["verbosity"])
 
 
-@main.command("list", epilog=options.examples("fa-cli list", "fa-cli list --json"))
+@main.command("list", epilog=help.examples("fa-cli list", "fa-cli list --json"))
 @options.printing
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
@@ -371,7 +375,7 @@ def list_(context: Context, json: bool) -> int:
     return harness.terminal.show.results.catalogue(harness.kernel.catalogue(), harness.verbs.sweep.sweeps(), json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
+@main.command(epilog=help.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
 @click.option("--ring", is_flag=True, help="Try a ring instead: ranks, a sum, bytes once round, bandwidth. Also under mpiexec.")
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="With --ring: start N ranks here.  [default: 2]")
 @options.device
@@ -383,7 +387,7 @@ def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bo
     return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 
-@main.command(epilog=options.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
+@main.command(epilog=help.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
 @click.option("--quick", is_flag=True, help="One fault of each kind before each check: under a minute.")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only faults whose name matches.")
 @options.device

@@ -21,6 +21,7 @@ import draw_house  # noqa: E402
 
 from cli import main  # noqa: E402
 from harness.check import choose  # noqa: E402
+from harness.check.request import Request  # noqa: E402
 from harness.kernel.kernel import Device, Kernel, catalogue  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 from harness.report import summary  # noqa: E402
@@ -57,7 +58,7 @@ def climb(test: str) -> str:
     """The climb on one shape of the sweep `ladder`: what was measured of each step, from the runs of record; unknown cells are empty."""
     asked = sweep.load("ladder")
     problem = next(problem for name, problem in asked.shapes if name == test)
-    names = [one.name for one in choose.choose(asked.names("kernels", test) or ("00-99",), ["forward"], [problem])[0]]
+    names = [one.name for one in choose.choose(Request(asked.names("kernels", test) or "00-99", "forward", problem))[0]]
     timed = {row.Kernel: row for row in _recorded() if row.Test == test and row.timing == "warm" and row.KernelTime_ms}
     where = f"{next(iter(timed.values())).device_name}, {summary.dates_of(list(timed.values()))}" if timed else "not measured yet"
     said = f"B{problem.batch} H{problem.heads_q} S{problem.seq_q} D{problem.head_dim}, {problem.dtype}, forward, not causal ({where}):"

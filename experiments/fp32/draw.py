@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from harness import peers
 from harness.check import choose
+from harness.check.request import Request
 from harness.kernel.plan import Device
 from harness.report.compose import read
 from harness.report.palette import look_of
@@ -130,7 +131,7 @@ def small(runs: dict[str, dict[str, dict[str, Row]]]) -> str:
         first = fastest(runs["forward"][test])
         cells = [f"{test}: B{first.Batch} H{first.Heads} S{first.SeqLen}"]
         for pass_, of in runs.items():
-            ((kernel,), _) = choose.choose([choose.AUTO], [pass_], [problem_of(first)], device)
+            ((kernel,), _) = choose.choose(Request(choose.AUTO, pass_, problem_of(first)), device)
             ms, least = (float(row.KernelTime_ms or 0) for row in (of[test][kernel.name], fastest(of[test])))
             ratios[pass_].append(least / ms)
             cells += [kernel.name, f"{1e3 * ms:,.1f}", f"{least / ms:.2f}x"]

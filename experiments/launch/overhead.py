@@ -29,8 +29,9 @@ from harness.backends import launch, tensor_map
 from harness.backends.launch import View
 from harness.check.choose import AUTO, choose
 from harness.check.contender import Contender
+from harness.check.request import Request
 from harness.kernel.kernel import Device, find
-from harness.problem import PASSES, READS, WRITES, Problem
+from harness.problem import READS, WRITES, Problem
 
 EMPTY = """
 extern "C" __global__ void empty() {}
@@ -44,7 +45,7 @@ BURST = 100
 
 def flagship(device: Device) -> Contender:
     """What auto takes in bfloat16."""
-    return choose([AUTO], PASSES, [Problem.of(1, 1, 128, 64, dtype="bfloat16")], device)[0][0]
+    return choose(Request(AUTO, "both", Problem.of(1, 1, 128, 64, dtype="bfloat16")), device)[0][0]
 
 
 def sample(what: str, call: Callable[[], Any], wait: Callable[[], Any]) -> None:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness import backends
 from harness.check.choose import AUTO, choose
 from harness.check.oracle import oracle_for
+from harness.check.request import Request
 from harness.problem import Problem
 
 SETTLE = (0.0, 0.03, 0.12, 0.5, 2.0)
@@ -31,7 +32,7 @@ def main() -> None:
     oracle = oracle_for(problem, backend, "forward")
     click.echo(f"{problem.folder} forward on {backend.device().name}: TFLOP/s (MHz at the end) after settling for … seconds")
     click.echo(f"{'':16}" + "".join(f"{seconds:>14}" for seconds in SETTLE))
-    for one in choose(NAMES, ["forward"], [problem], backend.device())[0]:
+    for one in choose(Request(NAMES, "forward", problem), backend.device())[0]:
         if one.peer and one.peer.absent("cuda"):
             click.echo(f"{one.name:16}absent")
             continue

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from harness.backends import Backend
 from harness.check import choose
 from harness.check.oracle import Oracle
+from harness.check.request import Request
 from harness.check.tensors import Bound
 from harness.dataset import generate
 from harness.dataset.storage import widen
@@ -95,7 +96,7 @@ def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str,
 
 def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, given: argparse.Namespace) -> None:
     """The ring on one problem, with and without overlap, judged, and one GPU beside it."""
-    contender = choose.choose([given.compute], PASSES, [problem], backend.device())[0][0]
+    contender = choose.choose(Request(given.compute, "both", problem), backend.device())[0][0]
     partition = Partition.of(problem, talk.size)
     refuse(partition, contender, PASSES, backend)
     if talk.rank == 0:

@@ -24,11 +24,12 @@ from harness import backends, peers
 from harness.check.choose import AUTO, choose
 from harness.check.contender import PassResult, run_peer
 from harness.check.oracle import oracle_for
+from harness.check.request import Request
 from harness.fault import EnvironmentFault, Fault, UsageFault
 from harness.files import environment, json_bytes, make_folder, write_files
 from harness.measure.sampling import POLICY, measure
 from harness.peers.on_torch import Step, Tensor, TorchPeer, operators
-from harness.problem import PASSES, Problem
+from harness.problem import Problem
 from harness.row import Row, encoded
 from harness.verbs import results
 
@@ -71,7 +72,7 @@ def contenders(device: str, kernel: str, problem: Problem, backend: backends.Bac
     """Ours in both forms, then theirs. Ours is named after the kernels that it takes."""
     found = []
     for deterministic in (False, True):
-        name = choose([kernel], PASSES, [problem], backend.device(), deterministic=deterministic)[0][0].name
+        name = choose(Request(kernel, "both", problem, deterministic=deterministic), backend.device())[0][0].name
         same: dict[str, Any] = {"kernel": kernel, "deterministic": deterministic, "device": device, "dtypes": (problem.dtype,)}
         found.append(Both(name=name + " deterministic" * deterministic, **same, modules=("torch",), install="pip install torch"))
     for each in THEIRS[device]:

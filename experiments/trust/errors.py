@@ -26,6 +26,7 @@ from harness.backends import Backend, ContextLost
 from harness.check.choose import contender
 from harness.check.contender import Contender
 from harness.check.oracle import Oracle
+from harness.check.request import Request
 from harness.dataset.storage import widen
 from harness.fault import Fault
 from harness.kernel.kernel import catalogue
@@ -62,7 +63,7 @@ def contenders(device: str) -> list[Contender]:
     found = []
     for name in dict.fromkeys(kernel.name for kernel in catalogue()):
         passes = [kernel.pass_ for kernel in catalogue() if kernel.name == name]
-        found.append(contender(name, passes))
+        found.append(contender(name, Request(mode="both" if len(passes) > 1 else passes[0])))
     for name in peers.names():
         peer = peers.find(name)
         if peer and not peer.absent(device):

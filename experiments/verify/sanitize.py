@@ -18,6 +18,7 @@ from harness.backends.cuda import Cuda
 from harness.check import choose
 from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
+from harness.check.request import Request
 from harness.dataset.generate import generate
 from harness.kernel.kernel import Kernel
 from harness.kernel.plan import Device
@@ -49,7 +50,7 @@ def main() -> int:
     if tool == "planted":
         kernels = [fault.plant(Path(tempfile.mkdtemp())) for fault in mutants(names[0]).values()]
     else:
-        kernels, _ = choose.kernels(names or ["00-99"], ("forward", "backward"))
+        kernels, _ = choose.kernels(Request(names or "00-99", "both"))
 
     def run(backend: Cuda, form: Kernel, problem: Problem) -> None:
         nonlocal wrong

@@ -9,47 +9,42 @@ Contender holds the kernels themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from .. import peers
 from ..fault import UsageFault
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, find
-from ..problem import MODES, Problem
+from ..problem import Problem
 from .contender import Contender
+from .request import Request
 
 _RANGE = re.compile("([0-9]{1,2})-([0-9]{1,2})")
 AUTO = "auto"
 
 
-def choose(
-    specs: Iterable[str],
-    passes: Sequence[str],
-    problems: Sequence[Problem] = (),
-    device: Device | None = None,
-    *,
-    deterministic: bool = False,
-    tiles: Mapping[str, int] | None = None,
-) -> tuple[list[Contender], list[str]]:
-    """The contenders of some specs, those of a range once, and notes: what each range leaves out, what `auto` is.
+def choose(asked: Request, device: Device | None = None, problems: Sequence[Problem] = ()) -> tuple[list[Contender], list[str]]:
+    """The contenders of what is asked, those of a range once, and notes: what each range leaves out, what `auto` is.
 
-    A range stands for its kernels that have the passes and take one of the problems (if any are given) in the form asked for; a note
-    names the others. `auto` needs a problem and a device, and never rounds float32 to tf32. Raises UsageFault for an unknown name and
-    for a range of which no kernel is left, NoSuchPass for a kernel that lacks a pass.
+    problems: of a sweep, in place of the one asked for. A range stands for its kernels that have the passes and take one of the
+    problems (if any are given) in the form asked for; a note names the others. `auto` needs a problem and a device, and never rounds
+    float32 to tf32. Raises UsageFault for an unknown name and for a range of which no kernel is left, NoSuchPass for a kernel that
+    lacks a pass.
     """
+    problems = problems or ([asked.problem] if asked.problem else [])
     found: list[Contender] = []
     notes: list[str] = []
-    for spec in specs:
+    for spec in asked.specs:
         if ends := _RANGE.fullmatch(spec):
-            names, some = _range(spec, int(ends[1]), int(ends[2]), passes, problems, deterministic)
+            names, some = _range(asked, ends, asked.passes, problems)
         elif spec == AUTO:
-            names, some = _auto(passes, problems, device, deterministic)
+            names, some = _auto(asked, problems, device)
         else:  # what is named twice is run twice: a kernel beside itself shows the noise
-            found.append(contender(spec, passes, deterministic=deterministic, tiles=tiles))
+            found.append(contender(spec, asked))
             continue
         there = {kernel.path for each in found for kernel in each.kernels.values()}
-        several = [contender(name, passes, deterministic=deterministic, tiles=tiles) for name in names]
+        several = [contender(name, asked) for name in names]
         found += [each for each in several if not {kernel.path for kernel in each.kernels.values()} <= there]
         notes += some
     return named_apart(found), notes
@@ -82,39 +77,36 @@ def _other(each: Contender, number: int) -> str:
     return each.name + folder + (f"-{number}" if number > 1 else "")
 
 
-def contender(spec: str, passes: Sequence[str], *, deterministic: bool = False, tiles: Mapping[str, int] | None = None) -> Contender:
+def contender(spec: str, asked: Request) -> Contender:
     """The contender of one name, number, alias or path. Raises UsageFault and NoSuchPass as :func:`choose` does."""
     if peer := peers.find(spec):
-        return Contender(peer.name, peer=peer.made_deterministic() if deterministic else peer, deterministic=deterministic)
-    kernels = {pass_: find(spec, pass_, deterministic) for pass_ in passes}
-    return Contender(
-        "+".join(dict.fromkeys(kernel.name for kernel in kernels.values())), kernels, tiles=dict(tiles or {}), deterministic=deterministic
-    )
+        return Contender(peer.name, peer=peer.made_deterministic() if asked.deterministic else peer, deterministic=asked.deterministic)
+    kernels = {pass_: find(spec, pass_, asked.deterministic) for pass_ in asked.passes}
+    name = "+".join(dict.fromkeys(kernel.name for kernel in kernels.values()))
+    return Contender(name, kernels, tiles=dict(asked.tiles or {}), deterministic=asked.deterministic)
 
 
-def kernels(
-    specs: Iterable[str], passes: Sequence[str], wanted: Sequence[str] = (), *, deterministic: bool = False
-) -> tuple[list[Kernel], list[str]]:
-    """The kernels of some specs, peers not among them, in each of the passes that there is; and notes as :func:`choose`.
+def kernels(asked: Request, wanted: Sequence[str] = ()) -> tuple[list[Kernel], list[str]]:
+    """The kernels of what is asked, peers not among them, in each of the passes that there is; and notes as :func:`choose`.
 
     wanted: passes that a kernel of a range must have. Raises UsageFault for an unknown name and for `auto`, NoSuchPass where a kernel
     has none of the passes.
     """
     found: list[Kernel] = []
     notes: list[str] = []
-    for spec in specs:
+    for spec in asked.specs:
         if ends := _RANGE.fullmatch(spec):
-            some, left_out = _range(spec, int(ends[1]), int(ends[2]), wanted, (), deterministic)
+            some, left_out = _range(asked, ends, wanted, ())
             notes += left_out
         elif spec == AUTO:
-            some, _ = _auto(passes, (), None, deterministic)  # raises: no problem is known here
+            some, _ = _auto(asked, (), None)  # raises: no problem is known here
         else:
             some = [spec]
         for name in some:
             there, missing = [], []
-            for pass_ in passes:
+            for pass_ in asked.passes:
                 try:
-                    there.append(find(name, pass_, deterministic))
+                    there.append(find(name, pass_, asked.deterministic))
                 except NoSuchPass as fault:
                     missing.append(fault)
             if not there:
@@ -123,9 +115,9 @@ def kernels(
     return found, notes
 
 
-def kernels_for(specs: Iterable[str], mode: str, problem: Problem, *, deterministic: bool, note: Callable[[str], None]) -> list[Kernel]:
-    """The kernels of some specs for the passes of a mode on a problem. Raises UsageFault for a peer, and as :func:`choose`."""
-    found, notes = choose(specs, MODES[mode], [problem], deterministic=deterministic)
+def kernels_for(asked: Request, note: Callable[[str], None]) -> list[Kernel]:
+    """The kernels of what is asked, for its passes on its problem. Raises UsageFault for a peer, and as :func:`choose`."""
+    found, notes = choose(asked)
     for text in notes:
         note(text)
     if peer := next((each for each in found if each.peer), None):
@@ -133,13 +125,12 @@ def kernels_for(specs: Iterable[str], mode: str, problem: Problem, *, determinis
     return [kernel for each in found for kernel in each.kernels.values()]
 
 
-def _range(
-    spec: str, first: int, last: int, passes: Sequence[str], problems: Sequence[Problem], deterministic: bool
-) -> tuple[list[str], list[str]]:
+def _range(asked: Request, ends: re.Match[str], passes: Sequence[str], problems: Sequence[Problem]) -> tuple[list[str], list[str]]:
     """The names of a range's kernels that can, and a note for each that cannot."""
+    spec, first, last = ends[0], int(ends[1]), int(ends[2])
     within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
     own = {name: [kernel.pass_ for kernel in catalogue() if kernel.name == name] for name in within}
-    why = {name: _cannot(name, passes or own[name], problems, deterministic) for name in within}
+    why = {name: _cannot(name, passes or own[name], problems, asked.deterministic) for name in within}
     able = [name for name, reason in why.items() if not reason]
     if not able:
         reason = "; ".join(dict.fromkeys(filter(None, why.values()))) or "no kernel has a number in it"
@@ -147,15 +138,15 @@ def _range(
     return able, [f"{spec} without {name}: {reason}" for name, reason in why.items() if reason]
 
 
-def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | None, deterministic: bool) -> tuple[list[str], list[str]]:
+def _auto(asked: Request, problems: Sequence[Problem], device: Device | None) -> tuple[list[str], list[str]]:
     """The highest steps that take a problem on the device, for each of the problems: one for all passes, or one for each."""
     if device is None or not problems:
         raise UsageFault("auto needs a problem and a device", "the highest step depends on both", "name a kernel: fa-cli list")
     found: dict[str, str] = {}
     for problem in problems:
-        steps = _highest(passes, problem, device, deterministic)
+        steps = _highest(asked, problem, device)
         if not steps:
-            why = f"each of them refuses {problem.describe()} {' and '.join(passes)}"
+            why = f"each of them refuses {problem.describe()} {' and '.join(asked.passes)}"
             raise UsageFault(f"no kernel of the ladder takes this on {device.name}", why, "fa-cli list shows what each takes")
         of = {kernel.name: f"{kernel.number:02} {kernel.name}" for kernel in steps}
         if len(of) > 1:
@@ -166,7 +157,7 @@ def _auto(passes: Sequence[str], problems: Sequence[Problem], device: Device | N
     return list(found), list(found.values())
 
 
-def _highest(passes: Sequence[str], problem: Problem, device: Device, deterministic: bool) -> list[Kernel]:
+def _highest(asked: Request, problem: Problem, device: Device) -> list[Kernel]:
     """For each pass the highest step that takes the problem; the backward pass in the arithmetic of the forward pass, whose O it reads.
 
     Empty where there is none.
@@ -174,11 +165,11 @@ def _highest(passes: Sequence[str], problem: Problem, device: Device, determinis
 
     def able(pass_: str) -> Iterator[Kernel]:
         ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None), key=lambda k: -(k.number or 0))
-        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), deterministic, device) and k.for_auto(problem, device))
+        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), asked.deterministic, device) and k.for_auto(problem, device))
 
-    for first in able(passes[0]):
+    for first in able(asked.passes[0]):
         wanted = first.arithmetic_for(problem.dtype)
-        others = [next((k for k in able(pass_) if k.arithmetic_for(problem.dtype) == wanted), None) for pass_ in passes[1:]]
+        others = [next((k for k in able(pass_) if k.arithmetic_for(problem.dtype) == wanted), None) for pass_ in asked.passes[1:]]
         if None not in others:
             return [first, *filter(None, others)]
     return []

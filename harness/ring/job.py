@@ -15,6 +15,7 @@ from ..backends import Backend, nvidia_driver, pick
 from ..check import budget, choose
 from ..check.contender import Contender, arithmetic_of
 from ..check.oracle import Oracle
+from ..check.request import Request
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
@@ -193,9 +194,9 @@ def _ready(spec: Spec, backend: Backend, talk: Control, ranks: int | None = None
     check_size(spec.problem)
     partition = Partition.of(spec.problem, ranks or talk.size, spec.partition)
     passes = _passes(spec)
-    contenders, notes = choose.choose(
-        [spec.compute], passes, (spec.problem,), backend.device(), deterministic=spec.deterministic, tiles=spec.tiles
-    )
+    mode = spec.mode if spec.mode == "forward" else "both"
+    asked = Request(spec.compute, mode, spec.problem, deterministic=spec.deterministic, tiles=spec.tiles)
+    contenders, notes = choose.choose(asked, backend.device())
     contender = contenders[0]
     refuse(partition, contender, passes, backend)
     if talk.rank == 0:

@@ -8,6 +8,9 @@ TYPE_CHECKING = False  # as typing has it (doors.py says why)
 if TYPE_CHECKING:
     from . import complete as complete
     from . import debugger as debugger
+    from . import errors as errors
+    from . import group as group
+    from . import help as help
     from . import interrupt as interrupt
     from . import options as options
     from . import printing as printing

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ..backends import nvidia_driver
 from ..check.choose import kernels
+from ..check.request import Request
 from ..fault import UsageFault
 from ..kernel.kernel import KERNELS, Kernel
-from ..problem import MODES
 from .printing import note
 
 SCRIPT = KERNELS / "host" / "kernel.gdb"
@@ -30,7 +30,7 @@ def debug(arguments: Sequence[str], computes: Sequence[str], mode: str, device: 
     """
     if watch:
         raise UsageFault("--debug and --watch together", "a debugger holds the run that a save would end", "leave out --watch")
-    files, _ = kernels(computes, MODES[mode])
+    files, _ = kernels(Request(computes, mode))
     if len(names := list(dict.fromkeys(kernel.name for kernel in files))) > 1:
         why = f"a debugger steps through one; here are {', '.join(names)}"
         raise UsageFault(f"--debug and {len(names)} kernels", why, f"fa-cli run {shlex.quote(computes[0])} --debug")

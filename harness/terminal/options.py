@@ -1,164 +1,21 @@
-"""What the verbs of cli.py share: options, the parsing of their values, and the mapping of faults to exit codes."""
+"""The options that verbs of cli.py share, and the parsing of their values."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import shlex
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from ..fault import DiskFault, Dropped, Fault, UsageFault, printable
+from ..fault import UsageFault
 from ..problem import MODES, Problem
-from . import complete, interrupt, streams
-from .progress import clear
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
 F = TypeVar("F", bound=Callable[..., object])
-
-#: Letters of a line of a message at most: a compiler's command line fits.
-LINE = 4000
-
-EXIT_CODES = """\
-\b
-Exit codes: 0 ok; 1 a check failed; 2 usage (unknown kernel, unsupported
-shape); 3 bad data; 4 environment (no GPU, package or compiler); 5 a kernel
-did not compile or launch; 6 disk; 130 Ctrl-C."""
-
-VERDICTS = """\
-\b
-How a verdict is reached. The ratio is time of B / time of A, with a 95%
-interval: from samples.jsonl by order statistics of each median (7 samples or
-more; of 3 to 6 the whole range, its width tripled), without samples from p20,
-p80 and the sample count, twice as wide as for normal noise.
-  SAME     the interval lies within 1 +- 3%
-  FASTER, SLOWER  else, where it lies wholly beyond 1 +- 1%
-  UNSURE   everything else, and fewer than 3 samples"""
-
-CAUSAL = """\
-\b
-The causal mask is bottom-right aligned, as in FlashAttention: the last query
-sees every key. torch's is_causal is top-left; they differ where --seq-kv
-differs from --seq."""
-
-SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "auto_envvar_prefix": "FA_CLI",
-    "max_content_width": 110,
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # --batch_size is --batch-size
-}
-
-
-class FaCli(click.Group):
-    """The group of verbs. A verb returns its exit code; what it raises becomes a message on stderr and an exit code."""
-
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        obj: dict[str, Value] = {"verbosity": 0, "arguments": list(arguments)}
-        streams.prepare()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("always", Dropped)
-                warnings.showwarning = _note_dropped(warnings.showwarning)
-                code = super().main(*args, **kwargs | {"standalone_mode": False, "obj": obj, "prog_name": "fa-cli"})
-        except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message(), err=True)
-            code = error.exit_code
-        except click.ClickException as error:
-            path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
-            code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
-        except click.Abort as error:  # click's word for Ctrl-C
-            code = _interrupted(error, obj["arguments"])
-        except Exception as error:
-            code = explain(error, obj["verbosity"])
-        try:
-            code = streams.flushed() or code
-        except OSError as error:  # a full disk, which the verb has said where it met it first
-            code = code if code == DiskFault.exit_code else explain(error, obj["verbosity"])
-        sys.exit(code or 0)
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        complete.attach(cmd)
-        cmd.help = cmd.help or complete.docstring(cmd.callback)
-        super().add_command(cmd, name)
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with streams.open_pipe():
-            return super().make_context(*args, **kwargs)
-
-    def get_help(self, ctx: click.Context) -> str:
-        self.help = self.help or complete.docstring(self.callback)
-        return super().get_help(ctx)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with streams.open_pipe():
-            return super().invoke(ctx)
-
-
-def _note_dropped(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """What shows a warning: what was dropped from a torn file as a note, any other as before."""
-
-    def show(message: Warning | str, category: type[Warning], *more: Any) -> None:
-        if issubclass(category, Dropped):
-            click.echo(f"note: {message}", err=True)
-        else:
-            otherwise(message, category, *more)
-
-    return show
-
-
-def _interrupted(error: click.Abort, arguments: Sequence[str]) -> int:
-    """Say that Ctrl-C came, and how to go on where the verb can; a run that is watched leaves that to the watch."""
-    if interrupt.WATCHED in os.environ:
-        return interrupt.CODE
-    notes = getattr(error.__cause__, "__notes__", ())
-    if "resume" not in notes:
-        return complain("interrupted", "; ".join(notes), code=interrupt.CODE)
-    again = [*arguments, *(() if "--resume" in arguments else ("--resume",))]
-    return complain("interrupted", "the rows that are done are kept", shlex.join(["fa-cli", *again]), interrupt.CODE)
-
-
-def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
-    """Print the lines of an error on stderr and return its exit code."""
-    clear()
-    with suppress(BrokenPipeError):
-        for label, text in (("error: ", what), ("", why), ("hint: ", hint)):
-            if text:
-                click.echo(label + shown(text), err=True)
-    return code
-
-
-def shown(text: str) -> str:
-    """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
-    lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in printable(text).split("\n"))
-    return "\n".join(lines)
-
-
-def explain(error: Exception, verbosity: int) -> int:
-    """Print what a verb raised as a message, with a traceback only from -vv on. Returns the exit code."""
-    if verbosity >= 2:
-        import traceback
-
-        traceback.print_exception(error)
-    if isinstance(error, Fault):
-        return complain(error.what, error.why, error.hint, error.exit_code)
-    if isinstance(error, FileNotFoundError) and not error.filename:  # os.getcwd's
-        why = "it was removed since the shell went there"
-        return complain("the working folder is gone", why, "cd to a folder that exists", DiskFault.exit_code)
-    if isinstance(error, OSError) and error.errno:  # a disk fault that no module names; without a file name it is stdout's
-        what = f"{error.filename or 'output'}: {error.strerror}"
-        return complain(what, "", "see the folder's permissions and free space: df -h .", DiskFault.exit_code)
-    if isinstance(error, MemoryError):
-        return complain("out of memory", str(error), "use a smaller --batch, --heads or --seq", UsageFault.exit_code)
-    return complain(f"internal error: {type(error).__name__}: {error}", "a fault of fa-cli, not of your input", "the same command with -vv")
 
 
 class _Range(click.FloatRange):
@@ -180,11 +37,6 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
         return function
 
     return apply
-
-
-def examples(*lines: str) -> str:
-    """The end of a verb's help: commands that work as they stand."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 # -- what the values mean -------------------------------------------------------------------------------------------------
@@ -246,16 +98,10 @@ def names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def note(text: str) -> None:
-    """A remark on a choice, on stderr."""
-    clear()
-    click.echo(f"note: {shown(text)}", err=True)
-
-
 def problem_of(given: dict[str, Value]) -> Problem:
-    """The problem that the shape options state, and the mask options where the verb has them; the sizes are taken out of `given`."""
+    """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
-    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.get("causal", False), scale=given.get("scale"))
+    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
 
 
 def only(computes: list[str]) -> str:
@@ -263,11 +109,6 @@ def only(computes: list[str]) -> str:
     if len(computes) > 1:
         raise UsageFault(f"{len(computes)} kernels", "this verb runs one of them", f"use --compute {computes[0]}")
     return computes[0]
-
-
-def without_mask(given: dict[str, Value]) -> dict[str, Value]:
-    """What is left of the options once the problem is made of them."""
-    return {name: value for name, value in given.items() if name not in ("causal", "scale")}
 
 
 def refuse_shape_beside_data(context: click.Context) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..fault import printable
-from .options import shown
+from .errors import shown
 from .progress import clear
 from .tables import Laid, lay_out
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from ..check.choose import kernels
+from ..check.request import Request
 from ..fault import UsageFault
 from ..files import child
 from ..kernel import include_closure
-from ..problem import MODES, WRITES
+from ..problem import WRITES
 from ..verbs.compare import ratio_interval, verdict
 from . import interrupt
 from .printing import line, near, note
@@ -67,7 +68,7 @@ def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json:
     """
     if as_json:
         raise UsageFault("--watch and --json together", "a watch does not end, so it has no single document", "leave out --json or --watch")
-    files = kernel_files(computes, MODES[mode])
+    files = kernel_files(computes, mode)
     note(f"watching {', '.join(str(near(path)) for path in files)} and what they include; Ctrl-C ends")
     try:
         return _watch(arguments, files)
@@ -95,12 +96,12 @@ def _watch(arguments: Sequence[str], files: Sequence[Path]) -> int:
     raise AssertionError("saves() never ends")
 
 
-def kernel_files(computes: Sequence[str], passes: Sequence[str]) -> list[Path]:
+def kernel_files(computes: Sequence[str], mode: str) -> list[Path]:
     """The files of those computes that are kernels of ours. Raises UsageFault where none is."""
     found, faults = dict[Path, None](), []
     for compute in computes:
         try:
-            found |= dict.fromkeys(kernel.path for kernel in kernels([compute], passes)[0])
+            found |= dict.fromkeys(kernel.path for kernel in kernels(Request(compute, mode))[0])
         except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
             faults.append(fault)
     if not found:

@@ -17,6 +17,7 @@ from .. import backends
 from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check import choose
 from ..check.contender import Contender
+from ..check.request import Request
 from ..fault import UsageFault
 from ..kernel.expression import round_up
 from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path
@@ -64,7 +65,7 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
     """The kernels of a name or path by pass. Raises UsageFault where there is none, for a peer, and where one has no such pass."""
     try:
-        found = choose.contender(spec, passes)
+        found = choose.contender(spec, _asked(passes))
     except NoSuchPass as fault:
         backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
         able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
@@ -93,8 +94,12 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
     return made
 
 
+def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministic: bool = False) -> Request:
+    return Request(choose.AUTO, "both" if len(passes) > 1 else passes[0], problem, deterministic=deterministic)
+
+
 def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
-    return choose.choose([choose.AUTO], passes, [problem], device, deterministic=deterministic)[0][0]
+    return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
 
 
 def _refusal(contender: Contender, problem: Problem, device: Device) -> str:

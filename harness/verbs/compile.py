@@ -15,11 +15,12 @@ from pathlib import Path
 from ..backends import CompileError, nvrtc, sass
 from ..backends.instead import instead
 from ..check.choose import kernels
+from ..check.request import Request
 from ..fault import UsageFault, clipped
 from ..kernel import Device, Kernel, catalogue, is_path
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
-from ..problem import PASSES, Problem
+from ..problem import Problem
 
 #: Status of a row. Only the first two pass: a kernel that needs more shared memory than an architecture has is not offered there.
 OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
@@ -102,7 +103,7 @@ def compile_all(
     """
     found: list[Kernel] = []
     for spec in computes:
-        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if is_path(spec) else kernels([spec], PASSES)
+        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if is_path(spec) else kernels(Request(spec, "both"))
         if not any(_cases(kernel, _architectures(arch), False, False) for kernel in some):
             rules = ", ".join(dict.fromkeys(kernel.arch_for(dtype) for kernel in some for dtype in kernel.dtypes))
             why = f"its header takes {rules}; asked for: {', '.join(_architectures(arch))}"

@@ -24,17 +24,18 @@ from ..check.ahead import load_all
 from ..check.choose import AUTO, choose, named_apart
 from ..check.contender import Contender
 from ..check.oracle import Oracle, oracle_for
+from ..check.request import Request, with_options
 from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from ..files import child, environment
 from ..kernel import catalogue
 from ..measure import ceilings
 from ..measure.sampling import POLICY, Policy, Ready
 from ..peers.base import installed
-from ..problem import MODES, PASSES, Problem
+from ..problem import MODES, Problem
 from ..row import CEILING, Row, Rows, read_rows
 from . import results, run, runs
 from .sweep import Options as Options
-from .sweep import Sweep, load, matches, with_options
+from .sweep import Sweep, load, matches
 
 if TYPE_CHECKING:
     from ..torch_op.training import Speed
@@ -142,7 +143,8 @@ def _measured(
             progress(f"{done + more}/{total} {step} {text}")
 
         done += 2 * len(left)
-        for found, samples in _survived(fork, backend, left, mode, test, problem, run_id, times, tell, policy):
+        shape = _Shape(backend, mode, test, problem, run_id, times, tell, policy)
+        for found, samples in _survived(fork, shape, left):
             rows = runs.keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -166,7 +168,7 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     problem = Problem.of(size.batch, size.heads, size.seq, size.dim, dtype=size.dtype, causal=True)
     deterministic, paths = options.deterministic or sweep.deterministic, {kernel.path for kernel in catalogue()}
     specs = options.computes or sweep.kernels or (AUTO,)
-    found, left_out = choose(specs, PASSES, [problem], backend.device(), deterministic=deterministic)
+    found, left_out = choose(Request(specs, "both", problem, deterministic=deterministic), backend.device())
     ours = {each.name: each.kernels["forward"].path for each in found if not each.peer}
     named = {name: name if path in paths else str(path) for name, path in ours.items()}
     others = options.peers if options.peers is not None else sweep.peers
@@ -189,22 +191,31 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     return Outcome([], written, [*notes, *left_out], speeds)
 
 
-def _shape(
-    backend: Backend,
-    contenders: Sequence[Contender],
-    mode: str,
-    test: str,
-    problem: Problem,
-    run_id: str,
-    timings: Sequence[str],
-    tell: Callable[[str, int], None],
-    policy: Policy | None = None,
-) -> Iterator[tuple[list[Row], list[files.Json]]]:
+@dataclass(frozen=True)
+class _Shape:
+    """One shape of a run, and how it is measured. tell is told what is being done, and how many contenders are done."""
+
+    backend: Backend
+    mode: str
+    test: str
+    problem: Problem
+    run_id: str
+    timings: Sequence[str]
+    tell: Callable[[str, int], None]
+    policy: Policy | None = None
+
+    def without(self, contender: Contender, status: str, why: str) -> list[Row]:
+        """The rows of a contender that has no times."""
+        return results.rows_without(self.test, contender, self.mode, self.problem, self.backend, self.run_id, SEED, status, why)
+
+
+def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
+    backend, mode, problem = shape.backend, shape.mode, shape.problem
     oracle: Oracle | None = None
     good: list[run.Result] = []
     for number, contender in enumerate(contenders):
-        tell(f"checks {contender.name}", number)
+        shape.tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
             good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
@@ -213,13 +224,13 @@ def _shape(
         except Exception as error:
             absent = isinstance(error, EnvironmentFault)
             status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
-            yield results.rows_without(test, contender, mode, problem, backend, run_id, SEED, status, str(error)), []
+            yield shape.without(contender, status, str(error)), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
-                raise _Lost(run_id) from error
+                raise _Lost(shape.run_id) from error
     ready: dict[str, dict[str, Ready]] = {}
-    for timing in timings:
-        good = run.time_together(good, backend, timing, policy, lambda text: tell(text, len(contenders)), ready)
-    found = [(row, result) for result in good for row in results.rows_of(result, test, run_id)]
+    for timing in shape.timings:
+        good = run.time_together(good, backend, timing, shape.policy, lambda text: shape.tell(text, len(contenders)), ready)
+    found = [(row, result) for result in good for row in results.rows_of(result, shape.test, shape.run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
 
@@ -234,37 +245,25 @@ def _may_fork(backend: Backend, contenders: Sequence[Sequence[Contender]]) -> bo
     return fork
 
 
-def _survived(
-    fork: bool,
-    backend: Backend,
-    contenders: Sequence[Contender],
-    mode: str,
-    test: str,
-    problem: Problem,
-    run_id: str,
-    timings: Sequence[str],
-    tell: Callable[[str, int], None],
-    policy: Policy | None = None,
-) -> Iterator[tuple[list[Row], list[files.Json]]]:
-    """As :func:`_shape`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
+def _survived(fork: bool, shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list[Row], list[files.Json]]]:
+    """As :func:`_rows`, with `fork` in a fork of this process, and a kernel that ends it has a row that says so.
 
     A fork that dies does not say for whom: those without a row are tried again, each in a fork of its own.
     """
-    rest = mode, test, problem, run_id, timings, tell, policy
     if not fork:
-        yield from _shape(backend, contenders, *rest)
+        yield from _rows(shape, contenders)
         return
     left = list(contenders)
     try:
-        for found, samples in child.forked(lambda: _shape(backend, contenders, *rest), f"the process of {test}"):
+        for found, samples in child.forked(lambda: _rows(shape, contenders), f"the process of {shape.test}"):
             left = [each for each in left if each.name not in {row.Kernel for row in found}]
             yield found, samples
     except child.Ended as ended:
         if len(left) == 1:
-            yield results.rows_without(test, left[0], mode, problem, backend, run_id, SEED, "ERROR", str(ended)), []
+            yield shape.without(left[0], "ERROR", str(ended)), []
             return
         for each in left:
-            yield from _survived(fork, backend, [each], *rest)
+            yield from _survived(fork, shape, [each])
 
 
 def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
@@ -309,7 +308,8 @@ def _contenders(
     asked = [options.computes or sweep.names("kernels", test) or usual[p.dtype] for test, p in shapes]
     several = [options.peers if options.peers is not None else _peers(sweep.names("peers", test), backend.name) for test, _ in shapes]
     specs = list(dict.fromkeys(spec for some in asked for spec in some))
-    notes = choose(specs, passes, problems, backend.device(), deterministic=options.deterministic)[1]
+    wanted = Request(specs, mode, deterministic=options.deterministic)
+    notes = choose(wanted, backend.device(), problems)[1]
     for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
             raise UsageFault(
@@ -322,7 +322,7 @@ def _contenders(
         able: list[Contender] = []
         for spec in dict.fromkeys((*some, *others)):
             with suppress(UsageFault):  # a range none of which takes this shape
-                several_of_it, _ = choose([spec], passes, [problem], backend.device(), deterministic=options.deterministic)
+                several_of_it, _ = choose(replace(wanted, computes=spec, problem=problem), backend.device())
                 able += [each for each in several_of_it if each not in able]
         found.append(named_apart(able))
     return found, notes

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ..check import budget, choose, memory
 from ..check.ahead import ahead
 from ..check.contender import Contender, PassResult, arithmetic_of
 from ..check.oracle import Oracle, oracle_for, small
+from ..check.request import Request, with_options
 from ..dataset.generate import INPUTS
 from ..fault import UsageFault
 from ..files import disk_fault, locked
@@ -170,55 +171,60 @@ def open_backend(
     return pick(device, debug=debug, sms=sms)
 
 
-def run(
-    computes: str | Path | Sequence[str | Path] = "fa2",
-    mode: str = "forward",
-    *,
-    data_folder: Path | str | None = None,
-    problem: Problem | None = None,
-    seed: int = 42,
-    data_root: Path | str = Path("data"),
-    device: str = "auto",
-    tolerance: float | None = None,
-    allow_nonfinite: bool = False,
-    tiles: Mapping[str, int] | None = None,
-    check: str | None = None,
-    schedule_seed: int | None = None,
-    causal: bool | None = None,
-    scale: float | None = None,
-    deterministic: bool = False,
-    debug: bool = False,
-    sms: int | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Results:
-    """Run computes (names, numbers, ranges, paths, peers, auto) on a data folder, or on a problem (by default Problem.of()) that is
-    generated under data_root or reused there, and write the first one's outputs. causal and scale are the problem's unless given.
+@dataclass(frozen=True, kw_only=True)
+class Run(Request):
+    """What `fa-cli run` is asked for.
 
-    The folder is locked meanwhile. All that pass are then timed in round-robin turns, warm; with check they are launched once more
+    data_folder: in place of the problem (by default Problem.of()), which is generated under data_root or reused there. causal and scale
+    are the problem's unless given. check, schedule_seed, debug, sms: as :func:`open_backend`. progress is told what is being done, with
+    N/M before it where it is known how much is done.
+    """
+
+    computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
+    data_folder: Path | str | None = None
+    data_root: Path | str = Path("data")
+    tolerance: float | None = None
+    allow_nonfinite: bool = False
+    check: str | None = None
+    schedule_seed: int | None = None
+    causal: bool | None = None
+    scale: float | None = None
+    debug: bool = False
+    sms: int | None = None
+    progress: Callable[[str], None] = lambda text: None
+
+
+@with_options(Run)
+def run(asked: Run) -> Results:
+    """Run what is asked for, and write the first one's outputs into the data folder, which is locked meanwhile.
+
+     All that pass are then timed in round-robin turns, warm; with check they are launched once more
     instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. progress is told what is
     being done, with N/M before it where it is known how much is done. sms: multiprocessors that plans are told of. Raises Fault: usage,
     data, environment, kernel or disk; a failed check is no exception, it is Result.passed.
     """
-    specs, backend = _asked(computes, tolerance), open_backend(device, check, schedule_seed, debug, sms)
-    found = dataset.open_(Path(data_folder)) if data_folder else None
-    shape = found.problem if found else problem or Problem.of()
-    problem = shape.with_(causal=shape.causal if causal is None else causal, scale=shape.scale if scale is None else scale)
+    mode, progress = asked.mode, asked.progress
+    _refuse_nothing(asked)
+    backend = open_backend(asked.device, asked.check, asked.schedule_seed, asked.debug, asked.sms)
+    found = dataset.open_(Path(asked.data_folder)) if asked.data_folder else None
+    shape = found.problem if found else asked.problem or Problem.of()
+    given = {"causal": asked.causal, "scale": asked.scale}
+    problem = shape.with_(**{name: value for name, value in given.items() if value is not None})
     dataset.check_size(problem)
-    contenders, notes = choose.choose(specs, MODES[mode], (problem,), backend.device(), deterministic=deterministic, tiles=tiles)
-    only_ours = {"--check": check, "--schedule-seed": schedule_seed, "--debug": debug, "--sms": sms, "--tile": tiles}
-    _refuse(contenders, problem, MODES[mode], backend, only_ours)
+    contenders, notes = choose.choose(replace(asked, problem=problem), backend.device())
+    _refuse(contenders, problem, asked, backend)
     with ExitStack() as held:
-        compiling = held.enter_context(ahead(backend, contenders, problem, MODES[mode]))
-        found = found or dataset.write(problem, seed, Path(data_root), progress=progress)
+        compiling = held.enter_context(ahead(backend, contenders, problem, asked.passes))
+        found = found or dataset.write(problem, asked.seed, Path(asked.data_root), progress=progress)
         if not os.access(found.folder, os.W_OK | os.X_OK):  # said before any work is done, not after it
             raise disk_fault(found.folder, PermissionError(13, "permission denied"))
         held.enter_context(locked(found.folder))
         progress(f"reads {found.folder}")
-        inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, allow_nonfinite)
+        inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, asked.allow_nonfinite)
         forward = _forward(found, problem, contenders) if mode == "backward" else None
         if not small(problem):
             compiling.checks(progress)
-        oracle = Oracle(problem, inputs, tolerance, np if small(problem) else backend.xp, progress)
+        oracle = Oracle(problem, inputs, asked.tolerance, np if small(problem) else backend.xp, progress)
         progress("compiles the kernels")
         compiling.kernels()
         results: list[Result] = []
@@ -230,9 +236,9 @@ def run(
                 outputs = {name: array for p in passes.values() for name, array in p.outputs.items()}
                 progress(f"writes {found.folder}")
                 dataset.write_outputs(found, outputs, _record(result))
-    if debug:
+    if asked.debug:
         return Results(results)
-    if check:  # instrumented code has no speed worth printing
+    if asked.check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
         done = time_together(results, backend, "warm", progress=progress)
@@ -249,29 +255,27 @@ def _forward(found: dataset.Dataset, problem: Problem, contenders: Sequence[Cont
     return dict(zip(WRITES["forward"], dataset.read_forward(found, problem, readers), strict=True))
 
 
-def _asked(computes: str | Path | Sequence[str | Path], tolerance: float | None) -> list[str]:
-    """What is to be run, as texts. Raises UsageFault where it is nothing, and for a tolerance that is no absolute error."""
-    specs = [str(each) for each in ([computes] if isinstance(computes, (str, Path)) else computes)]
-    if not specs:
+def _refuse_nothing(asked: Run) -> None:
+    """Raise UsageFault where there is nothing to run, and for a tolerance that is no absolute error."""
+    if not asked.specs:
         raise UsageFault("no kernel to run", "the list of them is empty", "fa-cli list")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise UsageFault(f"tolerance is {tolerance}", "an absolute error is a number of at least 0", "leave it out for the budget alone")
-    return specs
+    if asked.tolerance is not None and not 0 <= asked.tolerance < math.inf:
+        why = "an absolute error is a number of at least 0"
+        raise UsageFault(f"tolerance is {asked.tolerance}", why, "leave it out for the budget alone")
 
 
-def _refuse(
-    contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], backend: Backend, only_ours: Mapping[str, object]
-) -> None:
+def _refuse(contenders: Sequence[Contender], problem: Problem, asked: Run, backend: Backend) -> None:
     """Raise UsageFault, before a byte is written, where one does not take the problem, they do not fit the memory together, or an option
     that only kernels of ours have is given to peers alone."""
-    asked = [name for name, given in only_ours.items() if given]
-    if asked and all(each.peer for each in contenders):
+    only_ours = {"check": asked.check, "schedule-seed": asked.schedule_seed, "debug": asked.debug, "sms": asked.sms, "tile": asked.tiles}
+    flags = [f"--{name}" for name, given in only_ours.items() if given]
+    if flags and all(each.peer for each in contenders):
         names = ", ".join(each.name for each in contenders)
-        raise UsageFault(f"{asked[0]} has no effect on {names}", "it is for kernels, and these are libraries", "name a kernel too")
+        raise UsageFault(f"{flags[0]} has no effect on {names}", "it is for kernels, and these are libraries", "name a kernel too")
     for each in contenders:
-        each.refuse(problem, passes, backend)
+        each.refuse(problem, asked.passes, backend)
     if backend.name == "cpu":  # all of them have their tensors at once
-        memory.check(problem, passes, [each.workspace_bytes(problem, backend) for each in contenders])
+        memory.check(problem, asked.passes, [each.workspace_bytes(problem, backend) for each in contenders])
 
 
 def check_in_memory(

@@ -26,8 +26,6 @@ name, but for causal = [true]: that shape has the name it has in [false, true], 
 from __future__ import annotations
 
 import fnmatch
-import functools
-import inspect
 import itertools
 import math
 import os
@@ -105,21 +103,6 @@ class Options:
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, (given,))
         object.__setattr__(self, "output_dir", Path(self.output_dir))
-
-
-def with_options(make: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
-    """A decorator for a function of Options: it is called as Options is, with the same names, types and defaults."""
-
-    def decorate(function: Callable[[Options], R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(make(*args, **kwargs))
-
-        made = inspect.signature(function).return_annotation
-        vars(call)["__signature__"] = inspect.signature(make).replace(return_annotation=made)  # for help(), and completion in notebooks
-        return call
-
-    return decorate
 
 
 @dataclass(frozen=True)

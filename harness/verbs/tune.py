@@ -23,6 +23,7 @@ from ..check import budget
 from ..check.choose import choose
 from ..check.contender import PassResult, run_kernel
 from ..check.oracle import oracle_for
+from ..check.request import Request, with_options
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..files import environment, json_bytes, locked, make_folder, write_files
 from ..kernel import Kernel, Plan
@@ -104,45 +105,47 @@ class Tuned:
         return found
 
 
-def tune(
-    spec: str,
-    pass_: str,
-    problem: Problem,
-    note: Callable[[str], None] = lambda text: None,
-    *,
-    tiles: Mapping[str, Sequence[int]] | None = None,
-    device: str = "auto",
-    seed: int = 42,
-    deterministic: bool = False,
-    by: str = "time",
-    one_by_one: bool = False,
-    output_dir: Path | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Tuned:
+@dataclass(frozen=True, kw_only=True)
+class Tune(Request):
+    """What `fa-cli tune` is asked for: one kernel and pass. tiles: a list of values each. by: one of RANKS.
+
+    one_by_one: a value at a time in place of the product, all others at their defaults. note is told how many variants there are,
+    before the first is compiled.
+    """
+
+    by: str = "time"
+    one_by_one: bool = False
+    output_dir: Path | None = None
+    note: Callable[[str], None] = lambda text: None
+    progress: Callable[[str], None] = lambda text: None
+
+
+@with_options(Tune)
+def tune(asked: Tune) -> Tuned:
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
-    The default is among them, as the baseline. one_by_one: a value at a time in place of the product, all others at their defaults. by:
-    one of RANKS. With output_dir the variants are added to its tune.csv, with an env.json beside; after Ctrl-C those that
-    are known by then. note is told how many there are, before the first is compiled. Raises UsageFault for an unknown or
+    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside; after Ctrl-C those that
+    are known by then. Raises UsageFault for an unknown or
     refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
     EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
     DiskFault.
     """
+    by, output_dir, problem, progress = asked.by, asked.output_dir, asked.problem or Problem.of(), asked.progress
     if output_dir:
         refuse_table(output_dir / TABLE, _HEADER)
-    backend = pick(device)
+    backend = pick(asked.device)
     if by == "energy" and backend.meter() is None:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
         raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
-    kernel = _chosen(spec, pass_, problem, backend, deterministic)
-    default, swept = _swept(kernel, problem, backend, tiles or {}, one_by_one)
-    found = [Variant(kernel.name, pass_, problem.folder, backend.name, each, each == default) for each in swept]
+    kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
+    default, swept = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
+    found = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]
     said = "; CPU times say nothing about a GPU" * (backend.name == "cpu")
-    note(f"{len(found)} variant{'s' * (len(found) > 1)} of {kernel.label} to compile, check and time{said}")
+    asked.note(f"{len(found)} variant{'s' * (len(found) > 1)} of {kernel.label} to compile, check and time{said}")
     tuned = Tuned(kernel, problem, backend.name, backend.device().name, found, by)
     right: dict[int, PassResult] = {}
     try:
-        _judge(tuned, backend, right, seed, progress)
+        _judge(tuned, backend, right, asked.seed, progress)
         _measure(tuned, backend, right, progress)
     except KeyboardInterrupt as stop:
         known = [row for i, row in enumerate(found) if row.status != PASS or i in right]
@@ -197,12 +200,14 @@ def _pruned(rows: list[Variant], prune: Callable[[Variant], Variant], progress: 
             raise
 
 
-def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, deterministic: bool) -> Kernel:
+def _chosen(asked: Tune, backend: Backend) -> Kernel:
     """The one kernel to tune. Raises UsageFault for a range, a peer and an unknown name."""
-    found, _ = choose([spec], [pass_], [problem], backend.device(), deterministic=deterministic)
+    found, _ = choose(asked, backend.device())
     if len(found) != 1 or found[0].peer:
-        raise UsageFault(f"{spec} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are")
-    return found[0].kernels[pass_]
+        raise UsageFault(
+            f"{asked.specs[0]} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are"
+        )
+    return found[0].kernels[asked.mode]
 
 
 def _order(row: Variant, by: str) -> tuple[int, float, float, str]:

@@ -13,10 +13,11 @@ from click.testing import Result
 
 from harness.backends import nvrtc
 from harness.check import choose
+from harness.check.request import Request
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
 from harness.kernel.kernel import Device, Kernel
-from harness.problem import PASSES, Problem
+from harness.problem import Problem
 from harness.verbs import compile as compiler
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import edited
@@ -117,7 +118,7 @@ def test_the_tree_and_a_range_leave_it_out() -> None:
         assert "hopper" in names and "hopper_cluster" not in names
     assert notes[:2] == [f"hopper_{name}_backward has no deterministic form" for name in ("wide", "cluster")]
     assert "18-24 without hopper_cluster: hopper_cluster_backward has no deterministic form" in notes
-    both, left_out = choose.kernels(["18-24"], PASSES, deterministic=True)
+    both, left_out = choose.kernels(Request("18-24", "both", deterministic=True))
     assert {one.name for one in both} == {"hopper", "split", "split_hopper"} and len(left_out) == 2
 
 

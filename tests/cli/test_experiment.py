@@ -21,6 +21,7 @@ from harness.backends import ContextLost, pick
 from harness.backends.host import library
 from harness.check.choose import contender
 from harness.check.contender import Contender
+from harness.check.request import Request
 from harness.fault import UsageFault
 from harness.measure import alone
 from harness.problem import Problem
@@ -263,10 +264,9 @@ def test_burst_and_energy_are_rows_of_what_passed(monkeypatch: pytest.MonkeyPatc
     for name, seconds in {"REST": 0.0, "SETTLE": 0.0, "ENERGY": 0.1}.items():
         monkeypatch.setattr(alone, name, seconds)
     problem = Problem.of(1, 1, 32, 16)
-    contenders = [contender("fa2", ["forward"])]
-    ((rows, samples),) = experiment._shape(
-        backend, contenders, "forward", "t", problem, "run", ("warm", "burst", "energy"), lambda text, more: None
-    )
+    contenders = [contender("fa2", Request())]
+    shape = experiment._Shape(backend, "forward", "t", problem, "run", ("warm", "burst", "energy"), lambda text, more: None)
+    ((rows, samples),) = experiment._rows(shape, contenders)
     assert [(r.Kernel, r.timing, r.Status) for r in rows] == [("fa2", "warm", "PASS"), ("fa2", "burst", "PASS")]
     assert rows[0].power_w == pytest.approx(1.0, rel=0.05) and rows[0].sm_clock_mhz == 1234
     assert rows[0].energy_mj and 0 < rows[0].energy_mj < 100 and rows[1].energy_mj is None

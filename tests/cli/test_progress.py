@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.terminal import options, printing, progress
+from harness.terminal import errors, printing, progress
 from harness.verbs import experiment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -63,7 +63,7 @@ def test_a_count_becomes_a_bar_and_an_estimate(terminal: Terminal) -> None:
     assert drawn[5].endswith("x…") and max(map(len, drawn)) <= 60
 
 
-@pytest.mark.parametrize("speak", [options.note, lambda text: options.complain(text), lambda text: printing.line(text)])
+@pytest.mark.parametrize("speak", [errors.note, lambda text: errors.complain(text), lambda text: printing.line(text)])
 def test_the_line_goes_before_a_message(terminal: Terminal, speak: Callable[[str], object]) -> None:
     """Whoever speaks takes it away, once."""
     tell = progress.teller(0)

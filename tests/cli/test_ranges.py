@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import pytest
 from click.testing import Result
 
 from harness.check.choose import AUTO, choose, kernels
+from harness.check.contender import Contender
+from harness.check.request import Request
 from harness.fault import UsageFault
 from harness.kernel import Device, catalogue, find
 from harness.problem import Problem
@@ -31,15 +33,26 @@ def names(dtype: str, pass_: str, first: int = 0, last: int = 99) -> list[str]:
     ]
 
 
+def choice(
+    specs: Sequence[str],
+    passes: Sequence[str],
+    problems: Sequence[Problem] = (),
+    device: Device | None = None,
+    deterministic: bool = False,
+) -> tuple[list[Contender], list[str]]:
+    """What is chosen for some passes."""
+    return choose(Request(specs, "both" if len(passes) > 1 else passes[0], deterministic=deterministic), device, problems)
+
+
 def chosen(specs: list[str], passes: list[str], problems: list[Problem]) -> list[str]:
     """The names of the contenders of some specs."""
-    return [one.name for one in choose(specs, passes, problems)[0]]
+    return [one.name for one in choice(specs, passes, problems)[0]]
 
 
 @pytest.mark.parametrize(("dtype", "pass_"), [("float32", "forward"), ("float64", "forward"), ("bfloat16", "backward")])
 def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
     """By pass and dtype, in ladder order, each once; why the others are left out is said; what is named twice is there twice."""
-    found, left_out = choose(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
+    found, left_out = choice(["00-99"], [pass_], [Problem.of(1, 1, 16, 16, dtype=dtype)])
     assert [one.name for one in found] == names(dtype, pass_)
     assert all(list(one.kernels) == [pass_] and not one.peer for one in found)
     others = dict.fromkeys(k.name for k in catalogue() if k.name not in names(dtype, pass_))
@@ -53,19 +66,19 @@ def test_a_range_is_those_that_can(dtype: str, pass_: str) -> None:
 def test_a_path_is_as_good_as_a_name(tmp_path: Path) -> None:
     """A user's file is a contender beside the kernel of the tree that has its name; a pass it lacks is told."""
     (tmp_path / "fa2_forward.cu").write_text(find("fa2", "forward").path.read_text())
-    both, _ = choose([str(tmp_path / "fa2_forward.cu"), "fa2"], ["forward"])
+    both, _ = choice([str(tmp_path / "fa2_forward.cu"), "fa2"], ["forward"])
     assert [one.kernels["forward"].path.parent == tmp_path for one in both] == [True, False]
     with pytest.raises(UsageFault, match="backward"):
-        choose([str(tmp_path / "fa2_forward.cu")], ["forward", "backward"])
+        choice([str(tmp_path / "fa2_forward.cu")], ["forward", "backward"])
 
 
 def test_a_range_without_a_kernel_is_refused() -> None:
     """Nothing is numbered so, or nothing there can do it; several problems: one is enough."""
     with pytest.raises(UsageFault, match="90-99"):
-        choose(["90-99"], ["forward"])
+        choice(["90-99"], ["forward"])
     small, wide = Problem.of(1, 1, 16, 16), Problem.of(1, 1, 16, 256)
     with pytest.raises(UsageFault, match="03-05") as caught:
-        choose(["03-05"], ["forward"], [wide])
+        choice(["03-05"], ["forward"], [wide])
     assert "does not take head dim 256" in caught.value.why
     assert "fa1" in chosen(["03-05"], ["forward"], [wide, small])
 
@@ -99,7 +112,7 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
     """By dtype, head dim, passes and architecture; it is said once, whatever the number of problems."""
     device = Device("cuda", "a GPU", arch)
     problems = [Problem.of(1, 2, seq, dim, dtype=dtype) for seq in (160, 192)]
-    found, notes = choose([AUTO], passes, problems, device)
+    found, notes = choice([AUTO], passes, problems, device)
     assert [one.name for one in found] == [name] and len(notes) == 1 and len(found[0].kernels) == len(passes)
     assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
     above = [k for k in catalogue() if k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
@@ -111,14 +124,14 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     """At head dim 256 the forward pass is step 18's, the backward pass step 22's, which has no deterministic form: there it is step 18's
     too. A name stays what it is."""
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 96, 256, dtype="float16"), Device("cuda", "a GPU", "sm_90")
-    found, notes = choose([AUTO], passes, [problem], device)
+    found, notes = choice([AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+hopper_cluster"]
     assert "auto is 18 hopper forward and 22 hopper_cluster backward, the highest steps it may take for" in notes[0]
-    assert [one.name for one in choose([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
-    assert [one.name for one in choose([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
-    assert choose(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 18
+    assert [one.name for one in choice([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
+    assert [one.name for one in choice([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
+    assert choice(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 18
     with pytest.raises(UsageFault) as refused:
-        choose(["22"], passes, [problem], device)
+        choice(["22"], passes, [problem], device)
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
@@ -140,8 +153,8 @@ def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], caus
     """Step 20 backward, in its only form."""
     device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16", causal=causal)
     for passes in (["forward", "backward"], ["backward"]):
-        assert choose([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
-        assert choose([AUTO], passes, [problem], device, deterministic=True)[0][0].name == "hopper"
+        assert choice([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
+        assert choice([AUTO], passes, [problem], device, deterministic=True)[0][0].name == "hopper"
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +162,7 @@ def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.M
     passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
 
     def names() -> list[list[str]]:
-        return [[one.name for one in choose([AUTO], passes, [Problem.of(2, 64, seq, 64)], device)[0]] for seq in (64, 65)]
+        return [[one.name for one in choice([AUTO], passes, [Problem.of(2, 64, seq, 64)], device)[0]] for seq in (64, 65)]
 
     assert names() == [["split"], ["split_hopper+split"]]
     moved = tuple(replace(k, auto="seq_q > 63") if k.name == "split_hopper" else k for k in catalogue())
@@ -172,7 +185,7 @@ def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.M
 )
 def test_auto_takes_fa2_where_float32_is_too_small_for_a_split(shape: tuple[int, int, int, int], arch: str, name: str) -> None:
     """A few keys and at most a block of 32 queries on each multiprocessor: one launch of step 07 is over before operands are split."""
-    ((found,), _) = choose([AUTO], ["forward"], [Problem.of(*shape)], Device("cuda", "a GPU", arch))
+    ((found,), _) = choice([AUTO], ["forward"], [Problem.of(*shape)], Device("cuda", "a GPU", arch))
     assert found.name == name
 
 
@@ -181,21 +194,21 @@ def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     keeps a kernel out: the forward pass is then of one kernel, the backward pass of another.
     """
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 64, 64, dtype="bfloat16"), Device("cuda", "a GPU", "sm_90")
-    assert [one.name for one in choose(["hopper", AUTO], passes, [problem], device)[0]] == ["hopper"]
+    assert [one.name for one in choice(["hopper", AUTO], passes, [problem], device)[0]] == ["hopper"]
     kept_out = tuple(replace(k, auto=False) if (k.name, k.pass_) == ("hopper", "backward") else k for k in catalogue())
     monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
-    found, notes = choose(["hopper+14", AUTO], passes, [problem], device)
+    found, notes = choice(["hopper+14", AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+mma_qreg_async"]
     assert "auto is 18 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
-    assert [one.name for one in choose(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
+    assert [one.name for one in choice(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
 
 
 def test_auto_without_a_problem_is_refused() -> None:
     """Which step is the highest depends on the problem: choose wants one, and the verbs that have none (compile, verify) say so."""
     with pytest.raises(UsageFault, match="auto needs a problem"):
-        choose([AUTO], ["forward"])
+        choice([AUTO], ["forward"])
     with pytest.raises(UsageFault, match="auto needs a problem"):
-        kernels([AUTO], ["forward"])
+        kernels(Request(AUTO))
 
 
 def test_one_kernel_has_many_names() -> None:
@@ -292,8 +305,8 @@ def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> N
     """As the highest one of each cell, which the tables show. The cells of both masks have the names by which record.sh parts them."""
     found, device = sweep.load(name), Device("cuda", "a GPU", "sm_90")
     for test, problem in found.shapes:
-        kernels, _ = choose(found.names("kernels", test) or (), ["backward"], [problem], device)
-        assert kernels[-1].name == choose([AUTO], ["backward"], [problem], device)[0][0].name, test
+        kernels, _ = choice(found.names("kernels", test) or (), ["backward"], [problem], device)
+        assert kernels[-1].name == choice([AUTO], ["backward"], [problem], device)[0][0].name, test
         assert test.endswith("causal") == problem.causal
     masks = [
         {test.removesuffix("_causal") for test, problem in found.shapes if "D64" in test and problem.causal == causal} for causal in (0, 1)

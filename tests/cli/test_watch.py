@@ -85,7 +85,7 @@ def test_what_is_watched(tmp_path: Path) -> None:
     """The kernels of all passes and their include closure, as it is at that moment; peers have no file; nothing at all is a fault."""
     shutil.copy(ROOT / "kernels_cu/07_fa2_forward.cu", tmp_path / "mine_forward.cu")
     spec = str(tmp_path / "mine_forward.cu")
-    kernels = watch.kernel_files([spec, "torch-flash", "fa2"], ["forward"])
+    kernels = watch.kernel_files([spec, "torch-flash", "fa2"], "forward")
     assert kernels == [tmp_path / "mine_forward.cu", ROOT / "kernels_cu/07_fa2_forward.cu"]
     assert ROOT / "kernels_cu/include/fa/args.cuh" in watch.sources(kernels)
     (tmp_path / "mine.cuh").write_text("")
@@ -94,7 +94,7 @@ def test_what_is_watched(tmp_path: Path) -> None:
     kernels[0].unlink()
     assert watch.sources(kernels[:1]) == [kernels[0]]
     with pytest.raises(UsageFault, match="unknown kernel 'torch-flash'"):
-        watch.kernel_files(["torch-flash"], ["forward"])
+        watch.kernel_files(["torch-flash"], "forward")
 
 
 def test_a_change_in_words() -> None:

@@ -20,6 +20,7 @@ from harness.backends.host.backend import Host
 from harness.check.choose import contender
 from harness.check.contender import run_kernel
 from harness.check.oracle import oracle_for
+from harness.check.request import Request
 from harness.check.tensors import Bound
 from harness.fault import EnvironmentFault
 from harness.kernel import kernel
@@ -89,7 +90,7 @@ def own(folder: Path, body: str = PLAIN, name: str = "own_forward.cu", header: s
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_the_plain_kernels_of_new_are_right(pass_: str, backend: backends.Backend, tmp_path: Path) -> None:
     """At once, on every backend: masks, groups, unequal lengths, a query that sees no key, a head dim between the widths."""
-    mine = contender(str(plain_kernel("mine", pass_=pass_, folder=tmp_path, plain=True)), [pass_])
+    mine = contender(str(plain_kernel("mine", pass_=pass_, folder=tmp_path, plain=True)), Request(mode=pass_))
     for problem in (
         Problem.of(1, 2, 37, 32),
         Problem.of(2, 4, 45, 59, heads_kv=2, seq_kv=70, causal=True),

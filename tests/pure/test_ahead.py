@@ -14,6 +14,7 @@ from harness.check import ahead as made
 from harness.check import contender as contenders
 from harness.check.ahead import ahead, load_all, parts, small
 from harness.check.choose import choose
+from harness.check.request import Request
 from harness.fault import KernelFault
 from harness.problem import PASSES, Problem
 
@@ -55,7 +56,7 @@ def left() -> Callable[[], set[threading.Thread]]:
 
 
 def fa2(problem: Problem, backend: Backend) -> list[contenders.Contender]:
-    return choose(["fa2"], PASSES, (problem,), backend.device())[0]
+    return choose(Request("fa2", "both", problem), backend.device())[0]
 
 
 @pytest.mark.parametrize("problem", SHAPES, ids=Problem.describe)

@@ -12,6 +12,7 @@ import pytest
 from harness.backends import Backend, pick
 from harness.check import choose
 from harness.check.oracle import Oracle, oracle_for
+from harness.check.request import Request
 from harness.problem import MODES, Problem
 from harness.ring import rank, timing
 from harness.ring.partition import Partition
@@ -29,7 +30,7 @@ def ring(backend: Backend, compute: str, oracle: Oracle, ranks: int, kind: str |
     """All outputs of both passes by a ring, put together."""
     problem = oracle.problem
     partition = Partition.of(problem, ranks, kind)
-    contender = choose.contender(compute, MODES["both"])
+    contender = choose.contender(compute, Request(mode="both"))
     made = [Rank(backend, partition, contender, oracle.inputs, transport, overlap) for transport in local(backend, ranks)]
     found: dict[str, Any] = {}
     for pass_ in MODES["both"]:
@@ -60,7 +61,7 @@ CASES = [
 def test_a_ring_is_right(backend: Backend, compute: str, problem: Problem, ranks: int, kind: str | None) -> None:
     """Uneven shards, empty shards, grouped heads, queries that see no key, pitches, three types, both partitions."""
     oracle = oracle_for(problem, backend, "both")
-    kernel = choose.contender(compute, ("forward",)).kernels["forward"]
+    kernel = choose.contender(compute, Request()).kernels["forward"]
     outputs = ring(backend, compute, oracle, ranks, kind)
     for verdict in oracle.judge(outputs, kernel.arithmetic_for(problem.dtype), 64).values():
         assert verdict.passed, (verdict.tensor, verdict.place, verdict.reason)

@@ -30,7 +30,7 @@ from harness.fault import Fault
 from harness.files import environment
 from harness.kernel.kernel import Kernel, find
 from harness.problem import Problem
-from harness.terminal import options
+from harness.terminal import errors
 
 SECONDS = 30
 DEEP = "@deep@"  # nested deeper than any writer nests
@@ -314,7 +314,7 @@ def _said(act: Callable[[], object]) -> tuple[int, str]:
     try:
         act()
     except Fault as fault:
-        return fault.exit_code, options.shown(str(fault))
+        return fault.exit_code, errors.shown(str(fault))
     except Exception as error:
         return 1, f"internal error: {error!r}"
     return 0, ""

@@ -107,6 +107,7 @@ def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
     """Bytes of resident memory that checking a kernel took at its peak, above what the process had before; what memory.need says."""
     from harness import backends
     from harness.check import choose, memory
+    from harness.check.request import Request
     from harness.problem import MODES, Problem
     from harness.verbs import run
 
@@ -114,7 +115,7 @@ def peak(kernel: str, mode: str, sizes: dict[str, Any]) -> tuple[int, int]:
         return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(word))
 
     backend, problem = backends.pick("cpu"), Problem.of(**sizes)
-    contender = choose.choose([kernel], MODES[mode], (problem,), backend.device())[0][0]
+    contender = choose.choose(Request(kernel, mode, problem), backend.device())[0][0]
     tiny = Problem.of(**sizes | {"batch": 1, "heads": 1, "heads_kv": 1, "seq": 8, "seq_kv": 8})
     assert run.check_in_memory(contender, mode, tiny, backend).passed  # what is loaded once
     before = resident("VmRSS:")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .. import options
+from .. import errors
 from ..printing import QUIET, VERBOSE, document, line, table
 from ..progress import teller
 from .report import watched
@@ -50,14 +50,14 @@ class Told:
     def note(self, text: str) -> None:
         """A remark, on stderr, on a line of its own."""
         self._step("")
-        options.note(text)
+        errors.note(text)
 
     def end(self, interrupted: bool = False) -> int:
         """A line a kernel and pass, each case that failed with the command that runs it alone, and the verdict. Returns the exit code."""
         wrong = [case for case in self.found if not case.passed]
         code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
         if interrupted:
-            code = options.complain("interrupted", code=130)
+            code = errors.complain("interrupted", code=130)
         if self._json:
             document({"passed": not code, "rows": self.found})
             return code

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ...check import budget
 from ...check.choose import kernels_for
 from ...check.contender import run_kernel
 from ...check.oracle import oracle_for
+from ...check.request import Request, with_options
 from ...fault import EnvironmentFault, Fault, KernelFault
 from ...files import child, make_folder, write_files
 from ...kernel import Kernel
@@ -85,27 +86,26 @@ class Job:
     runs: int
 
 
-def profile(
-    specs: Sequence[str],
-    mode: str,
-    problem: Problem,
-    *,
-    tool: str = "ncu",
-    output_dir: Path = Path("profiles"),
-    seed: int = 42,
-    device: str = "auto",
-    tiles: Mapping[str, int] | None = None,
-    deterministic: bool = False,
-    note: Callable[[str], None] = lambda text: None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Counters]:
-    """Profile the passes of a mode on a problem, by each of some kernels. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
+@dataclass(frozen=True, kw_only=True)
+class Profile(Request):
+    """What `fa-cli profile` is asked for. tool: ncu or nsys."""
+
+    tool: str = "ncu"
+    output_dir: Path = Path("profiles")
+    note: Callable[[str], None] = lambda text: None
+    progress: Callable[[str], None] = lambda text: None
+
+
+@with_options(Profile)
+def profile(asked: Profile) -> list[Counters]:
+    """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
 
     Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
     """
-    kernels = kernels_for(specs, mode, problem, deterministic=deterministic, note=note)
-    if device == "cpu" or not nvidia_driver():
+    tool, output_dir, problem, progress = asked.tool, asked.output_dir, asked.problem or Problem.of(), asked.progress
+    kernels = kernels_for(replace(asked, problem=problem), asked.note)
+    if asked.device == "cpu" or not nvidia_driver():
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if not program:
@@ -115,8 +115,8 @@ def profile(
     found: list[Counters] = []
     for number, kernel in enumerate(kernels):
         progress(f"{number}/{len(kernels)} {tool} {kernel.name} {kernel.pass_} {problem.describe()}")
-        job = Job(kernel, problem, seed, device, tiles or {}, RUNS[tool])
-        report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * deterministic}"
+        job = Job(kernel, problem, asked.seed, asked.device, asked.tiles or {}, RUNS[tool])
+        report = output_dir / f"{kernel.label}_{problem.describe().replace(' ', '_')}{'_deterministic' * asked.deterministic}"
         rows = _profiled(tool, program, job, report)
         found += [Counters(kernel.name, kernel.pass_, entry, problem.describe(), metrics) for entry, metrics in rows]
     progress("")

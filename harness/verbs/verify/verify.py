@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ... import kernel
 from ...check.choose import kernels
+from ...check.request import Request, with_options
 from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel
-from ...problem import MODES
 from .cases import Case, matrix
 from .choices import known, made
 from .fuzz import draw, fuzz, takes
@@ -21,76 +22,79 @@ from .large import NoRoom
 BLOCK = 50
 
 
-def verify(
-    computes: Iterable[str],
-    which: str = "quick",
-    *,
-    mode: str = "both",
-    device: str = "auto",
-    check: str | None = None,
-    schedule_seed: int | None = None,
-    case: str | None = None,
-    deterministic: bool = False,
-    count: int = 0,
-    seed: int = 42,
-    repeat: int = 0,
-    progress: Callable[[CaseResult], None] = lambda result: None,
-    note: Callable[[str], None] = lambda text: None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> list[CaseResult]:
-    """Run each kernel (a name, number, range or path; none: the whole tree; every pass it has among mode's) over its matrix.
+@dataclass(frozen=True, kw_only=True)
+class Verify(Request):
+    """What `fa-cli verify` is asked for: of each kernel (none: of the whole tree) every pass that it has among the mode's.
 
-    case runs one case alone, by its number or its text. count draws so many random cases from seed instead of the matrix. A kernel with
-    two forms is checked in both, or with deterministic in that one. A backward pass reads the reference's O and logsumexp. repeat:
-    launches more of the same inputs (run_case; random cases have one launch). progress is given each result; tell is told "N/M" of all, and
-    what is being done. note is told what a range, or with deterministic the tree, leaves out, which cases a kernel cannot be given, and
-    what the device has no room for. Raises UsageFault for unknown kernels and cases, and where a kernel alone can be given none.
+    matrix: quick or full. case: one case alone, by its number or its text. count: so many random cases from seed instead of the matrix.
+    check, schedule_seed: as verbs.run.open_backend. repeat: launches more of the same inputs (run_case; random cases have one launch).
+    progress is given each result; tell is told "N/M" of all, and what is being done. note is told what a range, or with deterministic
+    the tree, leaves out, which cases a kernel cannot be given, and what the device has no room for.
     """
-    backends = Backends(device, check, schedule_seed)
-    tree = [each for each in kernel.catalogue() if each.pass_ in MODES[mode]]
+
+    mode: str = field(default="both", kw_only=False)
+    matrix: str = "quick"
+    case: str | None = None
+    count: int = 0
+    check: str | None = None
+    schedule_seed: int | None = None
+    repeat: int = 0
+    progress: Callable[[CaseResult], None] = lambda result: None
+    note: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
+
+
+@with_options(Verify)
+def verify(asked: Verify) -> list[CaseResult]:
+    """Run each kernel over its matrix. One with two forms is checked in both, or with deterministic in that one.
+
+    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a kernel alone can
+    be given none.
+    """
+    case, note, deterministic = asked.case, asked.note, asked.deterministic
+    backends = Backends(asked.device, asked.check, asked.schedule_seed)
+    tree = [each for each in kernel.catalogue() if each.pass_ in asked.passes]
     every = dict.fromkeys(each.name for each in tree if not deterministic or True in each.forms)
-    wanted = () if mode == "both" else MODES[mode]
-    found, left_out = kernels(list(computes) or every, MODES[mode], wanted, deterministic=deterministic)
-    without = [] if computes else [f"{each.label} has no deterministic form" for each in tree if each.name not in every]
+    wanted = () if asked.mode == "both" else asked.passes
+    found, left_out = kernels(replace(asked, computes=asked.specs or list(every)), wanted)
+    without = [] if asked.specs else [f"{each.label} has no deterministic form" for each in tree if each.name not in every]
     for text in (*left_out, *without):
         note(text)
-    if count:
-        return _fuzz(found, count, seed, case, backends, deterministic, progress, note, tell)
+    if asked.count:
+        return _fuzz(asked, found, backends)
     given = None if case is None or case.isdecimal() else Case.parse(case)
-    several = [_cases(chosen, given, case, which, backends.first.name, len(found) == 1, note) for chosen in found]
+    several = [_cases(asked, chosen, given, backends.first.name, len(found) == 1) for chosen in found]
     if case is None:
         note(_choices(found, several))
     total, results = sum(map(len, several)), list[CaseResult]()
     for chosen, cases in zip(found, several, strict=True):
-        tell(f"{len(results)}/{total} compiles {chosen.label}")
+        asked.tell(f"{len(results)}/{total} compiles {chosen.label}")
         compile_ahead(backends.first, [(each, chosen) for each in cases if each.copies == 1], backends.of)
-        named = "" if given else which
+        named = "" if given else asked.matrix
 
         def work(each: Case, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
             try:
-                return run_case(backends.of(each), chosen, each, named, deterministic, repeat=repeat)
+                return run_case(backends.of(each), chosen, each, named, deterministic, repeat=asked.repeat)
             except NoRoom as fault:
                 return fault
 
         def died(each: Case, why: Ended, chosen: Kernel = chosen, named: str = named) -> CaseResult | NoRoom:
-            return Died.of(chosen, each, repro_of(backends.of(each), chosen, each, named, deterministic, repeat), why)
+            return Died.of(chosen, each, repro_of(backends.of(each), chosen, each, named, deterministic, asked.repeat), why)
 
         for result in each_survived(backends.first, cases, work, died, f"the process of {chosen.label}"):
-            if isinstance(result, NoRoom) or _refused_by_its_check(result, check):
+            if isinstance(result, NoRoom) or _refused_by_its_check(result, asked.check):
                 note(_left_out(result, case is not None))
                 continue
             results.append(result)
-            progress(result)
-            tell(f"{len(results)}/{total} {chosen.label} {_words(result)}")
-    tell("")
+            asked.progress(result)
+            asked.tell(f"{len(results)}/{total} {chosen.label} {_words(result)}")
+    asked.tell("")
     if case is not None and not results:
-        raise _no_case(given, case, which)
+        raise _no_case(given, case, asked.matrix)
     return results
 
 
-def _cases(
-    chosen: Kernel, given: Case | None, case: str | None, which: str, device: str, alone: bool, note: Callable[[str], None]
-) -> list[Case]:
+def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone: bool) -> list[Case]:
     """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix.
 
     What it cannot be given is no failure of its: such cases are left out, and note is told how many and why. Raises UsageFault where
@@ -98,7 +102,8 @@ def _cases(
     """
     if given:
         return [given] if alone or takes(chosen, given) else []
-    every = [each for each in matrix(chosen, which, device) if case is None or each.number == int(case)]
+    case = asked.case
+    every = [each for each in matrix(chosen, asked.matrix, device) if case is None or each.number == int(case)]
     taken, refused = list[Case](), list[UsageFault]()
     for each in every:
         try:
@@ -110,7 +115,7 @@ def _cases(
         raise UsageFault(refused[0].what, refused[0].why, "leave out --case" if case else "let its header promise what it can be given")
     if refused:
         whys = "; ".join(dict.fromkeys(fault.why for fault in refused))
-        note(f"{chosen.label}: {len(refused)} of {len(every)} cases left out, which it cannot be given: {whys}")
+        asked.note(f"{chosen.label}: {len(refused)} of {len(every)} cases left out, which it cannot be given: {whys}")
     return taken
 
 
@@ -151,18 +156,9 @@ def _words(result: CaseResult) -> str:
     return f"case {result.case.number} {result.case.describe()}"
 
 
-def _fuzz(
-    found: Sequence[Kernel],
-    count: int,
-    seed: int,
-    case: str | None,
-    backends: Backends,
-    deterministic: bool,
-    progress: Callable[[CaseResult], None],
-    note: Callable[[str], None],
-    tell: Callable[[str], None],
-) -> list[CaseResult]:
+def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[CaseResult]:
     """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
+    count, seed, case, note, tell = asked.count, asked.seed, asked.case, asked.note, asked.tell
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
     cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
@@ -184,7 +180,7 @@ def _fuzz(
         return f"fuzz with seed {seed}: {done}, " + (f"after {began - start:.1f} s of compiling" if last else f"{failed} failed")
 
     try:
-        for result in fuzz(found, cases, backends, deterministic, progress):
+        for result in fuzz(found, cases, backends, asked.deterministic, asked.progress):
             if result.case.number not in judged and judged and len(judged) % BLOCK == 0:
                 note(so_far(False))
             judged.add(result.case.number)
