@@ -101,15 +101,15 @@ def test_cases_on_few_multiprocessors() -> None:
 
 def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left out with a note; what the check finds is a failure. All other cases of the kernel are judged, and choices counted."""
-    real = harness.verbs.verify.verify.__globals__["run_case"]
+    real = harness.verbs.verify.verify.__wrapped__.__globals__["run_case"]
 
     def refused(backend: Any, chosen: Any, case: Case, *words: Any, **more: Any) -> CaseResult:
         done = real(backend, chosen, case, *words, **more)
         return replace(done, passed=False, message="it keeps 1024 clocks", exit_code=2) if case.check else done
 
     cases = [case for case in harness.verbs.verify.matrix(find("fa2_naive", "forward"), "quick", "cpu") if case.number < 1 or case.check]
-    monkeypatch.setitem(harness.verbs.verify.verify.__globals__, "matrix", lambda *_: cases)
-    monkeypatch.setitem(harness.verbs.verify.verify.__globals__, "run_case", refused)
+    monkeypatch.setitem(harness.verbs.verify.verify.__wrapped__.__globals__, "matrix", lambda *_: cases)
+    monkeypatch.setitem(harness.verbs.verify.verify.__wrapped__.__globals__, "run_case", refused)
     notes: list[str] = []
     results = harness.verbs.verify.verify(["fa2_naive"], device="cpu", mode="forward", note=notes.append)
     assert [result.passed for result in results] == [True]
