@@ -45,7 +45,8 @@ from harness.measure import sampling
 from harness.problem import MODES, PASSES, Problem
 from harness.ring import job, peer, place, probe, record, timing
 from harness.ring.partition import Partition
-from harness.ring.rank import Rank, kernels_of, refuse, run_together
+from harness.ring.program import kernels_of, refuse
+from harness.ring.rank import Rank, run_together
 from harness.ring.transport import Control, Transport
 from harness.verbs import sweep
 

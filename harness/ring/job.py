@@ -25,7 +25,8 @@ from ..problem import MODES, PASSES, WRITES, Problem
 from . import timing
 from .partition import Partition
 from .place import Place, control
-from .rank import Rank, kernels_of, refuse
+from .program import kernels_of, refuse
+from .rank import Rank
 from .transport import Alone, Control, Transport, local
 
 #: Patience, in timeouts, for the rank that compiles for all.

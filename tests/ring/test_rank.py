@@ -13,8 +13,9 @@ from harness.backends import Backend, pick
 from harness.check import choose
 from harness.check.oracle import Oracle, oracle_for
 from harness.check.request import Request
+from harness.kernel.kernel import KERNELS
 from harness.problem import MODES, Problem
-from harness.ring import rank, timing
+from harness.ring import program, rank, timing
 from harness.ring.partition import Partition
 from harness.ring.rank import Rank, run_together
 from harness.ring.transport import local
@@ -38,7 +39,7 @@ def ring(backend: Backend, compute: str, oracle: Oracle, ranks: int, kind: str |
         for each in made:
             for name, part in each.outputs(pass_).items():
                 whole = found.setdefault(name, np.zeros(problem.shape(name), part.dtype))
-                chunks = each.keys if name in ("dK", "dV") else each.queries
+                chunks = each.partition.keys[each.rank] if name in ("dK", "dV") else each.partition.queries[each.rank]
                 whole[:, :, [i for chunk in chunks for i in range(*chunk)]] = part
     return found
 
@@ -89,11 +90,11 @@ def test_the_error_does_not_grow_with_the_ranks(backend: Backend) -> None:
 @pytest.mark.parametrize(("right", "wrong"), [("merged.kept * out_reg[i]", "out_reg[i]"), ("if (!first) ", "")])
 def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
     """A merge that forgets the weight of what was summed before, and one that reads a sum which nobody has written."""
-    text = (rank.KERNELS / "ring" / "merge.cu").read_text()
+    text = (KERNELS / "ring" / "merge.cu").read_text()
     spoiled = tmp_path / "merge.cu"
     spoiled.write_text(text.replace(right, wrong))
     assert spoiled.read_text() != text
-    monkeypatch.setattr(rank, "MERGE", spoiled)
+    monkeypatch.setattr(program, "MERGE", spoiled)
     oracle = oracle_for(Problem.of(1, 1, 64, 32), backend, "both")
     verdicts = oracle.judge(ring(backend, "fa2", oracle, 2, None), "f32", 64)
     assert not verdicts["O"].passed and verdicts["logsumexp"].passed
