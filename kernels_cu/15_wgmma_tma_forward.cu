@@ -37,7 +37,7 @@
 //
 // Step 15, read against step 14. wgmma instead of mma.sync, and TMA instead of cp.async: on Hopper (sm_90) the tensor cores read operands
 // from shared memory by themselves, and one thread copies whole tiles. In step 14 every operand passes through registers: for the 256 mma
-// of a tile a warp issues 64 ldmatrix, computes their addresses, holds the fragments, and stands still while mma.sync multiplies. And its
+// of a tile a warp issues 80 ldmatrix, computes their addresses, holds the fragments, and stands still while mma.sync multiplies. And its
 // 128 threads copy a tile in chunks of 16 bytes, each with an address and a comparison with the tensor's end.
 //
 //   - wgmma is one product of 64 x N x 16 by the four warps of a warpgroup. B, and A unless it is in registers, is named by a descriptor:
@@ -135,7 +135,8 @@ struct Consumer {
     Shared& shared;
     const Work& work;
     const fa::Args& args;
-    int first = work.q_first, row = first + 16 * fa::warp_id() + fa::fragment_row();  // first: of the 64 queries
+    int warp_row = fa::warp_id() * 16;
+    int first = work.q_first, row = first + warp_row + fa::fragment_row();  // first: of the 64 queries
     unsigned char* q_smem = shared.q;
     // The largest S is the largest logit only where the scale is positive: the sign of a negative one is applied to S.
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
@@ -208,7 +209,6 @@ struct Consumer {
             row_sum[half] = fa::group_sum<4>(row_sum[half]);
             inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
         }
-        const int warp_row = 16 * fa::warp_id();
         fa::store_rows<scalar>(q_smem + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
