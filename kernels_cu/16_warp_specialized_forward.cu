@@ -63,7 +63,7 @@
 //
 // Tiles of keys: a block has the multiprocessor for itself, so K and V have 128 keys a tile at head dim 128, where step 15 had room for 96.
 //
-// The limits that remain. While both consumers are in their softmax the tensor cores idle, and while both multiply, the units of the softmax
+// The limits that remain. While both consumers are in their softmax the tensor cores idle; while both multiply, the units of the softmax
 // do. Both begin with the same tile at the same time, and nothing but chance makes them alternate. Step 17 makes them take turns. And a
 // consumer's softmax still waits for all of its own products: step 18.
 #include <fa/accumulator.cuh>
