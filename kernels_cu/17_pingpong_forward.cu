@@ -1,0 +1,288 @@
+// /// kernel
+// title = "ping-pong: one consumer multiplies while the other computes its softmax"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128, 256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// [tile]
+// BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
+// STAGES = 2  # tiles of K, and of V, in shared memory
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, 128, 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.o]
+// tensor = "O"
+// box = [64, 16, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, 128)", "heads_q", "batch"]
+// block = 384
+// shared = "2 * HEAD_DIM * (128 + 2 * STAGES * BLOCK_K) + 8 * (1 + 4 * STAGES)"
+// ///
+//
+// Step 17, read against step 16. Ping-pong: the two consumers take turns with the tensor cores, so that one multiplies while the other
+// computes its softmax (FlashAttention-3: Shah et al. 2024, arXiv 2407.08608, section 3.1). In step 16 each issues its products when it
+// comes to them. If both come at once, the tensor cores divide themselves between the two, both products end late and together, and then
+// both consumers are in their softmax, with no product in flight. For 64 queries and 128 keys at head dim 128 the products take the tensor
+// cores 1024 cycles. The exponentials take 512 (8192, at 16 a cycle), the whole softmax perhaps 800. Two of each are 2850 cycles where the
+// consumers go in step, and 2050 where they alternate.
+//
+// A turn is the products of one iteration: O += P(n - 1) V(n - 1) and S(n) = Q K(n)^T. Two named barriers pass it on. A consumer waits at
+// its own (bar_sync: 256 threads, its 128 and the other's 128) and arrives at the other's when it has issued its products (bar_arrive does
+// not wait). Issued is enough: the other's products queue up behind, and the tensor cores have no gap while a turn is handed over. Before
+// the first turn consumer 1 arrives for consumer 0. Time runs downwards:
+//
+//     consumer 0                         consumer 1                              tensor cores
+//     turn: issue O(n - 1), S(n)         softmax: P(n - 1)                       O(n - 1), S(n) of consumer 0
+//     wait for both; release             turn: issue O(n - 1), S(n)              O(n - 1), S(n) of consumer 1
+//     softmax: P(n)                      wait for both; release
+//     turn: issue O(n), S(n + 1)         softmax: P(n)                           O(n), S(n + 1) of consumer 0
+//     ...                                ...
+//
+// The producer is step 16's. It does not know of turns: a stage is empty when both consumers have released it.
+//
+// The limits that remain. The tensor cores have no gap only where a softmax takes no longer than the other consumer's products. At head dim
+// 64 it does: they take half the time, the softmax the same. A consumer's softmax overlaps with the other's products, never with its own.
+// And a block ends with an epilogue in which it multiplies nothing, while the next block has not yet loaded anything. Step 18 issues S(n)
+// before O(n - 1), which hides a consumer's softmax behind its own second product; its blocks stay, and load the next Q, K and V meanwhile;
+// and its softmax is shorter.
+#include <fa/accumulator.cuh>
+#include <fa/tma.cuh>
+
+using scalar = fa::DTYPE;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+
+// The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
+// warps have read it.
+struct Shared {
+    unsigned char q[SLABS * Q_SLAB];  // [SLABS][BLOCK_Q][64]; O in the epilogue
+    unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
+    uint64_t q_full, k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
+};
+
+// Tile n of K or V lies in a stage of the ring, and its arrival and its release end phases of this parity.
+__device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
+__device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
+
+// A tile of queries of one head, and the tiles of keys that its queries see.
+struct Work {
+    int q_first, head, kv_head, batch, tiles;
+};
+
+__device__ __forceinline__ Work work_of(const fa::Args& args) {
+    Work work;
+    // Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
+    work.q_first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_Q;
+    work.head = blockIdx.y, work.batch = blockIdx.z, work.kv_head = fa::kv_head_of(args, work.head);
+    const int keys = fa::visible_keys(args, min(work.q_first + BLOCK_Q, args.seq_q) - 1);  // what the last query sees
+    work.tiles = max(1, (keys + BLOCK_K - 1) / BLOCK_K);  // queries that see no key take a tile too, and mask all of it
+    return work;
+}
+
+// Starts the copies: one thread's task.
+struct Producer {
+    Shared& shared;
+    const Work& work;
+    const fa::TensorMap &q_map, &k_map, &v_map;
+
+    // The barrier of a tile is told how many bytes are to come, before they do.
+    template <uint32_t Slab>
+    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
+        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+    }
+    __device__ __forceinline__ void load_q() { load<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head); }
+    // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
+    __device__ __forceinline__ void load_k(int n) {
+        fa::mbarrier_wait_parity(&shared.k_empty[stage_of(n)], parity_of(n) ^ 1);
+        load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+    }
+    __device__ __forceinline__ void load_v(int n) {
+        fa::mbarrier_wait_parity(&shared.v_empty[stage_of(n)], parity_of(n) ^ 1);
+        load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+    }
+};
+
+// Attention of 64 queries: a warpgroup's task. A thread has parts of two rows, `row` and row + 8.
+struct Consumer {
+    Shared& shared;
+    const Work& work;
+    const fa::Args& args;
+    int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
+    int first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();  // first: of the 64 queries
+    unsigned char* q_smem = shared.q + index * 64 * 128;
+    // The largest S is the largest logit only where the scale is positive: the sign of a negative one is applied to S.
+    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2] = {};
+    uint32_t p_reg[BLOCK_K / 16][4];
+    float reference[2] = {-1e30f, -1e30f}, row_sum[2] = {};  // P = 2^(scale_log2e S - reference)
+
+    // Starts S = Q K(n)^T.
+    __device__ __forceinline__ void issue_scores(int n) {
+        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem);
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[stage_of(n)]);
+        fa::mbarrier_wait_parity(&shared.k_full[stage_of(n)], parity_of(n));
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    }
+    // Starts O += P V(n).
+    __device__ __forceinline__ void issue_output(int n) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[stage_of(n)], K_SLAB);
+        fa::mbarrier_wait_parity(&shared.v_full[stage_of(n)], parity_of(n));
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), true);
+        fa::wgmma_commit();
+    }
+    __device__ __forceinline__ void wait_scores() { fa::wgmma_wait<0>(score_reg); }
+    __device__ __forceinline__ void wait_both() { fa::wgmma_wait<0>(score_reg, out_reg, p_reg); }
+    __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
+
+    // This warp has read tile n. Its products are complete; the producer waits for all warps.
+    __device__ __forceinline__ void release_k(int n) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[stage_of(n)]);
+    }
+    __device__ __forceinline__ void release_v(int n) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[stage_of(n)]);
+    }
+
+    // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the other passes it on.
+    __device__ __forceinline__ void begin_turn() { fa::bar_sync(1 + index, 256); }
+    __device__ __forceinline__ void end_turn() { fa::bar_arrive(1 + (index + 1) % CONSUMERS, 256); }
+
+    // The sign of the scale, and -inf for keys that a query does not see.
+    __device__ __forceinline__ void mask(int n) {
+        const float sign = args.scale < 0 ? -1.0f : 0.0f;
+        if (args.scale <= 0) fa::scale_rows(score_reg, {sign, sign});
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
+        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+        fa::mask_columns(score_reg, visible);
+    }
+    // Raises the references to the row maxima of the tile, where those are larger, and rescales what refers to them.
+    __device__ __forceinline__ void rescale(const float (&maximum)[2]) {
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
+            factor[half] = fa::exp2_approx(reference[half] - larger);
+            reference[half] = larger;
+            row_sum[half] *= factor[half];
+        }
+        fa::scale_rows(out_reg, factor);
+    }
+    // S of tile n becomes P: step 13's online softmax, which rescales lazily.
+    __device__ __forceinline__ void softmax(int n) {
+        float maximum[2], sum[2];
+        mask(n);
+        fa::local_row_max(maximum, score_reg);
+        const bool grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
+        if (__any_sync(fa::full_warp, grows)) rescale(maximum);
+        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+        row_sum[0] += sum[0], row_sum[1] += sum[1];
+        fa::pack_operand<scalar>(p_reg, score_reg);
+    }
+    // O / row sum, through the warp's own rows of Q's shared memory, and the logsumexp.
+    __device__ __forceinline__ void store(const fa::TensorMap& o_map) {
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            row_sum[half] = fa::group_sum<4>(row_sum[half]);
+            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
+        }
+        fa::store_rows<scalar>(q_smem + warp_row * 128, Q_SLAB, out_reg, inverse);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        if (fa::lane_id() == 0) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab)
+                fa::tma_store_4d(&o_map, q_smem + slab * Q_SLAB + warp_row * 128, 64 * slab, first + warp_row, work.head, work.batch);
+            fa::bulk_commit();
+            fa::bulk_wait_read<0>();  // shared memory is the block's until then
+        }
+        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
+                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
+    Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(&shared.q_full, 1);  // one thread arrives, and announces bytes
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(&shared.k_full[i], 1), fa::mbarrier_init(&shared.v_full[i], 1);
+        for (int i = 0; i < STAGES; ++i)  // each warp of each consumer arrives
+            fa::mbarrier_init(&shared.k_empty[i], 4 * CONSUMERS), fa::mbarrier_init(&shared.v_empty[i], 4 * CONSUMERS);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const Work work = work_of(args);
+    if (fa::warpgroup_index() == 0) {
+        fa::setmaxnreg_dec<40>();
+        if (threadIdx.x != 0) return;
+        Producer producer{shared, work, q_map, k_map, v_map};
+        producer.load_q();
+        for (int n = 0; n < work.tiles; ++n) producer.load_k(n), producer.load_v(n);
+        return;
+    }
+    fa::setmaxnreg_inc<232>();
+    Consumer consumer{shared, work, args, fa::warpgroup_index() - 1};
+
+    // Prologue: S(0) = Q K(0)^T
+    if (consumer.index == 1) consumer.end_turn();  // the first turn is consumer 0's
+    fa::mbarrier_wait_parity(&shared.q_full, 0);
+    consumer.begin_turn();
+    consumer.issue_scores(0);
+    consumer.end_turn();
+    consumer.wait_scores();
+    consumer.release_k(0);
+    consumer.softmax(0);
+
+    // Main loop over tiles of keys
+    for (int n = 1; n < work.tiles; ++n) {
+        consumer.begin_turn();
+        consumer.issue_output(n - 1);
+        consumer.issue_scores(n);
+        consumer.end_turn();
+        consumer.wait_both();
+        consumer.release_v(n - 1), consumer.release_k(n);
+        consumer.softmax(n);
+    }
+
+    // Epilogue: the last product, O / row sum and the logsumexp
+    consumer.issue_output(work.tiles - 1);
+    consumer.wait_output();
+    consumer.store(o_map);
+}
