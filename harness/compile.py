@@ -81,10 +81,11 @@ class _Case:
     def tiles(self) -> dict[str, int]:
         """The tile values; none where the header has a wrong expression."""
         try:
-            names = self.kernel.names(self.problem, self.device)
+            kernel = self.kernel.on(self.problem)
+            names = kernel.names(self.problem, self.device)
         except (UsageFault, ExpressionError):
             return {}
-        return {name: names[name] for name in self.kernel.tile}
+        return {name: names[name] for name in kernel.tile}
 
 
 def compile_all(
@@ -152,7 +153,7 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
-    widths = kernel.head_dims if everything else kernel.head_dims[-1:]
+    widths = kernel.head_dims if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
@@ -165,8 +166,8 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
 
 
 def _row(case: _Case) -> CompileRow:
-    kernel, limit = case.kernel, nvrtc.SHARED_LIMIT[case.arch]
-    of = kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
+    kernel, limit = case.kernel.on(case.problem), nvrtc.SHARED_LIMIT[case.arch]
+    of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
     row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
     try:
         check_parameters(kernel)

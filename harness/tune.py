@@ -203,7 +203,7 @@ def _chosen(spec: str, pass_: str, problem: Problem, backend: Backend, determini
     found, _ = choose([spec], [pass_], [problem], backend.device(), deterministic=deterministic)
     if len(found) != 1 or found[0].peer:
         raise UsageFault(f"{spec} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are")
-    return found[0].kernels[pass_]
+    return found[0].kernels[pass_].on(problem)
 
 
 def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
