@@ -123,7 +123,7 @@ def compile_kernels(
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths, both masks and the
+    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, both masks and the
     tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
     the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
     NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
