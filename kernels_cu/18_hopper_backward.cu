@@ -1,7 +1,7 @@
 // /// kernel
-// title = "Hopper: five products a tile by wgmma, always another in flight; dQ by reductions from the accumulators"
+// title = "Hopper: five products a tile by wgmma, always another in flight; dQ staged, and added by bulk reductions"
 // dtypes = ["float16", "bfloat16"]
-// head_dims = [64, 128, 256]
+// head_dims = [64, 128]
 // arch = "sm_90a"
 // causal = true
 // gqa = true
@@ -12,13 +12,11 @@
 // spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
-// BLOCK_K = "64 if HEAD_DIM == 256 else 128"  # 128: 64 a consumer; 64: both consumers share them, and divide queries and columns
+// BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
-// DQ_STAGED = "0 if HEAD_DIM == 256 else causal or deterministic if HEAD_DIM == 64 else 1 if seq_q >= (2048 if causal else 1024) else 0"
-// KV_STAGES = "1 if HEAD_DIM == 256 or HEAD_DIM == 128 and DQ_STAGED else 2"  # 2: the next K and V arrive while the last products run
-// EARLY = "4 if HEAD_DIM == 256 or HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
-// AHEAD = "4 if HEAD_DIM == 64 and DQ_STAGED else 8"  # with DQ_STAGED: eighths of the exponentials that come before dP
-// BACKWARDS = "1 if causal and HEAD_DIM == 128 and DQ_STAGED and not deterministic else 0"  # from the last tile of queries to the first
+// KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
+// AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
+// BACKWARDS = "1 if causal and HEAD_DIM == 128 and not deterministic else 0"  # from the last tile of queries to the first
 // SECTION = "64 if BACKWARDS and seq_q > 2048 else 16 if deterministic and seq_q * HEAD_DIM <= 1048576 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -74,7 +72,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + (8 + 4 * DQ_STAGED) * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
@@ -91,45 +89,35 @@
 //
 // One swizzled copy of each tile serves all products: wgmma reads it by rows or, transposed, by columns. Scores are made transposed, so
 // the packed accumulators of P^T and dS^T are the A operands of dV and dK, in registers. Only dQ needs dS of all keys of the block: dS^T
-// goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ.
+// goes to shared memory once, and a descriptor reads it transposed. Each consumer makes half of dQ. It puts it into shared memory, and a
+// storer adds it in global memory by a bulk reduction.
 //
-// A tile of queries n, as a consumer runs it with DQ_STAGED:
+// Two files run in this one's place, each where another way of adding dQ is as fast or faster, or where there is no room for this one:
+//
+//     19 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
+//     21 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
+//
+// A tile of queries n, as a consumer runs it. Two tiles of Q, dO and dS have a place; the producer fills one while the other is read:
 //
 //     issue               wait for    compute, while the rest runs
 //     S(n), dP(n)         S           P, an exponential a score
 //                         dP          dS, which goes to shared memory too
 //     dV += P dO                      a barrier: the other consumer's dS is there
 //     dQ = dS K           dV
-//     dK += dS Q          dQ          dQ goes to shared memory, and a storer adds it in global memory by a bulk reduction
-//                         dK          the stage of Q and dO is empty
+//     dK += dS Q          dQ          dQ goes to shared memory, where the storer takes it
+//                         dK          the stage of Q and dO is empty: the producer may fill it
 //
 // A warp that issues products waits until nearly all of them have run: few are ever queued. So while one consumer computes, the products
 // that run are the other's.
 //
-// At head dim 64 with DQ_STAGED (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its exponentials come
-// behind the wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies dS. Before the
-// wait that pipe has little to do. That is 4 % faster under the causal mask, and P, dS and their operands are never all in registers at
-// once. Where dQ is added from the accumulators it is 7 to 10 % slower: dV, which there runs beside dS, is cut in two, and its second half
-// begins behind dS. At head dim 128 it gains nothing (NOTES.md).
+// At head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its exponentials come behind the
+// wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies dS. Before the wait that
+// pipe has little to do. That is 4 % faster under the causal mask, and P, dS and their operands are never all in registers at once. At
+// head dim 128 it gains nothing (NOTES.md).
 //
-// Without DQ_STAGED dQ is added from the accumulators in their own layout, by a red.v4 a thread for 8 columns of a
-// warp's rows, 512 bytes side by side. That takes a warp longer than a store to shared memory, and it is hidden by the next tile: S(n) and
-// dP(n) are in flight when a tile begins.
-//
-//     issue               wait for    compute, while the rest runs
-//                         S(n)        P(n)
-//     dV += P(n) dO       dP(n)       dS(n)
-//     dK += dS(n) Q                   a barrier
-//     dQ(n) = dS(n) K     dV          (P's registers are free for the next)
-//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q and dO is empty
-//     dP(n + 1)                       the rest of dQ(n) added
-//
-// That is for where shared memory has no room for dQ: at head dim 256, and at 128 where the next K and V must be there (KV_STAGES = 2),
-// since a tile of keys has few tiles of queries; and in the fast form at head dim 64 without a mask, where it is as fast. Either takes
-// registers: at head dim 128 dK and dV 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an operand
-// all the same, and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it that they
-// are dead. What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one
-// block too many.
+// Registers: at head dim 128 dK and dV are 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an
+// operand all the same, and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it
+// that they are dead.
 //
 // 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
@@ -138,10 +126,6 @@
 // different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
 // all of them. A cluster of two blocks that add once would halve the bytes.
 //
-// At head dim 256 dK and dV of 64 keys are all of a consumer's registers. There both consumers share 64 keys (SHARED_KEYS): each makes the
-// scores of half of the queries and half of the columns of dV, dK and dQ, and P^T too goes through shared memory: 416 KB, 3330 cycles for
-// 2560 of products, and twice as many reductions: without them it is half as fast again.
-//
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns at each tile of queries (fa/atomic.cuh). Waiting for a turn and passing it takes as long as a tile. So no consumer does it, and no
 // block has to be in step with another:
@@ -149,10 +133,10 @@
 // - The storer of a consumer takes the turn, adds what is staged and passes the turn when the reduction is complete. The consumer is up to
 //   a tile ahead. A storer that is behind starts the next reduction first (what it then waits for is the one before), if its turn has come;
 //   nothing is held while it waits. So the pace is bounded by a look at the turn, the read of shared memory and a fence, not by the way of
-//   a reduction there and of a turn back. Without DQ_STAGED consumers add when the storer says so, and it passes the turn behind them.
+//   a reduction there and of a turn back.
 // - The last tile of keys that sees a tile of queries adds first. The numbers that blocks take from the counter begin with the last tiles
 //   of keys, and each block walks from its diagonal on. Where all begin at once the block of the keys behind is a tile ahead in the same
-//   direction, and nobody waits; without a mask each begins the time of a turn behind the one before, once. Were the first keys first
+//   direction, and few wait; without a mask each begins the time of a turn behind the one before, once. Were the first keys first
 //   (BACKWARDS), under the mask all would begin at the same tile, too, and end together.
 // - Numbers go round over the heads of a section, without a mask too: blocks that begin at the same time are then of different heads. A
 //   section has few, so that their dQ stays in the L2 cache: with 64 MB for 16, 1024 queries of head dim 64 are a fifth slower (NOTES.md).
@@ -186,23 +170,17 @@ constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 
-// Either a consumer has 64 of the block's keys, all queries of a tile and all columns; or the consumers share 64 keys, and each has half of
-// the queries (of S and dP) and half of the columns (of dK, dV and dQ).
-constexpr bool SHARED_KEYS = BLOCK_K == 64;
-constexpr int QUERIES = SHARED_KEYS ? BLOCK_Q / 2 : BLOCK_Q, OWN_SLABS = SHARED_KEYS ? SLABS / 2 : SLABS, OWN_PARTS = PARTS / 2;
-
-// dQ goes through shared memory, and each tile is finished before the next one begins.
-constexpr bool STAGED = DQ_STAGED && !SHARED_KEYS;
+constexpr int QUERIES = BLOCK_Q, OWN_SLABS = SLABS, OWN_PARTS = PARTS / 2;  // of a consumer: 64 keys, all queries of a tile and all columns
 
 // Some exponentials run among the arithmetic of dS. In steps of 16 queries:
-constexpr bool BLENDED = STAGED && AHEAD < 8;
+constexpr bool BLENDED = AHEAD < 8;
 constexpr int STEPS = QUERIES / 16, AHEAD_STEPS = STEPS * AHEAD / 8;
 
-constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+constexpr int GROUPS = 8 * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
-// there only without a mask and without SHARED_KEYS. Elsewhere they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || SHARED_KEYS;
+// there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = CAUSAL;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 constexpr bool LAST_FIRST = DETERMINISTIC && !BACKWARDS;
@@ -224,7 +202,7 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 }
 
 // A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
-__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * (SHARED_KEYS ? OWN_SLABS * K_SLAB : 64 * 128); }
+__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * 64 * 128; }
 
 // Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -237,10 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
     unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
     unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
-    unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise, of SHARED_KEYS only: P^T
-    unsigned char* stats_smem = ds_smem + (SHARED_KEYS ? 2 : 1) * STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // with DQ_STAGED: [2][GROUPS][128 threads][4]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + (DQ_STAGED ? PARTS * PART : 0));
+    unsigned char* stats_smem = ds_smem + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // [2][GROUPS][128 threads][4]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + PARTS * PART);
     uint64_t* v_full = k_full + KV_STAGES;
     uint64_t* kv_empty = v_full + KV_STAGES;
     uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
@@ -315,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
                     auto pass = [&](bool later) {
                         if (held < 0) return;
-                        if (STAGED && later) fa::bulk_wait<1>();
-                        else if (STAGED) fa::bulk_wait<0>();
+                        if (later) fa::bulk_wait<1>();
+                        else fa::bulk_wait<0>();
                         fa::pass_turn(turn_of(args, held, consumer), LAST_FIRST ? mine - 1 : mine + 1);
                         held = -1;
                     };
@@ -325,19 +302,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     for (int n = work.count; n > 0; --n, at.next(work), q.next()) {
                         const int* turn = turn_of(args, at.number, consumer);
                         // Nothing is held while it waits for long.
-                        if ((STAGED && !fa::mbarrier_test_parity(dq_full + consumer, q.position % 2)) || !fa::has_turn(turn, mine))
+                        if (!fa::mbarrier_test_parity(dq_full + consumer, q.position % 2) || !fa::has_turn(turn, mine))
                             pass(false), fa::wait_for_turn(turn, mine);
-                        if constexpr (STAGED) {
-                            fa::fence_proxy_async_global();
-                            fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                            fa::bulk_add_f32(Tiles::dq(args, at.number) + consumer * OWN_PARTS * PART,
-                                             dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
-                            fa::bulk_commit();
-                            fa::bulk_wait_read<0>();
-                        }
+                        fa::fence_proxy_async_global();
+                        fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                        fa::bulk_add_f32(Tiles::dq(args, at.number) + consumer * OWN_PARTS * PART, dq_smem + consumer * OWN_PARTS * PART,
+                                         OWN_PARTS * PART);
+                        fa::bulk_commit();
+                        fa::bulk_wait_read<0>();
                         fa::mbarrier_arrive(dq_empty + consumer);
                         pass(true);
-                        if (!STAGED) fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
                         held = at.number;
                     }
                     pass(false);
@@ -345,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 Walk at = Walk::begin(args, work);
 #pragma unroll 1
-                for (int n = 0; STAGED && !DETERMINISTIC && n < work.count; ++n, at.next(work), q.next()) {
+                for (int n = 0; !DETERMINISTIC && n < work.count; ++n, at.next(work), q.next()) {
                     fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
                     fa::bulk_add_f32(
                         Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
@@ -356,10 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
                 const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
-                const int row = work.k_first + (SHARED_KEYS ? 0 : 64 * consumer), column = SHARED_KEYS ? OWN_SLABS * 64 * consumer : 0;
+                const int row = work.k_first + 64 * consumer;
                 for (int slab = 0; slab < OWN_SLABS; ++slab) {
-                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
                 }
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
@@ -374,12 +348,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fa::setmaxnreg_inc<REGISTERS>();
     const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
-    const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;
+    const int own_keys = 64 * consumer;
     float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
-    float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
+    float dq_reg[OWN_PARTS * 32];
     uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
     Work work{};
-    Walk at{};  // the first tile whose dQ has not been added or staged
+    Walk at{};  // the first tile whose dQ has not been staged
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
@@ -388,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
         fa::discard(d);
         fa::wgmma_fence();
 #pragma unroll
@@ -402,19 +376,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_transposed(p_reg, k_smem, q_smem);
     };
     // d += P^T dO or dS^T Q
-    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* a_smem,
-                              unsigned char* b_smem, bool accumulate) {
-        const uint64_t b =
-            fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + (SHARED_KEYS ? consumer * OWN_SLABS * Q_SLAB : 0), Q_SLAB);
+    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
         fa::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step) {
-            const uint64_t b_step = fa::descriptor_advance(b, step * 2048);
-            if constexpr (SHARED_KEYS) {
-                const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
-                fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), b_step, accumulate || step > 0);
-            } else fa::wgmma_rs<scalar, true>(d, a_reg[step], b_step, accumulate || step > 0);
-        }
+        for (int step = 0; step < BLOCK_Q / 16; ++step)
+            fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
         fa::wgmma_commit();
     };
     // This consumer's part of dQ = dS K
@@ -430,9 +397,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     // Whether all of a consumer's queries of the tile see all of its keys.
-    auto sees_all = [&]() { return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q + own_queries); };
+    auto sees_all = [&]() { return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q); };
     auto mask = [&]() {
-        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first + own_keys;
+        const int q_first = at.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
         if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
@@ -442,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::clear_columns(p_reg, first);
     };
     auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
-        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand, own_queries);
+        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     };
     // Behind it what both consumers have shared is there, and both have read the other stage. One may come from a tile that the other skips.
     auto wait_for_other = [&]() {
@@ -453,9 +420,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
         issue_transposed(ds_reg, v_smem, do_smem);
     };
-    // A tile of queries whose S and dP are in flight: until all its products are; with STAGED until dK alone is.
+    // A tile of queries whose S and dP are in flight: until dK alone is.
     auto issue_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS);
         auto exponentiate = [&](int first, int end) { fa::exponentiate_columns(p_reg, scale_log2e, stats, first, end); };
         auto gradient = [&](int first, int end) {
             fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
@@ -484,34 +451,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             exponentiate(0, STEPS);
             mask();
             fa::pack_operand<scalar>(p16_reg, p_reg);
-            if (SHARED_KEYS) share(p_smem, p16_reg), wait_for_other();
-            if (!STAGED) issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-            fa::wgmma_wait<STAGED ? 0 : 1>(ds_reg);
+            fa::wgmma_wait<0>(ds_reg);
             gradient(0, STEPS);
             share(ds_smem, ds16_reg);
         }
-        if constexpr (STAGED) {
-            issue_gradient(dv_reg, p16_reg, p_smem, do_smem, accumulate);
-            wait_for_other();
-            issue_dq();
-            fa::wgmma_wait<1>(p16_reg);
-            issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-            fa::wgmma_wait<1>(dq_reg);
-        } else {
-            if (!SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-            wait_for_other();
-            if (SHARED_KEYS) issue_gradient(dk_reg, ds16_reg, ds_smem, q_smem, accumulate);
-            issue_dq();
-            if constexpr (SHARED_KEYS) fa::wgmma_wait<2>();
-            else fa::wgmma_wait<2>(p16_reg);  // P's registers are free
-        }
+        issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
+        wait_for_other();
+        issue_dq();
+        fa::wgmma_wait<1>(p16_reg);
+        issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
+        fa::wgmma_wait<1>(dq_reg);
         q.next();
     };
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
-    auto sees_nothing = [&]() {
-        return CAUSAL && !SHARED_KEYS && !(BACKWARDS && !STAGED) &&
-               fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
-    };
+    auto sees_nothing = [&]() { return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys; };
     // dQ of a tile is complete, and goes to the storer.
     auto stage_dq = [&]() {
         fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
@@ -524,22 +477,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         release(dq_full + consumer);
         at.next(work);
     };
-    // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
-    auto begin_sum = [&]() {
-        release(q_empty + (q.stage() ^ 1));
-        const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
-        if (DETERMINISTIC) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2 ^ 1);  // the storer has this tile's turn
-        at.next(work);
-        return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
-    };
-    // Adds some of its groups; behind the last ones the storer may pass the turn.
-    auto add = [&](float* dq, int first, int end, auto& values) {
-#pragma unroll
-        for (int j = first; j < end; ++j)
-            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
-        if (DETERMINISTIC && first < end && end == GROUPS) __syncwarp(), release(dq_full + consumer);
-    };
-
     auto skip_tile = [&]() {
         fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
         fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
@@ -549,8 +486,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         issue_dq();
         q.next();
         fa::wgmma_wait<0>(dq_reg);
-        if constexpr (STAGED) release(q_empty + (q.stage() ^ 1)), stage_dq();
-        else add(begin_sum(), 0, GROUPS, dq_reg);
+        release(q_empty + (q.stage() ^ 1));
+        stage_dq();
     };
 
     while (true) {
@@ -564,37 +501,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (n > 0) skip_tile();
         const bool seen = n < end;
         if (seen) {
-            if constexpr (STAGED) {
-                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-                for (bool accumulate = false; n < end; ++n, accumulate = true) {
-                    issue_scores();
-                    issue_dp();
-                    issue_tile(accumulate);
-                    stage_dq();
-                    fa::schedule_fence();
-                    fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
-                    release(q_empty + (q.stage() ^ 1));
-                }
-            } else {
+            fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+            for (bool accumulate = false; n < end; ++n, accumulate = true) {
                 issue_scores();
-                fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
                 issue_dp();
-                for (bool accumulate = false;; accumulate = true) {
-                    issue_tile(accumulate);
-                    if (++n == end) break;
-                    issue_scores();
-                    if constexpr (SHARED_KEYS) fa::wgmma_wait<1>(dq_reg);
-                    else fa::wgmma_wait<1>(dq_reg, ds16_reg);
-                    float* dq = begin_sum();
-                    add(dq, 0, EARLY_GROUPS, dq_reg);
-                    fa::schedule_fence();
-                    if (!SHARED_KEYS) fa::moved(late_reg, dq_reg, 4 * EARLY_GROUPS);
-                    issue_dp();
-                    fa::schedule_fence();
-                    add(dq, EARLY_GROUPS, GROUPS, SHARED_KEYS ? dq_reg : late_reg);
-                }
-                fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
-                add(begin_sum(), 0, GROUPS, dq_reg);
+                issue_tile(accumulate);
+                stage_dq();
+                fa::schedule_fence();
+                fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+                release(q_empty + (q.stage() ^ 1));
             }
         } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
         if (end < work.count) skip_tile();

@@ -105,6 +105,7 @@ class Cuda(Backend):
         Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, KernelFault where an entry
         is not in the file or needs more shared memory than there is.
         """
+        kernel = kernel.on(problem)
         plan = kernel.plan(problem, self.device(), overrides)
         if not kernel.runs_on(self._device.arch, problem.dtype):
             raise UsageFault(

@@ -179,7 +179,7 @@ def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
 
 def launcher(backend: Backend, kernel: Kernel, problem: Problem, tiles: Mapping[str, int] | None = None) -> Launcher:
     """A cached launcher: a call with the same values compiles, plans and parses nothing. Raises as Backend.load and prepare do."""
-    key = tuple(sorted((tiles or {}).items()))
+    key, kernel = tuple(sorted((tiles or {}).items())), kernel.on(problem)
     return _kept(backend, kernel, kernel.source_hash, problem, key)  # type: ignore[arg-type]  # a backend hashes by identity
 
 

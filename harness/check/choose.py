@@ -128,7 +128,8 @@ def kernels_for(asked: Request, note: Callable[[str], None]) -> list[Kernel]:
 def _range(asked: Request, ends: re.Match[str], passes: Sequence[str], problems: Sequence[Problem]) -> tuple[list[str], list[str]]:
     """The names of a range's kernels that can, and a note for each that cannot."""
     spec, first, last = ends[0], int(ends[1]), int(ends[2])
-    within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last)
+    # a variant runs under the name of its kernel
+    within = dict.fromkeys(k.name for k in catalogue() if k.number is not None and first <= k.number <= last and not k.variant_of)
     own = {name: [kernel.pass_ for kernel in catalogue() if kernel.name == name] for name in within}
     why = {name: _cannot(name, passes or own[name], problems, asked.deterministic) for name in within}
     able = [name for name, reason in why.items() if not reason]

@@ -167,7 +167,7 @@ def run_kernel(
     maps = oracle.error_maps(outputs, verdicts)
     trial = Trial(bound, oracle, placed, outputs, arithmetic, tile)
     named = arithmetic_of(oracle.problem, chosen)
-    return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, chosen, loaded, maps=maps, arithmetic=named)
+    return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, loaded.kernel, loaded, maps=maps, arithmetic=named)
 
 
 def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:

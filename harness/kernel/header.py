@@ -85,6 +85,8 @@ OPTIONAL: dict[str, Kind] = {
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
+    "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
+    "when": _NUMBER,
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
     "tensor_map": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [tensor_map.NAME]"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -61,6 +61,9 @@ class Kernel:
     tensor_map: Mapping[str, Table] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
     forms: tuple[bool, ...] = (True,)  # the values of deterministic; both where the header says "optional", False the default
+    variant_of: str = ""  # the kernel in whose place it runs where `when` holds
+    when: int | str = 0
+    variants: tuple[Kernel, ...] = ()  # of the catalogue's kernels: the files that run in this one's place, and this one last
 
     def __hash__(self) -> int:
         """The hash of path and form, for caches. Equality compares whole headers, so an edited header makes another kernel."""
@@ -106,6 +109,8 @@ class Kernel:
             tensor_map=head.get("tensor_map", {}),
             launches=tuple(Launch.of(item, head.get("tensor_map", {})) for item in head["launch"]),
             forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
+            variant_of=head.get("variant_of", ""),
+            when=head.get("when", 0),
         )
 
     @property
@@ -195,6 +200,30 @@ class Kernel:
         """One object: it has read and hashed its source once."""
         return replace(self, deterministic=True, forms=(True,))
 
+    # -- variants -----------------------------------------------------------------------------------------------------
+
+    def with_variants(self, kernels: Iterable[Kernel]) -> Kernel:
+        """Itself, with those of the kernels that run in its place for some problems. It then takes what one of them takes."""
+        own = tuple(k for k in kernels if (k.variant_of, k.pass_) == (self.name, self.pass_))
+        widths = {width for k in (self, *own) for width in k.head_dims}
+        return replace(self, variants=(*own, self), head_dims=tuple(sorted(widths))) if own else self
+
+    def on(self, problem: Problem) -> Kernel:
+        """The kernel of one file, in this form, that runs a problem: the first variant whose `when` holds, else this file's own."""
+        if not self.variants:
+            return self
+        *forms, own = (k.made_deterministic() if self.deterministic else k for k in self.variants if self.deterministic in k.forms)
+        return next((k for k in forms if k._runs_instead(problem)), own)
+
+    def _runs_instead(self, problem: Problem) -> bool:
+        fits = problem.head_dim <= self.head_dims[-1]
+        return fits and bool(self._number(self.when, self.names(problem, Device("cpu", "")), "when"))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its file and those of its variants."""
+        return tuple(k.path for k in self.variants) or (self.path,)
+
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def refuse(self, problem: Problem) -> None:
@@ -227,6 +256,8 @@ class Kernel:
         ):
             if wanted and not promised:
                 raise UsageFault(f"{self.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+        if self.variants:
+            self.on(problem).refuse(problem)
 
     def names(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
         """Every name of this kernel's expressions, with its value for a problem. Raises UsageFault for an unknown or taken tile name."""
@@ -272,7 +303,7 @@ class Kernel:
 
         Plans are cached: the same values give the same object.
         """
-        return _kept_plan(self, problem, device, tuple(sorted((overrides or {}).items())))
+        return _kept_plan(self.on(problem), problem, device, tuple(sorted((overrides or {}).items())))
 
     def _plan(self, problem: Problem, device: Device, overrides: Mapping[str, int]) -> Plan:
         self.refuse(problem)
@@ -328,6 +359,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
 def catalogue() -> tuple[Kernel, ...]:
     """Every kernel of the tree, in ladder order, forward before backward."""
     kernels = [Kernel.read(path) for path in sorted(KERNELS.glob("*.cu"))]
+    kernels = [kernel.with_variants(kernels) for kernel in kernels]
     return tuple(sorted(kernels, key=lambda k: (k.number if k.number is not None else 999, k.name, PASSES.index(k.pass_))))
 
 

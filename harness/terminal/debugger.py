@@ -48,7 +48,8 @@ def command(arguments: Sequence[str], files: Sequence[Kernel], gpu: bool) -> lis
     words = ["cuda-gdb", "-q", "-ex", "set breakpoint pending on"] if gpu else ["gdb", "-q", "-ix", str(SCRIPT)]
     for kernel in files:
         for entry in kernel.entries:  # a temporary breakpoint: all threads would stop at another
-            words += ["-ex", f"tbreak {kernel.path.name}:{entry}"]
+            for path in kernel.files:
+                words += ["-ex", f"tbreak {path.name}:{entry}"]
     return [*words, "-ex", "run", "--args", sys.executable, *arguments]
 
 

@@ -101,7 +101,7 @@ def kernel_files(computes: Sequence[str], mode: str) -> list[Path]:
     found, faults = dict[Path, None](), []
     for compute in computes:
         try:
-            found |= dict.fromkeys(kernel.path for kernel in kernels(Request(compute, mode))[0])
+            found |= dict.fromkeys(path for kernel in kernels(Request(compute, mode))[0] for path in kernel.files)
         except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
             faults.append(fault)
     if not found:

@@ -82,10 +82,11 @@ class _Case:
     def tiles(self) -> dict[str, int]:
         """The tile values; none where the header has a wrong expression."""
         try:
-            names = self.kernel.names(self.problem, self.device)
+            kernel = self.kernel.on(self.problem)
+            names = kernel.names(self.problem, self.device)
         except (UsageFault, ExpressionError):
             return {}
-        return {name: names[name] for name in self.kernel.tile}
+        return {name: names[name] for name in kernel.tile}
 
 
 def compile_all(
@@ -123,7 +124,7 @@ def compile_kernels(
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim, causal where the kernel has it; everything adds the other widths, both masks and the
+    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, both masks and the
     tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
     the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
     NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
@@ -153,7 +154,7 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
-    widths = kernel.head_dims if everything else kernel.head_dims[-1:]
+    widths = kernel.head_dims if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
@@ -166,8 +167,8 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
 
 
 def _row(case: _Case) -> CompileRow:
-    kernel, limit = case.kernel, nvrtc.SHARED_LIMIT[case.arch]
-    of = kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
+    kernel, limit = case.kernel.on(case.problem), nvrtc.SHARED_LIMIT[case.arch]
+    of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
     row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
     try:
         check_parameters(kernel)

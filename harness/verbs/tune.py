@@ -207,7 +207,7 @@ def _chosen(asked: Tune, backend: Backend) -> Kernel:
         raise UsageFault(
             f"{asked.specs[0]} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are"
         )
-    return found[0].kernels[asked.mode]
+    return found[0].kernels[asked.mode].on(asked.problem or Problem.of())
 
 
 def _order(row: Variant, by: str) -> tuple[int, float, float, str]:

@@ -116,7 +116,7 @@ def test_the_tree_and_a_range_leave_it_out() -> None:
         found = verify.verify(computes, mode="backward", device="cpu", case=of_ours, deterministic=True, note=notes.append)
         names = {one.kernel for one in found}
         assert "hopper" in names and "hopper_cluster" not in names
-    assert notes[:2] == [f"hopper_{name}_backward has no deterministic form" for name in ("wide", "cluster")]
+    assert notes[:3] == [f"hopper_{name}_backward has no deterministic form" for name in ("atomic", "wide", "cluster")]
     assert "18-24 without hopper_cluster: hopper_cluster_backward has no deterministic form" in notes
     both, left_out = choose.kernels(Request("18-24", "both", deterministic=True))
     assert {one.name for one in both} == {"hopper", "split", "split_hopper"} and len(left_out) == 2

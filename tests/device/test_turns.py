@@ -1,4 +1,4 @@
-"""Blocks that take turns (step 18 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
+"""Blocks that take turns (steps 18 and 21 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.kernel.kernel import Kernel
 from harness.problem import Problem
 from harness.verbs.selftest.mutant import edited
 
-SOURCE = kernel.KERNELS / "18_hopper_backward.cu"
+SOURCE, KEYS = (kernel.KERNELS / f"{name}_backward.cu" for name in ("18_hopper", "21_hopper_keys"))
 #: Grouped heads, other lengths of queries and keys, ragged tiles, keys that no query sees and queries that see no key.
 SHAPES = {"full": (300, 400, False, 0), "causal": (400, 520, True, -30), "long queries": (520, 300, True, None)}
 
@@ -26,7 +26,7 @@ def dq_bits(
 ) -> bytes:
     """dQ from a grid of so many blocks."""
     path = folder / f"of{blocks}_backward.cu"
-    path.write_text(edited(SOURCE.read_text(), ('"min(sms,', f'"min({blocks},'), *fault))
+    path.write_text(edited((KEYS if dim == 256 else SOURCE).read_text(), ('"min(sms,', f'"min({blocks},'), *fault))
     seq_q, seq_kv, causal, shift = SHAPES[shape]
     problem = Problem.of(1, 4, seq_q, dim, 2, seq_kv, "bfloat16", causal, causal_shift=shift if causal else None)
     given = generate.inputs(problem, 42, ("Q", "K", "V", "dO"))
@@ -36,19 +36,15 @@ def dq_bits(
     return bytes(Bound(backend, backend.load(chosen, problem, tiles), problem, given).run()["dQ"].tobytes())
 
 
-@pytest.mark.parametrize("backwards", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim, backwards", [(64, 0), (64, 1), (128, 0), (128, 1), pytest.param(256, 0, marks=pytest.mark.slow)])
 def test_the_same_bits(dim: int, shape: str, backwards: int, tmp_path: Path) -> None:
-    """Of two blocks and of one for each tile of keys, in seeded schedules; also whether reductions are staged or the consumers' own."""
-    order = {"BACKWARDS": backwards}
+    """Of two blocks, of three and of one for each tile of keys, in seeded schedules; also with one text of a tile in place of two."""
+    order = {"BACKWARDS": backwards} if dim < 256 else {}
     wanted = dq_bits(tmp_path, dim, shape, 132, order)
     assert dq_bits(tmp_path, dim, shape, 2, order, seed=7) == wanted
     assert dq_bits(tmp_path, dim, shape, 132, order, seed=5) == wanted
-    if dim < 256:
-        staged = {"DQ_STAGED": 1, "KV_STAGES": 1 if dim == 128 else 2, "AHEAD": 8}
-        for tiles in (staged, staged | {"DQ_STAGED": 0}):
-            assert dq_bits(tmp_path, dim, shape, 3, order | tiles, seed=3) == wanted
+    assert dq_bits(tmp_path, dim, shape, 3, order | ({"AHEAD": 8} if dim < 256 else {}), seed=3) == wanted
 
 
 def test_a_storer_that_is_behind(tmp_path: Path) -> None:
@@ -57,6 +53,6 @@ def test_a_storer_that_is_behind(tmp_path: Path) -> None:
     behind = (peek, "(fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2), false)")
     wanted = dq_bits(tmp_path, 64, "causal", 3, {})
     assert dq_bits(tmp_path, 64, "causal", 3, {}, fault=(behind,)) == wanted
-    early = ("if (STAGED && later) fa::bulk_wait<1>();", "if (STAGED && later) fa::bulk_wait<2>();")
+    early = ("if (later) fa::bulk_wait<1>();", "if (later) fa::bulk_wait<2>();")
     with pytest.raises(KernelFault, match="a bulk reduction that began in this turn is not complete"):
         dq_bits(tmp_path, 64, "causal", 3, {}, fault=(behind, early))

@@ -97,6 +97,7 @@ class Host(Backend):
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
+        kernel = kernel.on(problem)
         plan = kernel.plan(problem, self.device(), overrides)
         crowded = next(
             (c for c in plan.launches if self.check == "race" and math.prod(c.cluster) > 1 and math.prod(c.cluster) * c.block > 1024), None

@@ -1,0 +1,424 @@
+// /// kernel
+// title = "Hopper at head dim 256: the consumers share 64 keys, and divide queries and columns"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = "optional"
+// auto = false
+// variant_of = "hopper"
+// when = "head_dim > 128"
+// arithmetic = "p16"
+// spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// [tile]
+// BLOCK_Q = 64
+// BLOCK_K = 64  # both consumers share them
+// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// EARLY = 4  # eighths of dQ that are added before the next dP
+// SECTION = "16 if deterministic and seq_q * HEAD_DIM <= 1048576 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.stats]
+// dtype = "float32"
+// size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
+// init = "none"
+// [workspace.dq]
+// dtype = "float32"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.turns]
+// dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
+// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.d_o]
+// tensor = "dO"
+// box = [64, "BLOCK_Q", 1, 1]
+// swizzle = 128
+// [tensor_map.stats]
+// tensor = "stats"
+// dims = ["2 * BLOCK_Q", "ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// strides = ["2 * BLOCK_Q", "2 * round_up(seq_q, BLOCK_Q)", "2 * round_up(seq_q, BLOCK_Q) * heads_q"]
+// box = ["2 * BLOCK_Q", 1, 1, 1]
+// [tensor_map.dk]
+// tensor = "dK"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.dv]
+// tensor = "dV"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "prepare"
+// grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
+// block = 128
+// maps = []
+// [[launch]]
+// entry = "gradients"
+// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// block = 384
+// shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
+// [[launch]]
+// entry = "convert"
+// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// block = 256
+// maps = []
+// ///
+//
+// Step 21, backward: step 18's backward pass at head dim 256. It runs in step 18's place at head dims over 128.
+//
+// What limits step 18 there: dK and dV of 64 keys and all 256 columns would be all registers of a consumer, and shared memory has no room
+// for K and V of 128 keys beside two tiles of Q and dO.
+//
+// What changes: both consumers share 64 keys. Each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and
+// dQ. So each needs the P and dS of the other: P^T too goes through shared memory, and there are two barriers a tile. That is 416 KB of
+// shared memory for 64 queries x 64 keys, 3330 cycles for 2560 of products, and twice as many reductions a FLOP as at 128 keys: without
+// them it is half as fast again. dQ is added from the accumulators, as in step 19, for there is no room to stage it.
+//
+// A tile of queries n, as a consumer runs it. S(n) and dP(n) are in flight when it begins:
+//
+//     issue               wait for    compute, while the rest runs
+//                         S(n)        P(n), which goes to shared memory; a barrier: the other consumer's P is there
+//     dV += P(n) dO       dP(n)       dS(n), which goes to shared memory; a barrier: the other consumer's dS is there
+//     dK += dS(n) Q
+//     dQ(n) = dS(n) K     dV
+//     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q, dO, P and dS is empty
+//     dP(n + 1)                       the rest of dQ(n) added
+//
+// With --deterministic the blocks of a head take turns at each tile of queries, in step 18's order. The storer of a consumer takes the
+// turn, tells the consumer so, and passes the turn behind its reductions.
+//
+// `auto` takes step 22 here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
+#include <fa/accumulator.cuh>
+#include <fa/query_tiles.cuh>
+#include <fa/stage.cuh>
+
+using scalar = fa::DTYPE;
+using fa::uint32_t;
+using fa::uint64_t;
+using fa::Work;
+using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Walk = fa::Walk<false>;
+
+constexpr int THREADS = 384, STAGES = 2, KV_STAGES = 1,
+              SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr int ROW_PARTS = Tiles::row_parts, PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
+
+constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2,
+              OWN_PARTS = PARTS / 2;  // of a consumer: half of the queries, half of the columns
+
+constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+
+// With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the last that it sees.
+__device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
+    return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + 4 * consumer;
+}
+
+// Launch 1.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    Tiles::prepare<scalar>(args);
+    const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
+    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2)
+        *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) = (fa::visible_keys(args, last) - 1) / BLOCK_K;
+}
+
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    return Tiles::work<BLOCK_K, SECTION, DETERMINISTIC>(args, number);
+}
+
+// A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
+__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * OWN_SLABS * K_SLAB; }
+
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    unsigned char* k_smem = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
+    unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* p_smem = ds_smem + STAGES * DS_TILE;  // likewise: P^T
+    unsigned char* stats_smem = p_smem + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    uint64_t* k_full = reinterpret_cast<uint64_t*>(stats_smem + STAGES * STATS);
+    uint64_t* v_full = k_full + KV_STAGES;
+    uint64_t* kv_empty = v_full + KV_STAGES;
+    uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
+    uint64_t* q_full = dkv_full + 2 * KV_STAGES;
+    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
+    uint64_t* do_full = q_empty + STAGES;
+    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
+    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < KV_STAGES; ++i) {
+            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1);
+            fa::mbarrier_init(kv_empty + i, 258);  // each storer arrives, and every thread of the consumers, which has read the number
+            fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
+            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
+            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
+        }
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    fa::Ring<KV_STAGES> kv;
+    fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        if (threadIdx.x == 0) {
+            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond. With DETERMINISTIC, when the last
+            // copies of a work are on their way: works shall begin in the order of their numbers.
+            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
+            int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
+            while (true) {
+                fa::mbarrier_wait_parity(kv_empty + kv.stage(), kv.parity() ^ 1);
+                numbers[kv.stage()] = number < works ? number : -1;
+                if (number >= works) break;
+                const Work work = work_of(args, number);
+                Tiles::load<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
+                Tiles::load<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+                kv.next();
+                Walk at = Walk::begin(args, work);
+#pragma unroll 1  // the producer has few registers
+                for (int n = 0; n < work.count; ++n, at.next(work)) {
+                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
+                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
+                    Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
+                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
+                    Tiles::load<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
+                    q.next();
+                }
+                if (DETERMINISTIC) number = atomicAdd(counters, 1);
+            }
+            fa::mbarrier_arrive(k_full + kv.stage());
+            // The last block to finish leaves the counters as it found them, for the next launch.
+            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+            // A storer, one a consumer. It takes and passes the turns. The stage of K and V holds dK and dV in the
+            // end, and is empty when the stores have read it.
+            const int consumer = threadIdx.x / 32 - 1;
+            int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
+            while (true) {
+                fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+                const int number = numbers[kv.stage()];
+                if (number < 0) break;
+                Work work = work_of(args, number);
+                if constexpr (DETERMINISTIC) {
+                    const int mine = work.k_first / BLOCK_K;
+                    // Behind all reductions of the tile whose turn is held.
+                    auto pass = [&]() {
+                        if (held < 0) return;
+                        fa::pass_turn(turn_of(args, held, consumer), mine - 1);
+                        held = -1;
+                    };
+                    auto at = Tiles::walk_numbers<false>(args, work);
+#pragma unroll 1
+                    for (int n = work.count; n > 0; --n, at.next(work), q.next()) {
+                        const int* turn = turn_of(args, at.number, consumer);
+                        // Nothing is held while it waits for long.
+                        if (!fa::has_turn(turn, mine)) pass(), fa::wait_for_turn(turn, mine);
+                        fa::mbarrier_arrive(dq_empty + consumer);
+                        pass();
+                        fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
+                        held = at.number;
+                    }
+                    pass();
+                    work = work_of(args, numbers[kv.stage()]);  // again: in the loop there is no register for it
+                }
+                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
+                const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
+                const int column = OWN_SLABS * 64 * consumer;
+                for (int slab = 0; slab < OWN_SLABS; ++slab) {
+                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, column + 64 * slab, work.k_first, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, column + 64 * slab, work.k_first, work.kv_head, work.batch);
+                }
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+                fa::mbarrier_arrive(kv_empty + kv.stage());
+                kv.next();
+            }
+        }
+        return;
+    }
+
+    // A consumer: half of the queries of a tile with all 64 keys, 16 a warp, and half of the columns.
+    fa::setmaxnreg_inc<REGISTERS>();
+    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
+    const int own_queries = QUERIES * consumer;
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
+    float dq_reg[OWN_PARTS * 32];
+    uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
+    Work work{};
+    Walk at{};  // the first tile whose dQ has not been added
+
+    auto release = [&](uint64_t* empty) {
+        if (lane == 0) fa::mbarrier_arrive(empty);
+    };
+    // d = A B^T: keys of K or V, queries of a tile of Q or dO
+    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE));  // hoisted it would be spilled
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
+        fa::discard(d);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    };
+    auto issue_scores = [&]() {
+        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, k_smem, q_smem);
+    };
+    // d += P^T dO or dS^T Q
+    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], unsigned char* a_smem, unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + consumer * OWN_SLABS * Q_SLAB, Q_SLAB);
+        const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_Q / 16; ++step)
+            fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), fa::descriptor_advance(b, step * 2048),
+                                       accumulate || step > 0);
+        fa::wgmma_commit();
+    };
+    // This consumer's part of dQ = dS K
+    auto issue_dq = [&]() {
+        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+        fa::discard(dq_reg);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
+                                             step > 0);
+        fa::wgmma_commit();
+    };
+    auto mask = [&]() {
+        const int q_first = at.queries(work) * BLOCK_Q + own_queries, key = work.k_first;
+        if (key + 64 <= fa::visible_keys(args, q_first)) return;
+        int first[2];
+        for (int half = 0; half < 2; ++half) {
+            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
+        }
+        fa::clear_columns(p_reg, first);
+    };
+    auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
+        fa::store_operand(tiles_smem + q.stage() * DS_TILE + warp * 16 * 128, K_SLAB, operand, own_queries);
+    };
+    // Behind it what both consumers have shared is there, and both have read the other stage. One may come from a tile that the other skips.
+    auto wait_for_other = [&]() {
+        fa::fence_proxy_async_shared();
+        fa::barrier_sync(1, 256);
+    };
+    auto issue_dp = [&]() {
+        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+        issue_transposed(ds_reg, v_smem, do_smem);
+    };
+    // A tile of queries whose S and dP are in flight: until all its products are.
+    auto issue_tile = [&](bool accumulate) {
+        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg);
+        share(p_smem, p16_reg), wait_for_other();
+        issue_gradient(dv_reg, p_smem, do_smem, accumulate);
+        fa::wgmma_wait<1>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg);
+        share(ds_smem, ds16_reg);
+        wait_for_other();
+        issue_gradient(dk_reg, ds_smem, q_smem, accumulate);
+        issue_dq();
+        fa::wgmma_wait<2>();
+        q.next();
+    };
+    // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
+    auto begin_sum = [&]() {
+        release(q_empty + (q.stage() ^ 1));
+        const int number = Tiles::number(args, work.batch, at.head, at.queries(work));
+        if (DETERMINISTIC) fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2 ^ 1);  // the storer has this tile's turn
+        at.next(work);
+        return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+    };
+    // Adds some of its groups; behind the last ones the storer may pass the turn.
+    auto add = [&](float* dq, int first, int end, auto& values) {
+#pragma unroll
+        for (int j = first; j < end; ++j)
+            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+        if (DETERMINISTIC && first < end && end == GROUPS) __syncwarp(), release(dq_full + consumer);
+    };
+
+    while (true) {
+        fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
+        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
+        if (number < 0) break;
+        work = work_of(args, number);
+        at = Walk::begin(args, work);
+        const bool seen = work.count > 0;
+        if (seen) {
+            issue_scores();
+            fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+            issue_dp();
+            int n = 0;
+            for (bool accumulate = false;; accumulate = true) {
+                issue_tile(accumulate);
+                if (++n == work.count) break;
+                issue_scores();
+                fa::wgmma_wait<1>(dq_reg);
+                float* dq = begin_sum();
+                add(dq, 0, EARLY_GROUPS, dq_reg);
+                fa::schedule_fence();
+                issue_dp();
+                fa::schedule_fence();
+                add(dq, EARLY_GROUPS, GROUPS, dq_reg);
+            }
+            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
+            add(begin_sum(), 0, GROUPS, dq_reg);
+        } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
+
+        // Epilogue: dV and dK to the shared memory of V and K
+        const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
+        const uint32_t own = kv.stage() * K_TILE + own_part(consumer) + warp * 16 * 128;
+        fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
+        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::store_rows<scalar>(k_smem + own, K_SLAB, dk_reg, scales);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release(dkv_full + 2 * kv.stage() + consumer);
+        fa::mbarrier_arrive(kv_empty + kv.stage());  // the storers arrive later; this is for racecheck, which asks it of every reader
+        kv.next();
+    }
+}
+
+// Launch 3.
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }

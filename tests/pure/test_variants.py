@@ -1,0 +1,79 @@
+"""Variants: files that run in a kernel's place for some problems, under its name (variant_of and when of a header)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import planted
+import pytest
+
+from harness.backends.host.backend import Host
+from harness.check.contender import run_kernel
+from harness.check.oracle import Oracle
+from harness.dataset import generate
+from harness.fault import UsageFault
+from harness.kernel import Device, Kernel, find
+from harness.problem import Problem
+
+HOPPER = find("hopper", "backward")
+DEVICE = Device("cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("dim", "seq", "causal", "fast", "deterministic"),
+    [
+        (64, 4096, False, "hopper_atomic", "hopper"),
+        (1, 4096, False, "hopper_atomic", "hopper"),
+        (64, 512, True, "hopper", "hopper"),
+        (65, 1023, False, "hopper_atomic", "hopper"),
+        (128, 1024, False, "hopper", "hopper"),
+        (128, 2047, True, "hopper_atomic", "hopper"),
+        (128, 2048, True, "hopper", "hopper"),
+        (129, 2048, True, "hopper_keys", "hopper_keys"),
+        (256, 17, False, "hopper_keys", "hopper_keys"),
+    ],
+)
+def test_the_file_that_runs(dim: int, seq: int, causal: bool, fast: str, deterministic: str) -> None:
+    """By head dim, length, mask and form; its plan is the kernel's, and it stands for no other."""
+    problem = Problem.of(1, 1, seq, dim, dtype="bfloat16", causal=causal)
+    for form, name in ((HOPPER, fast), (HOPPER.made_deterministic(), deterministic)):
+        runs = form.on(problem)
+        assert (runs.name, runs.deterministic, runs.variants) == (name, form.deterministic, ())
+        assert form.plan(problem, DEVICE) is runs.plan(problem, DEVICE) and runs.on(problem) is runs
+
+
+def test_a_kernel_takes_what_its_variants_take() -> None:
+    """Its name has all their head dims and files; a path is one file. What none of them takes is refused in its name."""
+    assert HOPPER.head_dims == (64, 128, 256) and [path.name[:2] for path in HOPPER.files] == ["19", "21", "18"]
+    wide = Problem.of(1, 1, 64, 256, dtype="bfloat16")
+    HOPPER.refuse(wide)
+    with pytest.raises(UsageFault, match="hopper_backward does not take head dim 256\nits widest compiled head dim is 128"):
+        Kernel.read(HOPPER.path).refuse(wide)
+    with pytest.raises(UsageFault, match="hopper_backward does not take head dim 257\nits widest compiled head dim is 256"):
+        HOPPER.refuse(Problem.of(1, 1, 64, 257, dtype="bfloat16"))
+    with pytest.raises(UsageFault, match="hopper_backward does not take float32"):
+        HOPPER.refuse(Problem.of(1, 1, 64, 64))
+
+
+def test_the_first_whose_when_holds(tmp_path: Path) -> None:
+    """In the order of the catalogue, of the same pass; tile names are known to it, and a wrong one is told at its line."""
+    own = planted.kernel(tmp_path)
+    few, any_ = (
+        replace(own, name=name, variant_of="planted", when=when) for name, when in (("few", "seq_q < 64"), ("any", "head_dim > 8"))
+    )
+    kernel = own.with_variants([few, any_, replace(any_, name="backward", pass_="backward"), own])
+    assert kernel.variants == (few, any_, own)
+    assert [kernel.on(Problem.of(1, 1, seq, dim)).name for seq, dim in ((63, 16), (64, 16), (64, 8))] == ["few", "any", "planted"]
+    with pytest.raises(UsageFault, match="unknown name 'sequence'"):
+        own.with_variants([replace(few, when="sequence < 64")]).on(Problem.of())
+
+
+@pytest.mark.parametrize(("dim", "file"), [(64, "19_hopper_atomic_backward.cu"), (136, "21_hopper_keys_backward.cu")])
+def test_what_has_run_is_told(dim: int, file: str) -> None:
+    """The result has the kernel's name, and the file that ran, with its source's hash."""
+    problem, backend = Problem.of(1, 1, 33, dim, dtype="bfloat16"), Host()
+    oracle = Oracle(problem, generate.inputs(problem, 1, generate.INPUTS), None)
+    found = run_kernel(backend, HOPPER, oracle, oracle.inputs_of("backward"))
+    assert found.passed and found.name == "hopper"
+    assert found.kernel and found.kernel.path.name == file and found.kernel.source_hash != HOPPER.source_hash
