@@ -22,7 +22,7 @@ NAMES = {
     **{"exp": "expf", "log": "logf", "pow": "powf", "tanh": "tanhf", "fmax": "fmaxf", "fmin": "fminf", "floor": "floorf", "ceil": "ceilf"},
     **dict.fromkeys(("exp10f", "__exp10f"), "powf(10.0f, x)"),
     **dict.fromkeys(("ex2", "__exp2f"), "exp2f(x), or fa::exp2_approx(x) of <fa/math.cuh>"),
-    "__log2f": "log2f(x), or fa::lg2_approx(x) of <fa/math.cuh>",
+    "__log2f": "log2f(x)",
     "__powf": "powf",
     "__fsqrt_rn": "sqrtf",
     "__fmaf_rn": "fmaf",
