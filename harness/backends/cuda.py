@@ -1,6 +1,6 @@
 """The CUDA backend: kernels through cupy.RawModule, timed with events, on CuPy's current stream.
 
-The only module that imports cupy; the others take the array module from a backend's `xp`. This file relies on CuPy for the following.
+The transports between GPUs import cupy too (ring/); all else takes the array module from a backend's `xp`. Relied on are the following.
 It caches compiled cubins (CUPY_CACHE_DIR), and functions by device. More than 48 KB of shared memory per block is opted into function by
 function. cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
 """
