@@ -1,6 +1,6 @@
 """The CUDA backend: kernels through cupy.RawModule, timed with events, on CuPy's current stream.
 
-The transports between GPUs import cupy too (ring/); all else takes the array module from a backend's `xp`. Relied on are the following.
+The transports between GPUs (ring/) import cupy too; all else takes the array module from a backend's `xp`. What this file relies on:
 It caches compiled cubins (CUPY_CACHE_DIR), and functions by device. More than 48 KB of shared memory per block is opted into function by
 function. cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
 """
