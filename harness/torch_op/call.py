@@ -63,7 +63,7 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
     """The kernels of a name or path by pass. Raises UsageFault where there is none, for a peer, and where one has no such pass."""
     try:
-        contender = choose.contender(spec, passes)
+        found = choose.contender(spec, passes)
     except NoSuchPass as fault:
         backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
         able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
@@ -74,9 +74,9 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
             pair = f", or {spec}+{able[-1]}" if lone else ""
         hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
         raise NoSuchPass(fault.what, fault.why, hint) from None
-    if contender.peer:
-        raise UsageFault(f"{contender.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
-    return contender.kernels
+    if found.peer:
+        raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+    return found.kernels
 
 
 def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
