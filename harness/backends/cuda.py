@@ -1,6 +1,6 @@
 """The CUDA backend: kernels through cupy.RawModule, timed with events, on CuPy's current stream.
 
-The only module that imports cupy; the others take the array module from a backend's `xp`. This file relies on CuPy for the following.
+The transports between GPUs (ring/) import cupy too; all else takes the array module from a backend's `xp`. What this file relies on:
 It caches compiled cubins (CUPY_CACHE_DIR), and functions by device. More than 48 KB of shared memory per block is opted into function by
 function. cupy.cuda.driver.launchKernel is cuLaunchKernel and takes addresses.
 """
@@ -163,18 +163,18 @@ class Cuda(Backend):
     def _spills(self, kernel: Kernel, plan: Plan, exact: str | None, registers: int) -> int | None:
         """Bytes spilled per thread, from ptxas: the driver gives all local memory. None where another ptxas compiled the kernel."""
         try:
-            found = nvrtc.resources(kernel, plan, exact or self._device.arch)
+            compiled = nvrtc.resources(kernel, plan, exact or self._device.arch)
         except (EnvironmentFault, CompileError):
             return None
-        return found.spill_bytes if found.registers == registers else None
+        return compiled.spill_bytes if compiled.registers == registers else None
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def memory(self, size: int) -> Bytes:
         """Uninitialised device memory. Raises UsageFault where there is not enough."""
         try:
-            found: Bytes = self.xp.empty(size, np.uint8)
-            return found
+            buffer: Bytes = self.xp.empty(size, np.uint8)
+            return buffer
         except self.xp.cuda.memory.OutOfMemoryError:
             free, total = self.xp.cuda.runtime.memGetInfo()
             what = f"{self._device.name} has no room for {size} more bytes"
@@ -187,8 +187,8 @@ class Cuda(Backend):
 
     def get(self, buffer: Bytes) -> Bytes:
         """A numpy uint8 copy of a device buffer."""
-        found: Bytes = self.xp.asnumpy(buffer)
-        return found
+        copy: Bytes = self.xp.asnumpy(buffer)
+        return copy
 
     def address(self, buffer: Bytes) -> int:
         """The address of a device buffer's first byte."""

@@ -22,7 +22,7 @@ NAMES = {
     **{"exp": "expf", "log": "logf", "pow": "powf", "tanh": "tanhf", "fmax": "fmaxf", "fmin": "fminf", "floor": "floorf", "ceil": "ceilf"},
     **dict.fromkeys(("exp10f", "__exp10f"), "powf(10.0f, x)"),
     **dict.fromkeys(("ex2", "__exp2f"), "exp2f(x), or fa::exp2_approx(x) of <fa/math.cuh>"),
-    "__log2f": "log2f(x), or fa::lg2_approx(x) of <fa/math.cuh>",
+    "__log2f": "log2f(x)",
     "__powf": "powf",
     "__fsqrt_rn": "sqrtf",
     "__fmaf_rn": "fmaf",
@@ -52,10 +52,10 @@ _UNKNOWN = re.compile(
 
 def instead(log: str) -> str:
     """What to write for the names and headers that a compiler's log says are not there; empty where none of them is known here."""
-    found: dict[str, str] = {}
+    advice: dict[str, str] = {}
     for match in _UNKNOWN.finditer(log.replace("\N{LEFT SINGLE QUOTATION MARK}", "'").replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")):
         for group, name in match.groupdict().items():
             if name and (known := (HEADERS if group in "hi" else NAMES).get(name)):
                 label = f"<{name}>" if group in "hi" else f"std::{name}" if group in "mks" else name
-                found.setdefault(label, known)
-    return "; ".join(f"for {name} write {word}" if name[0] != "<" else f"leave out {name}: {word}" for name, word in found.items())
+                advice.setdefault(label, known)
+    return "; ".join(f"for {name} write {word}" if name[0] != "<" else f"leave out {name}: {word}" for name, word in advice.items())

@@ -38,8 +38,8 @@ def state(bus: str) -> Json:
 
     def ask(question: str, *more: int) -> int | None:
         try:
-            found: int | None = getattr(pynvml, question)(gpu, *more)
-            return found
+            answer: int | None = getattr(pynvml, question)(gpu, *more)
+            return answer
         except pynvml.NVMLError:
             return None
 

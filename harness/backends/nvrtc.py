@@ -156,11 +156,11 @@ def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
         return Compiled(**saved)
     except (DataFault, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass  # missing, or not in this format
-    found = replace(compile_(kernel, plan, arch), cubin=b"")
-    record = asdict(found)
+    compiled = replace(compile_(kernel, plan, arch), cubin=b"")
+    record = asdict(compiled)
     del record["cubin"]
     _write(file, json.dumps(record))
-    return found
+    return compiled
 
 
 def _write(file: Path, text: str) -> None:

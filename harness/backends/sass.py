@@ -93,15 +93,15 @@ def program() -> str:
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
     wheels = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))]
-    found = next(iter(wheels), None) or shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
-    if not found:
+    nvdisasm = next(iter(wheels), None) or shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
+    if not nvdisasm:
         raise EnvironmentFault("nvdisasm, NVIDIA's disassembler, is not here", "it reads the machine code that NVRTC compiles", _HINT)
-    return found
+    return nvdisasm
 
 
 def main_loops(listing: str) -> dict[str, Loop | None]:
     """The main loop of each function of a listing (nvdisasm -c); None where no loop has products on tensor cores and exponentials."""
-    found: dict[str, Loop | None] = {}
+    loops: dict[str, Loop | None] = {}
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     name = ""
@@ -112,9 +112,9 @@ def main_loops(listing: str) -> dict[str, Loop | None]:
             labels[match[1]] = len(code)
         elif match := re.fullmatch(r"\.text\.([\w$.]*):", line.strip()):
             if name:
-                found[name] = _main_loop(name, code, labels)
+                loops[name] = _main_loop(name, code, labels)
             name, code, labels = match[1], [], {}
-    return found
+    return loops
 
 
 def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) -> Loop | None:
@@ -155,15 +155,15 @@ def _target(each: Instruction, labels: dict[str, int]) -> int | None:
 
 def _cold(code: Sequence[Instruction], labels: dict[str, int], begin: int, end: int) -> set[int]:
     """What lies between a branch on a vote's result and its target, further on in the loop. A product of wgmma is never cold."""
-    found: set[int] = set()
+    cold: set[int] = set()
     for at in range(begin, end + 1):
         if code[at].name.partition(".")[0] == "VOTE":
             branch = next((i for i in range(at + 1, end + 1) if _target(code[i], labels) is not None), end)
             to = _target(code[branch], labels) or 0
             skipped = range(branch + 1, to)
             if code[branch].guard == code[at].written and to <= end and not any(code[i].name.startswith("HGMMA") for i in skipped):
-                found.update(skipped)
-    return found
+                cold.update(skipped)
+    return cold
 
 
 def _kind(each: Instruction) -> str:

@@ -15,7 +15,7 @@ from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..files import each
 from ..kernel.kernel import Kernel
 from ..measure.sampling import Timed, Timing
-from ..peers import Peer
+from ..peers.base import Peer
 from ..problem import WRITES, Problem
 from . import budget, memory
 from .oracle import Oracle

@@ -119,16 +119,16 @@ class Dataset:
         """Several tensors by name. Raises DataFault, which names the first NaN or infinity unless these are allowed."""
         names = list(names)
         size = sum(map(self.problem.tensor_bytes, names))
-        found = dict(zip(names, each(self.read, names, size), strict=True))
+        tensors = dict(zip(names, each(self.read, names, size), strict=True))
         self.held.clear()
-        finite = each(lambda name: allow_nonfinite or bool(np.isfinite(found[name]).all()), names, size)
-        for (name, array), good in zip(found.items(), finite, strict=True):
+        finite = each(lambda name: allow_nonfinite or bool(np.isfinite(tensors[name]).all()), names, size)
+        for (name, array), good in zip(tensors.items(), finite, strict=True):
             if not good:
                 at = tuple(int(i) for i in np.unravel_index(int(np.isfinite(array).argmin()), array.shape))
                 what = f"{self.folder / name}.bin holds {float(array[at])} at index {at}"
                 hint = f"add --allow-nonfinite to run all the same, or {_remake(self.problem, self.folder)}"
                 raise DataFault(what, "attention of data that is not finite is not finite", hint)
-        return found
+        return tensors
 
     def digest(self, name: str) -> str:
         """The SHA-256 of an input tensor; its file is read where it has not been. Raises DataFault."""
@@ -210,26 +210,26 @@ def _make(folder: Path) -> bool:
 def _unchanged(folder: Path, problem: Problem, seed: int, progress: Callable[[str], None]) -> Dataset:
     """The dataset in a folder that holds exactly this problem and seed, every file checked. Raises DataFault."""
     hint = f"{_remake(problem, folder, seed)}, or use another --output-dir"
-    found = open_(folder)
-    if found.meta is None:
+    dataset = open_(folder)
+    if dataset.meta is None:
         raise DataFault(f"{folder} already holds data of unknown origin", f"it has no {META}", hint)
-    if found.seed != seed or found.meta.get("recipe") != RECIPE or found.problem.folder != problem.folder:
-        there = f"{found.problem.folder} of seed {found.seed}"
+    if dataset.seed != seed or dataset.meta.get("recipe") != RECIPE or dataset.problem.folder != problem.folder:
+        there = f"{dataset.problem.folder} of seed {dataset.seed}"
         raise DataFault(f"{folder} already holds other data", f"{there}; asked for {problem.folder} of seed {seed}", hint)
     progress(f"reads {folder}")
     stamps = {name: _stamp(folder / f"{name}.bin") for name in INPUTS}
-    arrays = each(found.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
-    found.held.update({name: (stamps[name], array) for name, array in zip(INPUTS, arrays, strict=True) if stamps[name]})
-    return found
+    arrays = each(dataset.read, INPUTS, sum(map(problem.tensor_bytes, INPUTS)))
+    dataset.held.update({name: (stamps[name], array) for name, array in zip(INPUTS, arrays, strict=True) if stamps[name]})
+    return dataset
 
 
 def _stamp(path: Path) -> object:
     """What is another after a file was written to or replaced; None where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def open_(folder: Path) -> Dataset:
@@ -329,7 +329,7 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     ):
         if made != wanted or type(made) is not type(wanted):
             raise DataFault(f"{folder} holds another run's forward", f"{what} was {made} then and is {wanted} now", hint)
-    found = []
+    outputs = []
     for name in WRITES["forward"]:
         path = folder / f"{name}.bin"
         if path.name not in listed:
@@ -337,8 +337,8 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
         data = read_exact(path, problem.tensor_bytes(name), hint)
         if sha256(data.data) != listed[path.name]:
             raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
-        found.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
-    return found[0], found[1]
+        outputs.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
+    return outputs[0], outputs[1]
 
 
 def _refuse_forward(folder: Path, record: Json, readers: Mapping[str, str], hint: str) -> None:

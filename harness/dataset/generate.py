@@ -42,17 +42,17 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
     if input_scale == 1.0:
         return dict(one_by_one(problem, seed, tensors))
     wanted, random = set(tensors), np.random.RandomState(checked(seed))
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name in INPUTS:
-        if not wanted - set(found):
+        if not wanted - set(arrays):
             break
         drawn = random.randn(*problem.shape(name))  # also where it is not asked for: the next tensor depends on it
         if name in wanted:
             if name in ("Q", "K"):
                 drawn *= input_scale
             with np.errstate(over="ignore"):
-                found[name] = drawn.astype(STORAGE[problem.dtype])
-    return found
+                arrays[name] = drawn.astype(STORAGE[problem.dtype])
+    return arrays
 
 
 def recipe(problem: Problem) -> str:
@@ -102,12 +102,12 @@ def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: flo
     """
     if recipe(problem) == "RandomState":
         return generate(problem, seed, tensors, input_scale)
-    found = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}
-    pieces = [(name, start) for name, array in found.items() for start in range(0, array.size, CHUNK)]
+    arrays = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}
+    pieces = [(name, start) for name, array in arrays.items() for start in range(0, array.size, CHUNK)]
 
     def draw(piece: tuple[str, int]) -> None:
         name, start = piece
-        target = found[name].reshape(-1)[start : start + CHUNK]
+        target = arrays[name].reshape(-1)[start : start + CHUNK]
         key = np.array([seed, INPUTS.index(name) << 32 | start // CHUNK], np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(target.size, np.float32)
         if name in ("Q", "K") and input_scale != 1.0:
@@ -117,7 +117,7 @@ def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: flo
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(draw, pieces))
-    return found
+    return arrays
 
 
 def kept(problem: Problem, seed: int, tensors: Iterable[str]) -> dict[str, Array]:

@@ -67,10 +67,10 @@ def _polar(uniform: Array) -> Array:
     kept = np.flatnonzero((r < 1.0) & (r != 0.0))
     x1, x2, r = x1[kept], x2[kept], r[kept]
     factor = np.sqrt(-2.0 * np.log(r) / r)
-    found = np.empty((factor.size, 2))
-    np.multiply(factor, x2, out=found[:, 0])
-    np.multiply(factor, x1, out=found[:, 1])
-    return found.reshape(-1)
+    normals = np.empty((factor.size, 2))
+    np.multiply(factor, x2, out=normals[:, 0])
+    np.multiply(factor, x1, out=normals[:, 1])
+    return normals.reshape(-1)
 
 
 def _round(state: Any, uniform: Array, out: Array) -> int:

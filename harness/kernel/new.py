@@ -8,8 +8,7 @@ from pathlib import Path
 from ..fault import UsageFault
 from ..files import make_folder, write_files
 from ..problem import PASSES
-from .kernel import Kernel, NoSuchPass, catalogue, find
-from .plain import text as plain_text
+from .kernel import KERNELS, Kernel, NoSuchPass, catalogue, find
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _HEADER = re.compile(r"^// /// kernel *\n(?://.*\n)*?// /// *$", re.M)
@@ -21,7 +20,7 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     """Write folder/NAME_pass.cu, a copy of the kernel `source` (a name, number, alias or path), and return its path.
 
     The copy has no number and no aliases, its own title, and an opening paragraph: what to change first, which commands to try. The
-    folder is made where it is missing. With plain it is no copy, but a short kernel with plain parameters (plain.py).
+    folder is made where it is missing. With plain it is no copy, but a short kernel with plain parameters (kernels_cu/plain).
     Raises UsageFault for a bad or taken name, an unknown source or pass, and a file that exists; DiskFault where it cannot be written.
     """
     _check_name(name)
@@ -33,7 +32,9 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     if path.exists() or path.is_symlink():
         raise UsageFault(f"{path} exists", "new never writes over a file", f"choose another name, or move it away: mv {path} {path}.old")
     if plain:
-        text = plain_text(pass_, _plain_opening(name, pass_, path))
+        text = (KERNELS / "plain" / f"plain_{pass_}.cu").read_text(encoding="utf-8")
+        end = next(_HEADER.finditer(text)).end() + 1
+        text = text[:end] + _plain_opening(name, pass_, path) + text[end:]
     else:
         text = _rename(kernel.path.read_text(encoding="utf-8-sig"), kernel, name, path)
     make_folder(folder)

@@ -90,34 +90,34 @@ def _each(
     progress: Callable[[str], None],
     ready: dict[str, Ready] | None,
 ) -> dict[str, Timing]:
-    found = {}
-    for number, (name, each) in enumerate(contenders.items()):
+    timings = {}
+    for number, (name, contender) in enumerate(contenders.items()):
         progress(f"{number}/{len(contenders)} times {timing}")
-        found[name] = _judged(each, policy, timing, one, partial(Ready.kept, name, each, stage, policy, ready))
-    return found
+        timings[name] = _judged(contender, policy, timing, one, partial(Ready.kept, name, contender, stage, policy, ready))
+    return timings
 
 
 def _judged(contender: Timed, policy: Policy, timing: str, one: Callable[[Ready], Timing], ready: Callable[[], Ready]) -> Timing:
     watch = Watch(contender if isinstance(contender, Judged) else None, policy.apart)
-    found = Timing(timing, (), ())
+    timed = Timing(timing, (), ())
     with watch.guarded():
         if watch.contender:
             watch.prepare(State(fresh=True, poison=True))
-        found = one(ready())
+        timed = one(ready())
         if watch.contender:  # its times on new inputs, and a fresh load of its module, were looked at after its turns
             watch.broken = watch.contender.judge() or watch.contender.ended()
-    return replace(found, broken=watch.broken)
+    return replace(timed, broken=watch.broken)
 
 
 def _metered(run: Ready, stage: Metered) -> Energy | None:
     """Energy a run, power and clock while the device has nothing else to do. None where the counter stands still."""
-    batch, found = max(1, min(200, round(BATCH / run.device))), None
+    batch, energy = max(1, min(200, round(BATCH / run.device))), None
     for number in range(TRIES):
         last, busy = _window(run, stage, batch << 2 * number)
-        found = last or found  # a longer batch of long runs may end after LIMIT
+        energy = last or energy  # a longer batch of long runs may end after LIMIT
         if last is None or busy >= BUSY:
             break
-    return found
+    return energy
 
 
 def _window(run: Ready, stage: Metered, batch: int) -> tuple[Energy | None, float]:
@@ -135,9 +135,9 @@ def _window(run: Ready, stage: Metered, batch: int) -> tuple[Energy | None, floa
 
     began = time.perf_counter()
     first: tuple[float, int] | None = None
-    batches, worked, clocks, found = 0, 0.0, list[int](), None
+    batches, worked, clocks, energy = 0, 0.0, list[int](), None
     now, _, before, _ = finished()
-    while not found and now - began < SETTLE + ENERGY + LIMIT:
+    while not energy and now - began < SETTLE + ENERGY + LIMIT:
         now, seconds, joules, clock = finished()
         batches, worked = batches + 1, worked + seconds
         clocks.append(clock)
@@ -145,10 +145,10 @@ def _window(run: Ready, stage: Metered, batch: int) -> tuple[Energy | None, floa
             first, batches, worked, clocks = (now, joules), 0, 0.0, []
         elif joules != before and first and now - first[0] >= ENERGY:
             taken, passed = joules - first[1], now - first[0]
-            found = Energy(taken / (batches * batch), taken / passed * 1e-3, statistics.median(clocks))
+            energy = Energy(taken / (batches * batch), taken / passed * 1e-3, statistics.median(clocks))
             worked /= passed
         before = joules
     for each in waiting:
         for finish in each:
             finish()
-    return found, worked
+    return energy, worked

@@ -100,8 +100,8 @@ def rows(backend: Backend, run_id: str, energy: bool = False) -> list[Row]:
     exponentials per second, in the column TFLOPS. With energy, that of the products in the columns for it.
     """
     cupy: Any = backend.xp  # a GPU's array module is CuPy, which has no types
-    found = {CEILING + name: each for name, each in (_products(cupy) | _others(cupy)).items()}
-    runs = {name: _Work(cupy, each.work) for name, each in found.items()}
+    ceilings = {CEILING + name: ceiling for name, ceiling in (_products(cupy) | _others(cupy)).items()}
+    runs = {name: _Work(cupy, ceiling.work) for name, ceiling in ceilings.items()}
     timings = measure(runs, backend, "warm", POLICY["cuda"])
     products = {name: run for name, run in runs.items() if "-gemm-" in name} if energy else {}
     joules = {name: timing.energy for name, timing in alone.energy(products, backend, POLICY["cuda"]).items()}
@@ -125,8 +125,8 @@ def rows(backend: Backend, run_id: str, energy: bool = False) -> list[Row]:
             p20_ms=t.p20_ms,
             p80_ms=t.p80_ms,
             n_samples=len(t.seconds),
-            TFLOPS=found[name].operations / (t.median_ms * 1e9) or None,
-            Bandwidth_GBps=found[name].bytes / (t.median_ms * 1e6) or None,
+            TFLOPS=ceilings[name].operations / (t.median_ms * 1e9) or None,
+            Bandwidth_GBps=ceilings[name].bytes / (t.median_ms * 1e6) or None,
             device=backend.name,
             device_name=backend.device().name,
             run_id=run_id,
@@ -142,11 +142,11 @@ def _products(cupy: Any) -> dict[str, _Ceiling]:
     if importlib.util.find_spec("torch"):
         import torch
 
-        found = {}
+        products = {}
         for dtype in ("bfloat16", "float16", "float32"):
             a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
-            found[f"gemm-{dtype}"] = _Ceiling(functools.partial(torch.matmul, a, b), flops)
-        return found
+            products[f"gemm-{dtype}"] = _Ceiling(functools.partial(torch.matmul, a, b), flops)
+        return products
     a32, b32 = (cupy.random.standard_normal((SIZE, SIZE), dtype="float32") for _ in range(2))
     a16, b16 = a32.astype("float16"), b32.astype("float16")
     return {
@@ -159,7 +159,7 @@ def _others(cupy: Any) -> dict[str, _Ceiling]:
     """A copy, exponentials, and mma.sync alone where the GPU has it."""
     source, target = cupy.ones(COPY_BYTES // 4, "float32"), cupy.empty(COPY_BYTES // 4, "float32")
     kernel, out = cupy.RawKernel(_EXP, "exponentials"), cupy.zeros(1, "float32")
-    found = {
+    ceilings = {
         "copy": _Ceiling(lambda: cupy.copyto(target, source), bytes=2.0 * COPY_BYTES),
         "exp": _Ceiling(lambda: kernel((_EXP_GRID,), (_EXP_BLOCK,), (out,)), 512.0 * 8 * _EXP_GRID * _EXP_BLOCK),
     }
@@ -167,5 +167,5 @@ def _others(cupy: Any) -> dict[str, _Ceiling]:
         values = cupy.random.standard_normal(_MMA_BLOCK * 16, dtype="float32")
         pairs = (values.view("uint32") >> 16).astype("uint16").view("uint32")  # as bfloat16, rounded towards zero
         mma = cupy.RawKernel(_MMA, "products")
-        found["mma-bfloat16"] = _Ceiling(lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS)
-    return found
+        ceilings["mma-bfloat16"] = _Ceiling(lambda: mma((_MMA_GRID,), (_MMA_BLOCK,), (pairs, out)), _MMA_FLOPS)
+    return ceilings

@@ -271,12 +271,12 @@ class Ready:
         while not seconds or time.perf_counter() - start < policy.warm_up:
             stage.before(_lead(calls), False)
             seconds.append(contender.enqueue()())
-        found = cls(contender.enqueue, "direct", calls, statistics.median(seconds))
+        direct = cls(contender.enqueue, "direct", calls, statistics.median(seconds))
         # A quarter, far below the point where the host is the slower one: near that point the launch would change from run to run.
-        if statistics.median(calls) > 0.25 * found.device and (replay := contender.graph()):
+        if statistics.median(calls) > 0.25 * direct.device and (replay := contender.graph()):
             replay()()
-            return cls(replay, "graph", calls, found.device)
-        return found
+            return cls(replay, "graph", calls, direct.device)
+        return direct
 
     def turn(self, stage: Stage, cold: bool, wanted: float, least: int, watch: Watch | None = None) -> list[float]:
         """Samples enqueued back to back for about `wanted` device seconds: at least `least`, at most 200. watch judges some of them."""
@@ -336,11 +336,11 @@ def _noise(values: Sequence[float]) -> float:
 
 def throttling(before: Json, after: Json) -> str:
     """Why the device was throttled between two states, or an empty text. The power cap alone, at full clocks, does not count."""
-    found = []
+    texts = []
     for state in (before, after):
         reasons = state.get("throttle_reasons") or 0
-        found += [text for bit, text in FAULTS.items() if reasons & bit]
+        texts += [text for bit, text in FAULTS.items() if reasons & bit]
         clock, most = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
         if state is after and clock and most and clock < SLOW_CLOCK * most:
-            found.append(f"{clock} of {most} MHz")
-    return ", ".join(dict.fromkeys(found))
+            texts.append(f"{clock} of {most} MHz")
+    return ", ".join(dict.fromkeys(texts))

@@ -7,24 +7,32 @@ any timing; a forward pass without autograd, a backward pass alone; TF32 off.
 from __future__ import annotations
 
 import functools
+import importlib
 
-from .base import Peer, Prepared
+TYPE_CHECKING = False  # the names load nothing: the shell's completion waits for them
+if TYPE_CHECKING:
+    from .base import Peer
 
-__all__ = ["Peer", "Prepared", "find", "names", "usual"]
+#: The peers of each family's module, in the order of tables.
+FAMILIES = {
+    "sdpa": ("torch-cpu", "torch-math", "torch-efficient", "torch-flash", "torch-cudnn"),
+    "flash": ("flash-attn2", "fa3", "fa4"),
+    "triton": ("triton",),
+    "xformers": ("xformers",),
+    "on_numpy": ("numpy",),
+}
 
 
 @functools.cache
 def _all() -> dict[str, Peer]:
-    """Every peer by name, imported on first use: `--help` must not load numpy."""
-    from . import flash, on_numpy, sdpa, triton, xformers
-
-    families: tuple[tuple[Peer, ...], ...] = (sdpa.PEERS, flash.PEERS, triton.PEERS, xformers.PEERS, on_numpy.PEERS)
+    """Every peer by name; the modules of the families import numpy."""
+    families: list[tuple[Peer, ...]] = [importlib.import_module(f".{family}", __name__).PEERS for family in FAMILIES]
     return {peer.name: peer for family in families for peer in family}
 
 
 def names() -> tuple[str, ...]:
     """Every peer's name."""
-    return tuple(_all())
+    return tuple(name for family in FAMILIES.values() for name in family)
 
 
 def find(name: str) -> Peer | None:

@@ -34,8 +34,8 @@ class Flash(TorchPeer):
             options["deterministic"] = True
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-            found: Sequence[Tensor] = run(q, k, v, **options)[:2]
-            return found
+            results: Sequence[Tensor] = run(q, k, v, **options)[:2]
+            return results
 
         return attend
 

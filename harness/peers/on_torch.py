@@ -136,15 +136,15 @@ class TorchPrepared:
         with library_faults(self._peer), self._scope():
             values = self._step()
         names = ("O", "logsumexp") if self._pass == "forward" else ("dQ", "dK", "dV")
-        found = {}
+        outputs = {}
         for name, value in zip(names, values, strict=False):
             if name == "logsumexp":  # of a fully masked row FlashAttention-2 and -3 return +inf
                 value = value.detach().float().masked_fill(value == float("inf"), float("-inf"))
             elif not self._peer.heads_first:
                 value = value.transpose(1, 2)
             dtype = self._problem.tensor_dtype(name)
-            found[name] = to_host(value, dtype) if xp is np else to_device(xp, value, dtype)
-        return found
+            outputs[name] = to_host(value, dtype) if xp is np else to_device(xp, value, dtype)
+        return outputs
 
     def enqueue(self) -> Callable[[], float]:
         """Enqueue a run between two events in torch's current stream. The function returned waits and gives its device (or CPU) seconds."""
@@ -232,8 +232,8 @@ def to_host(tensor: Tensor, dtype: str) -> Array:
     if dtype == "bfloat16":
         bits: Array = tensor.view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
-    found: Array = tensor.to(getattr(torch, dtype)).numpy()
-    return found
+    array: Array = tensor.to(getattr(torch, dtype)).numpy()
+    return array
 
 
 def to_device(cupy: Any, tensor: Tensor, dtype: str) -> Array:
@@ -241,8 +241,8 @@ def to_device(cupy: Any, tensor: Tensor, dtype: str) -> Array:
     import torch
 
     tensor = tensor.detach().to(getattr(torch, dtype)).clone(memory_format=torch.contiguous_format)
-    found: Array = cupy.from_dlpack(tensor.view(torch.int16) if dtype == "bfloat16" else tensor)
-    return found.view(np.uint16) if dtype == "bfloat16" else found
+    array: Array = cupy.from_dlpack(tensor.view(torch.int16) if dtype == "bfloat16" else tensor)
+    return array.view(np.uint16) if dtype == "bfloat16" else array
 
 
 @contextlib.contextmanager

@@ -54,16 +54,16 @@ class Sdpa(TorchPeer):
 
         seen = operators(step)
         fused = [name for name in seen if "attention" in name]
-        found = fused or [name for name in seen if "softmax" in name]
+        dispatched = fused or [name for name in seen if "softmax" in name]
         wanted = self.operator + ("_backward" if self.operator and pass_ == "backward" else "")
         right = not self.backend or (fused == [wanted] if wanted else not fused)
-        if not right or not found:
+        if not right or not dispatched:
             raise UsageFault(
                 f"{self.name} did not run",
-                f"torch ran {', '.join(found) or 'no attention'}, not {wanted or 'its math backend'}",
+                f"torch ran {', '.join(dispatched) or 'no attention'}, not {wanted or 'its math backend'}",
                 "leave it out: --peers",
             )
-        text = f"{found[0]}{' (math)' if not fused else ''}, torch {torch.__version__}"
+        text = f"{dispatched[0]}{' (math)' if not fused else ''}, torch {torch.__version__}"
         return text if self.device == "cuda" else f"{text}, {torch.get_num_threads()} threads"
 
 

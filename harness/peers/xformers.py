@@ -25,10 +25,10 @@ class Xformers(TorchPeer):
 
     def ran(self, step: Step, pass_: str) -> str:
         """The operator that ran. Raises UsageFault where no attention operator did."""
-        found = [name for name in operators(step) if any(word in name for word in ("attention", "flash", "fmha"))]
-        if not found:
+        dispatched = [name for name in operators(step) if any(word in name for word in ("attention", "flash", "fmha"))]
+        if not dispatched:
             raise UsageFault("xformers did not run", "no attention operator was dispatched", "leave it out: --peers")
-        return f"{found[0]}, {version('xformers')}"
+        return f"{dispatched[0]}, {version('xformers')}"
 
 
 PEERS = (

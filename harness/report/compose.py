@@ -62,8 +62,8 @@ def draw(
     masks never share an axis. Raises DiskFault.
     """
     if isinstance(source, Path):
-        source, found = read(source)
-        env = found if env is None else env
+        source, record = read(source)
+        env = record if env is None else env
     rows, title = with_texts(source, plain), plain(title)
     made: list[Path] = []
     every, tables = views(rows), ladders(rows)

@@ -68,8 +68,8 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
     one = _rate(view)[1]
     units: dict[str, Patch] = {}
     before: Row | None = None
-    found = steps(view)
-    for place, (_, row) in enumerate(found):
+    climb = steps(view)
+    for place, (_, row) in enumerate(climb):
         height = (row.TFLOPS or 0) * one
         colour, words = UNITS[tensor_cores.get(row.Kernel, False)]
         units.setdefault(words, Patch(color=colour, label=f"products on {words}"))
@@ -87,9 +87,9 @@ def _bars(axis: Axes, view: View) -> dict[str, Patch]:
             axis.annotate(f"×{before.KernelTime_ms / row.KernelTime_ms:.3g}", xytext=(0, 8.5), fontsize=5, color=GREY, **above)
         axis.annotate(f"{height:.3g}", xytext=(0, 2), fontsize=6, fontweight="bold", **above)
         before = row
-    labels = [f"{number:02} {row.Kernel}" for number, row in found]
-    axis.set_xticks(range(len(found)), labels, rotation=38, ha="right", rotation_mode="anchor")
-    axis.set_xlim(-0.6, len(found) - 0.4)
+    labels = [f"{number:02} {row.Kernel}" for number, row in climb]
+    axis.set_xticks(range(len(climb)), labels, rotation=38, ha="right", rotation_mode="anchor")
+    axis.set_xlim(-0.6, len(climb) - 0.4)
     axis.grid(visible=False)
     axis.grid(visible=True, axis="y", color="0.92")
     return units

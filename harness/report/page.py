@@ -76,12 +76,12 @@ def page(rows: Sequence[Row], env: Json, title: str, pictures: Sequence[Path]) -
     shown = {head: column for head, column in COLUMNS.items() if any(_cell(row, column) != EMPTY for row in measured)}
     counts = Counter(row.Status for row in measured)
     verdicts = ", ".join(f'<span class="{status}">{counts[status]} {status}</span>' for status in sorted(counts, key=lambda s: -counts[s]))
-    found = facts(rows, env)
+    about_run = facts(rows, env)
     if ceilings := [ceiling_words(row) for row in every if row.Kernel.startswith(CEILING)]:
-        found["ceilings"] = "; ".join(ceilings)
+        about_run["ceilings"] = "; ".join(ceilings)
     if any(row.device == "cpu" for row in measured):
-        found["times"] = HOST_TIME
-    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(str(value)))}</dd>" for name, value in found.items())
+        about_run["times"] = HOST_TIME
+    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(str(value)))}</dd>" for name, value in about_run.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_ALLOWED}">
 <meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>

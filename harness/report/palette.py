@@ -52,19 +52,19 @@ def looks(kernels: Sequence[str]) -> dict[str, Look]:
     """The looks of the kernels of one figure, by name: no two have one colour, as long as those without a number are few."""
     numbers = {k.name: k.number for k in catalogue()}
     names = peers.names()
-    found: dict[str, Look] = {}
+    chosen: dict[str, Look] = {}
     for kernel in kernels:
         number = numbers.get(kernel)
         if kernel in names:
             place = names.index(kernel)
             marker, dash = MARKERS[(place + 5) % len(MARKERS)], DASHES[place % len(DASHES)]
-            found[kernel] = {"color": PEERS[kernel], "marker": marker, "linestyle": dash}
+            chosen[kernel] = {"color": PEERS[kernel], "marker": marker, "linestyle": dash}
         elif number is not None and number < len(OURS):
-            found[kernel] = {"color": OURS[number], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
+            chosen[kernel] = {"color": OURS[number], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
         else:
             start = zlib.crc32(kernel.encode()) % len(OTHERS)
-            used = {look["color"] for look in found.values()}
+            used = {look["color"] for look in chosen.values()}
             free = [each for each in (*OTHERS[start:], *OTHERS[:start]) if each not in used]
             marker = MARKERS[zlib.crc32(kernel.encode()) % len(MARKERS)]
-            found[kernel] = {"color": free[0] if free else BLACK, "marker": marker, "linestyle": "-"}
-    return found
+            chosen[kernel] = {"color": free[0] if free else BLACK, "marker": marker, "linestyle": "-"}
+    return chosen

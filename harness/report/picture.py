@@ -129,6 +129,6 @@ def _frequent(pixels: Array) -> Image.Image:
     parts = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1)
     kept = parts[np.argsort(-counts, kind="stable")[:256]]
     nearest = np.concatenate([((some[:, None] - kept) ** 2).sum(-1).argmin(1) for some in np.array_split(parts, len(parts) // 512 + 1)])
-    found = Image.fromarray(nearest.astype(np.uint8)[place].reshape(packed.shape), "P")
-    found.putpalette(kept.astype(np.uint8).ravel().tolist())
-    return found
+    image = Image.fromarray(nearest.astype(np.uint8)[place].reshape(packed.shape), "P")
+    image.putpalette(kept.astype(np.uint8).ravel().tolist())
+    return image

@@ -116,13 +116,13 @@ def crossed(axis: Axes, value: float) -> bool:
     """Whether lines pass through the place of a ceiling's text at the left end, and through less of that at the right end."""
 
     def hits(low: float, high: float) -> int:
-        found, into = 0, axis.transData + axis.transAxes.inverted()
+        count, into = 0, axis.transData + axis.transAxes.inverted()
         for line in axis.lines:
             xs, ys = into.transform(line.get_xydata()).T
             at = np.linspace(low, high, 30)
             above = np.interp(at, xs, ys, left=-1, right=-1) - into.transform((axis.get_xlim()[0], value))[1]
-            found += int(((above > -0.01) & (above < 0.07)).sum())
-        return found
+            count += int(((above > -0.01) & (above < 0.07)).sum())
+        return count
 
     return hits(0, 0.4) > hits(0.6, 1)
 
@@ -141,11 +141,11 @@ def legend(
 
     What was refused or is absent is in the summary.
     """
-    found = list(view.timed if of is None else of)
+    kernels = list(view.timed if of is None else of)
     if order:
-        found.sort(key=lambda kernel: -_last(view, kernel, order))
+        kernels.sort(key=lambda kernel: -_last(view, kernel, order))
     handles: list[Any] = []
-    for kernel in found:
+    for kernel in kernels:
         text, look = kernel + (suffix or {}).get(kernel, ""), view.looks[kernel] | ({} if lines else {"linestyle": ""})
         handles.append(Patch(**block(view, kernel), label=text) if bars else Line2D([], [], **look, **MARK, label=text))
     handles += extra
@@ -191,8 +191,8 @@ def block(view: View, kernel: str) -> Keywords:
 
 def _last(view: View, kernel: str, value: Callable[[Row], float | None]) -> float:
     """A kernel's value at the largest problem it has one for; 0 where it has none."""
-    found = [((row.SeqLen, row.HeadDim), v) for row in view.cells(kernel).values() if (v := value(row))]
-    return max(found)[1] if found else 0.0
+    values = [((row.SeqLen, row.HeadDim), v) for row in view.cells(kernel).values() if (v := value(row))]
+    return max(values)[1] if values else 0.0
 
 
 def family_words(view: View) -> str:

@@ -81,10 +81,10 @@ def _energy(view: View) -> list[str]:
     kernels = [kernel for kernel in view.kernels if any(of == kernel for _, of in rows)]
     lines = []
     for shape in dict.fromkeys(shape for shape, _ in rows):
-        found = {kernel: picojoules(rows[shape, kernel]) or 0.0 for kernel in kernels if (shape, kernel) in rows}
-        least = min(found.values())
+        energies = {kernel: picojoules(rows[shape, kernel]) or 0.0 for kernel in kernels if (shape, kernel) in rows}
+        least = min(energies.values())
         texts = {}
-        for kernel, pj in found.items():
+        for kernel, pj in energies.items():
             of, text = rows[shape, kernel], f"**{pj:.3g}**" if pj == least else f"{pj:.3g}"
             texts[kernel] = f"{text} ({of.power_w or 0:.0f} W, {of.sm_clock_mhz or 0:.0f} MHz)"
         lines.append([view.label(shape), *(texts.get(kernel, "") for kernel in kernels)])
@@ -128,15 +128,15 @@ def _means(view: View, cells: Mapping[str, Mapping[Key, Row]]) -> list[str]:
 
 def _remarks(view: View) -> list[str]:
     """What did not pass and why, and rows that passed with a remark: each message once, with how many rows have it."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    remarks: dict[tuple[str, str, str], list[str]] = {}
     for row in view.rows:
         if row.Status != "PASS" or row.ErrorMessage:
             message = (row.ErrorMessage or "no message").partition("\n")[0]
-            found.setdefault((row.Kernel, row.Status, message), []).append(view.label(shape_of(row)))
-    if not found:
+            remarks.setdefault((row.Kernel, row.Status, message), []).append(view.label(shape_of(row)))
+    if not remarks:
         return []
     lines = []
-    for (kernel, status, message), shapes in found.items():
+    for (kernel, status, message), shapes in remarks.items():
         names = list(dict.fromkeys(shapes))
         where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         lines.append(f"- {kernel} {status} ({where}): {message}")
@@ -155,7 +155,7 @@ def ceiling_words(row: Row) -> str:
 def facts(rows: Sequence[Row], env: Json) -> dict[str, str]:
     """What a run was measured on and with, by name; the command last. Empty where there is no record."""
     versions = env.get("packages") or {}
-    found = {
+    texts = {
         "device": env.get("device_name"),
         "driver": env.get("driver") or env.get("cuda_driver"),
         "CUDA": env.get("cuda_runtime"),
@@ -167,11 +167,11 @@ def facts(rows: Sequence[Row], env: Json) -> dict[str, str]:
         "date": dates_of(rows),
         "command": " ".join(map(str, env.get("command") or ())),
     }
-    return {name: str(value) for name, value in found.items() if value}
+    return {name: str(value) for name, value in texts.items() if value}
 
 
 def _environment(rows: Sequence[Row], env: Json) -> str:
-    found = facts(rows, env)
-    command = printable(found.pop("command", "")).replace("`", "'")
-    text = "; ".join(f"{name} {_markdown(value)}" for name, value in found.items())
+    about = facts(rows, env)
+    command = printable(about.pop("command", "")).replace("`", "'")
+    text = "; ".join(f"{name} {_markdown(value)}" for name, value in about.items())
     return f"Environment: {text or 'unknown (no env.json)'}." + (f"\n\nCommand: `{command}`" if command else "")

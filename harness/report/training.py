@@ -26,17 +26,17 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], 
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], title: str, env: Mapping[str, Any], path: Path) -> Path:
-    found = [row for row in rows if row["tokens_per_s"]]
-    panels = [panel for panel in PANELS if any(row[panel[0]] for row in found)] or list(PANELS[:1])
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 1.4, 0.36 * len(found) + 1.9), squeeze=False, sharey=True)
-    colours = [GREY if str(row["attention"]).startswith("torch-") else BLUE for row in found]
-    names = [str(row["attention"]) for row in found]
+    timed = [row for row in rows if row["tokens_per_s"]]
+    panels = [panel for panel in PANELS if any(row[panel[0]] for row in timed)] or list(PANELS[:1])
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 1.4, 0.36 * len(timed) + 1.9), squeeze=False, sharey=True)
+    colours = [GREY if str(row["attention"]).startswith("torch-") else BLUE for row in timed]
+    names = [str(row["attention"]) for row in timed]
     for axis, (column, unit, one) in zip(axes.flat, panels, strict=True):
-        values = [(row[column] or 0) / one for row in found]
+        values = [(row[column] or 0) / one for row in timed]
         axis.barh(names, values, color=colours)
         if column == "tokens_per_s":
-            below = [max(0, v - row["p20"] / one) for v, row in zip(values, found, strict=True)]
-            above = [max(0, row["p80"] / one - v) for v, row in zip(values, found, strict=True)]
+            below = [max(0, v - row["p20"] / one) for v, row in zip(values, timed, strict=True)]
+            above = [max(0, row["p80"] / one - v) for v, row in zip(values, timed, strict=True)]
             axis.errorbar(values, names, xerr=[below, above], fmt="none", ecolor="black", elinewidth=0.8)
         for name, value in zip(names, values, strict=True):
             axis.annotate(f"{value:,.4g}", (0, name), xytext=(4, 0), textcoords="offset points", va="center", color="white", fontsize=8)

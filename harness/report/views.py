@@ -51,14 +51,14 @@ def with_texts(rows: Iterable[Row], change: Callable[[str], str]) -> list[Row]:
 
 def latest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each KEY and device. One without a timing (refused, failed) stands for all until a timed one follows."""
-    found: dict[Key, dict[str | None, Row]] = {}
+    by_key: dict[Key, dict[str | None, Row]] = {}
     for row in rows:
-        of_timing = found.setdefault((*key_of(row)[:-1], row.device_name), {})
+        of_timing = by_key.setdefault((*key_of(row)[:-1], row.device_name), {})
         if row.timing is None:
             of_timing.clear()
         of_timing.pop(None, None)
         of_timing[row.timing] = row
-    return [row for of_timing in found.values() for row in of_timing.values()]
+    return [row for of_timing in by_key.values() for row in of_timing.values()]
 
 
 def problem_of(row: Row) -> Problem:
@@ -190,13 +190,13 @@ def views(rows: Iterable[Row]) -> list[View]:
             groups.setdefault((device, row.device_name or "unknown device", row.Type, row.dtype, row.causal), []).append(row)
     varied = [len({key[i] for key in groups}) > 1 for i in range(5)]
     several_names = any(len({k[1] for k in groups if k[0] == device}) > 1 for device in ("cpu", "cuda"))
-    found = []
+    every_view = []
     for (device, name, type_, dtype, causal), members in groups.items():
         suffix = f"_{'-'.join(name.split())}" * several_names + f"_{dtype}" * varied[3] + ("_causal" if causal else "_full") * varied[4]
         timing = "warm" if any(row.timing == "warm" for row in members) else next((row.timing for row in members if row.timing), None)
         ours = {row.Kernel.removeprefix(CEILING): row for row in ceilings if (row.device_name or "unknown device") == name}
-        found.append(View(tuple(members), type_, dtype, causal, device, name, timing, suffix + "_cpu" * (device == "cpu"), ours))
-    return found
+        every_view.append(View(tuple(members), type_, dtype, causal, device, name, timing, suffix + "_cpu" * (device == "cpu"), ours))
+    return every_view
 
 
 def families(view: View) -> list[View]:
@@ -208,18 +208,18 @@ def families(view: View) -> list[View]:
         lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
         lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
     )
-    found: list[View] = []
+    parts: list[View] = []
     for same in alike:
         groups: dict[Key, list[Row]] = {}
         for row in view.rows:
-            if not any(row in family.rows for family in found):
+            if not any(row in family.rows for family in parts):
                 groups.setdefault(same(row), []).append(row)
         for members in groups.values():
             lengths = {row.SeqLen for row in members}
             one_each = len({shape_of(row) for row in members}) == len(lengths)
             if one_each and (len(lengths) >= FAMILY or (len(lengths) > 1 and len(lengths) == len(view.shapes))):
-                found.append(replace(view, rows=tuple(members)))
-    return [replace(f, suffix=suffix + view.suffix) for f, suffix in zip(found, _suffixes(found), strict=True)]
+                parts.append(replace(view, rows=tuple(members)))
+    return [replace(f, suffix=suffix + view.suffix) for f, suffix in zip(parts, _suffixes(parts), strict=True)]
 
 
 def over_head_dims(view: View) -> list[View]:
@@ -227,9 +227,9 @@ def over_head_dims(view: View) -> list[View]:
     groups: dict[Key, list[Row]] = {}
     for row in view.rows:
         groups.setdefault((row.Batch, row.Heads, row.heads_kv, row.SeqLen, row.seq_kv), []).append(row)
-    found = [view.only(members) for members in groups.values() if len({row.HeadDim for row in members}) >= FAMILY]
-    found = [f for f in found if len(f.shapes) == len({row.HeadDim for row in f.rows})]
-    return found if len(found) < 2 else [replace(f, suffix=f"_S{f.rows[0].SeqLen}{f.suffix}") for f in found]
+    parts = [view.only(members) for members in groups.values() if len({row.HeadDim for row in members}) >= FAMILY]
+    parts = [f for f in parts if len(f.shapes) == len({row.HeadDim for row in f.rows})]
+    return parts if len(parts) < 2 else [replace(f, suffix=f"_S{f.rows[0].SeqLen}{f.suffix}") for f in parts]
 
 
 def picojoules(row: Row) -> float | None:
@@ -271,13 +271,13 @@ def steps(view: View) -> list[tuple[int, Row]]:
 
 def ladders(rows: Iterable[Row]) -> list[list[View]]:
     """The panels of each figure of the ladder: a view a dtype, cut to the shape most steps have (then the largest), if LADDER have it."""
-    found: dict[Key, list[View]] = {}
+    figures: dict[Key, list[View]] = {}
     for view in views(rows):
         shapes = [view.only(row for row in view.rows if shape_of(row) == shape) for shape in view.shapes]
         best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
         if len(steps(best)) >= LADDER:
-            found.setdefault((view.device_name, view.type, view.causal), []).append(best)
-    return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in found.values()]
+            figures.setdefault((view.device_name, view.type, view.causal), []).append(best)
+    return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in figures.values()]
 
 
 # -- what limits a kernel ------------------------------------------------------------------------------------------------
@@ -306,28 +306,28 @@ def gemm(view: View) -> Row | None:
 
 def roofs(view: View, row: Row) -> list[Roof]:
     """The measured ceilings over a row's problem, the lowest first."""
-    found = []
+    ceilings = []
     copy, product, exp = view.ceilings.get("copy"), gemm(view), view.ceilings.get("exp")
     parts = _float16_products(row)
     half = view.ceilings.get("gemm-float16") if parts else None
     if copy and copy.Bandwidth_GBps:
         measured = f"copy {copy.Bandwidth_GBps:,.0f} GB/s"
-        found.append(Roof("memory bandwidth", copy.Bandwidth_GBps * intensity(row) / 1e3, measured))
+        ceilings.append(Roof("memory bandwidth", copy.Bandwidth_GBps * intensity(row) / 1e3, measured))
     if half and half.TFLOPS and parts:
-        found.append(Roof("arithmetic", half.TFLOPS / parts, f"GEMM float16 {half.TFLOPS:,.4g} TFLOP/s, {parts} products for one"))
+        ceilings.append(Roof("arithmetic", half.TFLOPS / parts, f"GEMM float16 {half.TFLOPS:,.4g} TFLOP/s, {parts} products for one"))
     elif product and product.TFLOPS:
-        found.append(Roof("arithmetic", product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s"))
+        ceilings.append(Roof("arithmetic", product.TFLOPS, f"GEMM {product.Kernel.rpartition('-')[2]} {product.TFLOPS:,.4g} TFLOP/s"))
     if exp and exp.TFLOPS:
-        found.append(Roof("exponentials", exp.TFLOPS * flops_an_exp(row), f"exp {exp.TFLOPS:,.3g} T/s"))
-    return sorted(found, key=lambda roof: roof.tflops)
+        ceilings.append(Roof("exponentials", exp.TFLOPS * flops_an_exp(row), f"exp {exp.TFLOPS:,.3g} T/s"))
+    return sorted(ceilings, key=lambda roof: roof.tflops)
 
 
 def _float16_products(row: Row) -> int | None:
     """How many products of float16 stand for one in every pass of a row; None where no header says so, or where they differ."""
     names, mode = row.Kernel.split("+"), MODES[row.Type]
     of = {"forward": names[0], "backward": names[-1]}
-    found = {k.float16_products for k in catalogue() if k.name == of[k.pass_] and mode in (k.pass_, "both")}
-    return found.pop() if len(found) == 1 else None
+    counts = {k.float16_products for k in catalogue() if k.name == of[k.pass_] and mode in (k.pass_, "both")}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def flops_an_exp(row: Row) -> float:
@@ -339,10 +339,10 @@ def limiter(view: View, kernel: str) -> str | None:
     """A sentence: what limits a kernel at its largest problem, by the ceilings measured beside it; None where there are none."""
     timed = [row for row in view.cells(kernel).values() if row.TFLOPS]
     largest = max(timed, key=lambda row: problem_of(row).flops(view.mode), default=None)
-    found = roofs(view, largest) if largest else []
-    if not found or largest is None or largest.TFLOPS is None:
+    ceilings = roofs(view, largest) if largest else []
+    if not ceilings or largest is None or largest.TFLOPS is None:
         return None
-    lowest, others = found[0], ", ".join(f"{roof.name} would allow {roof.tflops:,.3g}" for roof in found[1:])
+    lowest, others = ceilings[0], ", ".join(f"{roof.name} would allow {roof.tflops:,.3g}" for roof in ceilings[1:])
     part = largest.TFLOPS / lowest.tflops
     text = f"{kernel} at {view.label(shape_of(largest))}: {largest.TFLOPS:,.3g} TFLOP/s, {part:.0%} of the lowest ceiling, {lowest.name} "
     text += f"({lowest.tflops:,.3g} TFLOP/s by {lowest.measured}{'; ' + others if others else ''}): "

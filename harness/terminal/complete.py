@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import peers
 from ..problem import DTYPE_BYTES, MODES
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: The peers by name. Their modules import numpy, so they are not asked; a test holds the two lists together.
-PEERS = (
-    *("torch-cpu", "torch-math", "torch-efficient", "torch-flash", "torch-cudnn"),
-    *("flash-attn2", "fa3", "fa4", "triton", "xformers", "numpy"),
-)
 
 
 def kernels() -> list[str]:
@@ -62,10 +58,10 @@ def _complete(names: Callable[[], Iterable[str]], is_list: bool, _context: click
 
 #: Parameters by their names in click.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "compute": lambda: [*kernels(), *PEERS, "auto"],
+    "compute": lambda: [*kernels(), *peers.names(), "auto"],
     **dict.fromkeys(("verify compute", "compile compute", "profile compute", "kernels", "source", "tune name"), kernels),
     "experiment name": sweeps,
-    "peers": lambda: [*PEERS, "none"],
+    "peers": lambda: [*peers.names(), "none"],
     "dtype": lambda: DTYPE_BYTES,
     "mode": lambda: MODES,
     "device": lambda: ("auto", "cuda", "cpu"),

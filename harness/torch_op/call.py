@@ -54,12 +54,12 @@ def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, de
     """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)[pass_]
-    found = _auto(passes, problem, device, deterministic)
+    chosen = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
-    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in found.kernels.items())
+    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
-        say_once(f"auto takes {found.name}: {why}")
-    return found.kernels[pass_]
+        say_once(f"auto takes {chosen.name}: {why}")
+    return chosen.kernels[pass_]
 
 
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
@@ -325,13 +325,13 @@ def edited(spec: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     if not is_path(spec):
         return ()
     path = os.path.abspath(spec)
-    found = _made_of.get(path)
-    if found is None or any(_stamp(file) != stamp for file, stamp in found):
+    known = _made_of.get(path)
+    if known is None or any(_stamp(file) != stamp for file, stamp in known):
         stem = path.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
         files = dict.fromkeys((path, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
         there = (str(each) for file in files if os.path.isfile(file) for each in include_closure(Path(file)))
-        found = _made_of[path] = tuple((file, _stamp(file)) for file in dict.fromkeys((*files, *there)))
-    return found
+        known = _made_of[path] = tuple((file, _stamp(file)) for file in dict.fromkeys((*files, *there)))
+    return known
 
 
 def _stamp(file: str) -> tuple[int, ...]:

@@ -231,9 +231,9 @@ def speeds(
         for number, (name, (attend, step)) in enumerate(every.items()):
             progress(f"{turn * len(every) + number}/{(turns + 1) * len(every)} trains by {name}")
             with attention_by(attend):
-                took, peak, found = _turn(step, steps, device)
+                took, peak, losses = _turn(step, steps, device)
             seconds[name].append(took / steps)
-            seen[name] += found
+            seen[name] += losses
             peaks[name] = max(peaks[name], peak if len(seconds[name]) > 1 else 0)
     return [
         Speed(name, no.status, why=no.why) if (no := refused[name]) else _speed(name, size, seconds[name][1:], seen[name], peaks[name])
@@ -267,8 +267,8 @@ def _turn(step: Callable[[], Any], steps: int, device: str) -> tuple[float, int,
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     before, began = torch.cuda.memory_allocated(device) if gpu else 0, time.perf_counter()
-    found = [step() for _ in range(steps)]
+    losses = [step() for _ in range(steps)]
     if gpu:
         torch.cuda.synchronize(device)
     took = time.perf_counter() - began
-    return took, torch.cuda.max_memory_allocated(device) - before if gpu else 0, [float(loss) for loss in found]
+    return took, torch.cuda.max_memory_allocated(device) - before if gpu else 0, [float(loss) for loss in losses]

@@ -110,7 +110,6 @@ static void init_fiber(Worker& w, int t, Dim3 block_index, Dim3 block, Dim3 grid
         .dynamic_bytes = w.launch->dynamic_bytes,
         .lane = t % 32,
         .race = w.race != nullptr,
-        .cluster_rank = w.rank,
         .cluster_blocks = w.cluster ? w.cluster->blocks : 1,
         .scratch = whole_warp ? w.scratch[t / 32] : nullptr,
     };
@@ -489,11 +488,6 @@ void fa_host_tma_store(const void* given, const void* from, const int* at, int r
     char* smem = const_cast<char*>(static_cast<const char*>(from));
     const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, 0, nullptr};
     Async::of(w)->begin_store(w, map, smem, at, copy);
-}
-
-void fa_host_tma_prefetch(const void* given, const char* file, int line) {
-    auto& map = *static_cast<const TensorMap*>(given);
-    checked_map(*this_worker, given, nullptr, int(map.rank), "tma_prefetch_map", file, line);
 }
 
 // Like a store through a map of `count` floats.

@@ -14,9 +14,9 @@ struct Self {
     char* dynamic_shared;
     unsigned dynamic_bytes;
     int lane;
-    bool race;      // the race check is on
-    int cluster_rank, cluster_blocks;  // this block's place in its cluster, and the blocks of that; 0 and 1 without clusters
-    void* scratch;  // memory of this warp for words that take all 32 lanes; null in a warp with fewer
+    bool race;           // the race check is on
+    int cluster_blocks;  // blocks of this block's cluster; 1 without clusters
+    void* scratch;       // memory of this warp for words that take all 32 lanes; null in a warp with fewer
 };
 
 constexpr int scratch_bytes = 4416;
@@ -108,7 +108,6 @@ void fa_host_proxy_fence_of_turns();  // of global memory: between a turn and th
 // TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
 void fa_host_tma_store(const void* map, const void* from, const int* at, int rank, const char* file, int line);
-void fa_host_tma_prefetch(const void* map, const char* file, int line);
 void fa_host_bulk_add(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
 void fa_host_bulk_wait(int but, bool read);

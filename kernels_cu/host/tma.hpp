@@ -20,7 +20,6 @@ static inline const TensorMap& checked_map(Worker& w, const void* given, const v
     auto& map = *static_cast<const TensorMap*>(given);
     if (map.magic != TensorMap::written) tma_fault(w, "no tensor map: the header's [tensor_map.NAME] makes one", word, file, line);
     if (int(map.rank) != rank) tma_fault(w, "a tensor map of another rank than the word", word, file, line);
-    if (!smem) return map;
     const char* at = static_cast<const char*>(smem);
     const long long byte = at - w.arena;
     if (byte < 0 || byte + map.box_bytes() > w.launch->dynamic_bytes) tma_fault(w, "a box outside dynamic shared memory", word, file, line);

@@ -11,7 +11,6 @@ import pytest
 from click.shell_completion import BashComplete, ShellComplete, ZshComplete
 
 import cli
-from harness import peers
 from harness.kernel import catalogue
 from harness.terminal import complete
 from harness.verbs import sweep
@@ -28,7 +27,6 @@ def test_the_names_are_those_of_the_harness() -> None:
     """The lists that are read from file names."""
     assert complete.kernels() == list(dict.fromkeys(kernel.name for kernel in catalogue()))
     assert complete.sweeps() == sorted(sweep.sweeps())
-    assert peers.names() == complete.PEERS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Thread-block clusters and their words on every backend that has them: ranks, the barrier, copies and arrivals between blocks, multicast.
+"""Thread-block clusters and their words on every backend that has them: the barrier, copies and arrivals between blocks, multicast.
 
 On the CPU also under random schedules and the race check.
 """
@@ -23,7 +23,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
     forward(const __grid_constant__ fa::Args args{maps}) {{
     unsigned char* smem = fa::dynamic_shared_1024();
     uint32_t* out = static_cast<uint32_t*>(args.O.data);
-    const int t = threadIdx.x, rank = fa::cluster_rank();
+    const int t = threadIdx.x, rank = blockIdx.x % CLUSTER;
 """
 #: How a test runs: on the backend itself, and on the CPU with a schedule or the race check.
 RUNS = [None, 1, 2, "race"]
@@ -41,9 +41,9 @@ def on(backend: Backend, how: int | str | None) -> Backend:
     return backend if how is None else Host(check="race") if how == "race" else Host(seed=int(how))
 
 
-# -- ranks and the barrier --------------------------------------------------------------------------------------------
+# -- the barrier -------------------------------------------------------------------------------------------------------
 
-RANKS = (
+PHASES = (
     entry()
     + """\
     const int wide = int(blockIdx.x) * 64 + t;
@@ -51,14 +51,14 @@ RANKS = (
     rank_smem[t] = 1000 * rank + t;
     int sum = 0;
     for (int i = 0; i < 3; ++i) {  // what one block writes, all read behind the barrier
-        if (rank == i % fa::cluster_size) out[512 + 64 * (3 * int(blockIdx.x / fa::cluster_size) + i) + t] = 7 * i + t;
+        if (rank == i % CLUSTER) out[512 + 64 * (3 * int(blockIdx.x / CLUSTER) + i) + t] = 7 * i + t;
         fa::cluster_arrive();
         fa::cluster_wait();
-        sum += int(out[512 + 64 * (3 * int(blockIdx.x / fa::cluster_size) + i) + (t + 1) % 64]);
+        sum += int(out[512 + 64 * (3 * int(blockIdx.x / CLUSTER) + i) + (t + 1) % 64]);
     }
     __syncthreads();
     out[wide] =
-        rank + 10 * fa::cluster_size + 100 * int(blockIdx.x / fa::cluster_size) +
+        rank + 10 * CLUSTER + 100 * int(blockIdx.x / CLUSTER) +
         (rank_smem[63 - t] == 1000 * rank + 63 - t && sum == 21 + 3 * ((t + 1) % 64)) * 10000;
 }
 """
@@ -67,22 +67,45 @@ RANKS = (
 
 @pytest.mark.parametrize("how", RUNS)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_rank_and_barrier(size: int, how: int | str | None, backend: Backend, tmp_path: Path) -> None:
-    """Each block knows its place; every thread passes the barrier's phases; static shared memory stays a block's own."""
-    kernel = bound(on(backend, how), tmp_path, RANKS, {}, {}, block=64, shared=1024, grid=8, cluster=size)
+def test_barrier(size: int, how: int | str | None, backend: Backend, tmp_path: Path) -> None:
+    """Every thread passes the barrier's phases; static shared memory stays a block's own."""
+    kernel = bound(on(backend, how), tmp_path, PHASES, {}, {}, block=64, shared=1024, grid=8, cluster=size)
     got = with_fields(kernel).view(np.uint32)[:512].reshape(8, 64)
     block = np.arange(8)
     assert np.array_equal(got, np.broadcast_to((block % size + 10 * size + 100 * (block // size) + 10000)[:, None], got.shape))
 
 
+#: Each block sends its number to the next rank.
+SQUARE = """\
+    uint64_t* full = reinterpret_cast<uint64_t*>(smem + 128);
+    const uint32_t number = blockIdx.y * gridDim.x + blockIdx.x, next = (rank + 1) % CLUSTER;
+    if (t == 0) {
+        fa::mbarrier_init(full, 1);
+        fa::mbarrier_init_fence();
+        fa::mbarrier_arrive_expect_tx(full, 16);
+    }
+    fa::cluster_sync();
+    if (t == 0) fa::store_remote_16(fa::map_shared(smem, next), number, 0, 0, 0, fa::map_shared(full, next));
+    fa::mbarrier_wait_parity(full, 0);
+    out[number * 64 + t] = *reinterpret_cast<const uint32_t*>(smem);
+    fa::cluster_sync();
+}
+"""
+
+
 def test_a_cluster_of_two_dimensions(backend: Backend, tmp_path: Path) -> None:
     """Ranks go along x first, then along y."""
-    code = RANKS.replace("__cluster_dims__(CLUSTER, 1, 1)", "__cluster_dims__(2, 2, 1)").partition("    const int wide")[0]
-    code += "    out[int(blockIdx.y * gridDim.x + blockIdx.x) * 64 + t] = rank + 10 * fa::cluster_size;\n    fa::cluster_sync();\n}\n"
+    code = edited(
+        entry() + SQUARE,
+        ("__cluster_dims__(CLUSTER, 1, 1)", "__cluster_dims__(2, 2, 1)"),
+        ("rank = blockIdx.x % CLUSTER", "rank = blockIdx.x % 2 + 2 * (blockIdx.y % 2)"),
+    )
     kernel = bound(backend, tmp_path, code, {}, {}, block=64, shared=1024, grid="[4, 4]", cluster="[2, 2]")
     got = with_fields(kernel).view(np.uint32)[:1024].reshape(4, 4, 64)
-    y, x = np.indices((4, 4))
-    assert np.array_equal(got[:, :, 0], 40 + x % 2 + 2 * (y % 2)) and (got == got[:, :, :1]).all()
+    for (y, x), received in np.ndenumerate(got[:, :, 0]):
+        before = (x % 2 + 2 * (y % 2) - 1) % 4
+        assert received == 4 * (y // 2 * 2 + before // 2) + x // 2 * 2 + before % 2
+    assert (got == got[:, :, :1]).all()
 
 
 # -- copies between blocks --------------------------------------------------------------------------------------------
@@ -91,7 +114,7 @@ def test_a_cluster_of_two_dimensions(backend: Backend, tmp_path: Path) -> None:
 EXCHANGE = (
     entry()
     + """\
-    const int bytes = 128 * 16, next = (rank + 1) % fa::cluster_size;
+    const int bytes = 128 * 16, next = (rank + 1) % CLUSTER;
     uint32_t* own_smem = reinterpret_cast<uint32_t*>(smem);              // [128][4]
     uint32_t* received_smem = reinterpret_cast<uint32_t*>(smem + bytes);  // [128][4]
     uint64_t* full = reinterpret_cast<uint64_t*>(smem + 2 * bytes);

@@ -216,7 +216,6 @@ with np.errstate(all="ignore"):
 #: name: kernel body, the answer in float64, how many ulp of float32 it may be off, and an absolute slack (near a zero of log2).
 APPROXIMATE: dict[str, tuple[str, Any, float, float]] = {
     "exp2_approx": ("y = __float_as_uint(fa::exp2_approx(x));", EXP2, 2, 0),
-    "lg2_approx": ("y = __float_as_uint(fa::lg2_approx(x));", LOG / np.log(2), 2, 2**-21),
     "exp": ("y = __float_as_uint(fa::exp(x));", EXP, 2, 1e-37),
     "log": ("y = __float_as_uint(fa::log(x));", LOG, 2, 0),
     "exp of doubles": ("y = __float_as_uint(float(fa::exp(double(x))));", EXP, 1, 1e-37),

@@ -45,7 +45,7 @@ CLUSTERED = """\
 extern "C" __global__ void prepare(const __grid_constant__ fa::Args args) {}
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(256, 1) forward(const __grid_constant__ fa::Args args) {
     fa::cluster_sync();
-    if (threadIdx.x == 0) static_cast<int*>(args.O.data)[blockIdx.x] = fa::cluster_rank();
+    if (threadIdx.x == 0) static_cast<int*>(args.O.data)[blockIdx.x] = blockIdx.x % CLUSTER;
 }
 """
 DIMS = "__cluster_dims__(CLUSTER, 1, 1) "

@@ -155,6 +155,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
     for pattern in (
         "kernels_cu/*.cu",
         "kernels_cu/*.md",
+        "kernels_cu/plain/*.cu",
         "kernels_cu/ring/*.cu",
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.*",

@@ -34,7 +34,7 @@ def essay(text: str) -> str:
 
 
 def faults(text: str, macros: set[str]) -> set[str]:
-    """What in a kernel's text breaks the rules of design section 2, each in a word."""
+    """What in a kernel's text breaks the rules of the tree's kernels, each in a word."""
     body, found = code(text), set()
     for include in re.findall(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*$", body, re.M):
         if not (re.fullmatch(r"<fa/\w+\.cuh>", include) and (INCLUDE / include[1:-1]).is_file()):

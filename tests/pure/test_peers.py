@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from harness.check.oracle import oracle_for
 from harness.dataset import generate as draws
 from harness.dataset.storage import STORAGE
 from harness.fault import UsageFault
-from harness.peers import base, flash, on_numpy
+from harness.peers import FAMILIES, base, flash, on_numpy
 from harness.problem import PASSES, Problem
 
 NAMES = (
@@ -36,7 +37,7 @@ NAMES = (
 )
 
 
-def peer(name: str) -> peers.Peer:
+def peer(name: str) -> base.Peer:
     """A peer that must exist."""
     found = peers.find(name)
     assert found is not None
@@ -47,6 +48,7 @@ def test_names() -> None:
     """The names of results.csv's Kernel column, and nothing else is a peer."""
     assert peers.names() == NAMES
     assert all(peer(name).name == name for name in NAMES)
+    assert {name: tuple(p.name for p in importlib.import_module(f"harness.peers.{name}").PEERS) for name in FAMILIES} == FAMILIES
     assert peers.find("fa2") is None
     assert peers.usual("cpu") == ("torch-cpu", "numpy")
     assert peers.usual("cuda") == NAMES[1:-1]

@@ -6,17 +6,17 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import DEVICE, Array, Deadlock, Event, Machine, Stream, Together
+from gpus import DEVICE, Array, Deadlock, Event, Machine, Together
 
 from harness.fault import UsageFault
 from harness.ring import peer
-from harness.ring.transport import CudaClock, Stuck, wait_for
+from harness.ring.transport import Stuck, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,6 @@ class Ring:
         self.machine = Machine(random.Random(seed))
         monkeypatch.setitem(sys.modules, "cupy", self.machine.cupy)
         monkeypatch.setattr(module, "Driver", lambda: self.machine)
-        monkeypatch.setattr(CudaClock, "mark", lambda clock, stream: _recorded(stream))
         values, barrier = [None] * ranks, threading.Barrier(ranks)
         self.ranks, self.seen, self.passes = ranks, list[tuple[int, int, bytes]](), [0] * ranks
         self.controls = [Together(rank, values, barrier) for rank in range(ranks)]
@@ -72,38 +71,30 @@ class Ring:
     def enqueue(self, rank: int, sizes: list[int]) -> None:
         """A pass: it makes its own K and V; in each step they go on while compute reads them."""
         transport, blocks = self.transports[rank], self.blocks[rank]
-        transport.compute.add(lambda _: self.make(rank))
+        for half in (slice(0, self.ROOM // 2), slice(self.ROOM // 2, self.ROOM)):
+            transport.compute.add(lambda _, half=half: self.make(rank, half))
         for step in range(self.ranks):
             source = (rank - step) % self.ranks
             held, free = (blocks[0] if s == 0 else blocks[1 + (s - 1) % 2] for s in (step, step + 1))
             arrival = None
             if step + 1 < self.ranks:
                 arrival = transport.exchange(held[: sizes[source]], free[: sizes[source - 1]])
-            transport.compute.add(lambda _, held=held, source=source: self.read(rank, source, held.data.ptr, sizes[source]))
+            for _ in range(3):
+                transport.compute.add(lambda _, held=held, source=source: self.read(rank, source, held.data.ptr, sizes[source]))
             if arrival:
                 arrival.wait()
 
-    def make(self, rank: int) -> Iterator[bool]:
+    def make(self, rank: int, half: slice) -> None:
         """Bytes that are of this rank and this pass."""
-        self.passes[rank] += 1
-        for half in (slice(0, self.ROOM // 2), slice(self.ROOM // 2, self.ROOM)):
-            self.machine.bytes(self.blocks[rank][0].data.ptr, self.ROOM)[half] = 16 * self.passes[rank] + rank
-            yield True
+        self.passes[rank] += half.start == 0
+        self.machine.bytes(self.blocks[rank][0].data.ptr, self.ROOM)[half] = 16 * self.passes[rank] + rank
 
-    def read(self, rank: int, source: int, address: int, size: int) -> Iterator[bool]:
-        for _ in range(3):
-            self.seen.append((16 * self.passes[rank] + source, size, self.machine.bytes(address, size).tobytes()))
-            yield True
+    def read(self, rank: int, source: int, address: int, size: int) -> None:
+        self.seen.append((16 * self.passes[rank] + source, size, self.machine.bytes(address, size).tobytes()))
 
     def right(self) -> bool:
         """Whether every read found the bytes of its source in the same pass."""
         return all(data == bytes([value]) * size for value, size, data in self.seen)
-
-
-def _recorded(stream: Stream) -> Event:
-    event = Event()
-    event.record(stream)
-    return event
 
 
 def went(monkeypatch: pytest.MonkeyPatch, seed: int, ranks: int = 3, module: Any = peer) -> str:

@@ -28,6 +28,7 @@ TEXT = [
     (r"(?ms)^(In file included|[^\n]*: In function).*?(?=^\S+:\d+:\d+: error: )", ""),  # what compilers say before an error
     (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |\Z)", r"\1<compiler's text with nosuch>\n"),
     (r"(hint: the command was: ).*", r"\1<compiler's command>"),
+    (r"(geometric mean of B / A )[\d.]+", r"\1<ratio>"),  # compare's numbers follow committed runs: test_compare.py has them
 ]
 #: Columns of printed tables with errors, and the keys of JSON documents and columns of CSV files with them. A compiler decides them, but
 #: not the rest of the machine: test_machines.py has them without a mask.
@@ -40,12 +41,14 @@ ERROR_KEYS = [
 COLUMNS = [
     *ERROR_COLUMNS,
     (r"ms|ms \(median\)|CPU ms|seconds", "<float>"),
-    (r"times as fast as .*", "<ratio>"),
+    (r"times as fast as .*|B / A", "<ratio>"),
+    (r"A ms|B ms|95% interval", "<float>"),
     (r"registers", "<int>"),
 ]
 #: Keys of JSON documents and columns of CSV files; the mask is of all that lies below the key. null and empty cells stay.
 KEYS = [
     (r"time_ms|tflops|gbps|KernelTime_ms|TorchTime_ms|Speedup|TFLOPS|Bandwidth_GBps", "<float>"),
+    (r"a_ms|b_ms|ratio|low|high|geomeans?", "<float>"),  # compare's
     (r"ms|p20_ms|p80_ms|call_ms|samples_ms|seconds|vs_default|vs_low|vs_high", "<float>"),
     *ERROR_KEYS,
     (r"registers|cpus", "<int>"),
@@ -153,10 +156,10 @@ def _tables(block: str) -> str:
     lines = []
     for line in block.split("\n"):
         words = _words(line)
-        if not header and len(words) > 2 and any(_mask(word[0], COLUMNS) for word in words):
+        if not header and len(words) > 1 and any(_mask(word[0], COLUMNS) for word in words):
             header = words
             lines.append("  ".join(word[0] for word in words))
-        elif header and len(words) > 2:
+        elif header and len(words) > 1:
             lines.append("  ".join(_in_column(word, header) for word in words))
         else:
             lines.append(line)

@@ -44,8 +44,8 @@ def compiler() -> tuple[str, ...]:
     """The C++ compiler's command: FA_CLI_CXX, g++, clang++ or `python -m ziglang c++`. Raises EnvironmentFault where there is none."""
     chosen = os.environ.get("FA_CLI_CXX")
     for name in (chosen,) if chosen else ("g++", "clang++"):
-        if found := shutil.which(name):
-            return (found,)
+        if path := shutil.which(name):
+            return (path,)
     with contextlib.suppress(ImportError):
         import ziglang  # type: ignore[import-not-found]  # noqa: F401  # optional; found, not used
 
@@ -195,8 +195,8 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         flags.append("-O2" if products else "-O3")
     text = [unit.replace(str(kernel.path), "".join(places(kernel.path)) + kernel.path.name)] if anywhere else [unit, *found_in]
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
-    if found := _open.get(key):
-        return found
+    if library := _open.get(key):
+        return library
     compile_ = [*flags, *found_in, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
     engine()  # before a library that needs its symbols
     if products:

@@ -165,14 +165,14 @@ def _disk(path: Path, error: OSError) -> DiskFault:
 def _checked(folder: int, key: str, place: Path) -> int | None:
     """A descriptor of a library that is ours and has the hash of its note; None where it is to be built."""
     descriptors = [_regular(folder, name, place) for name in (f"{key}.json", f"{key}.so")]
-    note, found = descriptors
+    note, library = descriptors
     try:
-        if note is not None and found is not None:
+        if note is not None and library is not None:
             with contextlib.suppress(ValueError, RecursionError):
                 said = json.loads(os.read(note, JSON_LIMIT))
-                if isinstance(said, dict) and said.get("sha256") == _hash(found):
-                    descriptors.remove(found)
-                    return found
+                if isinstance(said, dict) and said.get("sha256") == _hash(library):
+                    descriptors.remove(library)
+                    return library
     finally:
         for descriptor in filter(None, descriptors):
             os.close(descriptor)

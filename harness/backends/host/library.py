@@ -72,23 +72,23 @@ def same_code(a: Path, b: Path) -> bool:
 
 def _plain(symbol: str) -> str:
     """The last name in a mangled symbol (Itanium C++ ABI): f of _ZN1a1fEi, big of _ZZ7forwardE3big."""
-    found = symbol
+    name = symbol
     for start in re.finditer(r"(?<=Z|N|E)\d+", symbol):
         at = start.start()
         while length := re.match(r"\d+", symbol[at:]):
-            found = symbol[at + length.end() :][: int(length[0])]
+            name = symbol[at + length.end() :][: int(length[0])]
             at += length.end() + int(length[0])
-    return found
+    return name
 
 
 def _line(kernel: Kernel, name: str, beside: str = "") -> str:
     """file:line of a name in the kernel or a header of the user's, the last where it stands beside a word or is called; else the file."""
-    found = ""
+    place = ""
     for file in user_files(kernel.path):
         for number, line in enumerate(without_comments(file.read_text(encoding="utf-8", errors="replace")).splitlines(), 1):
-            if re.search(rf"(?:\b|__builtin_){re.escape(name)}\b", line) and beside in line and ("extern" not in line or not found):
-                found = f"{file}:{number}"
-    return found or str(kernel.path)
+            if re.search(rf"(?:\b|__builtin_){re.escape(name)}\b", line) and beside in line and ("extern" not in line or not place):
+                place = f"{file}:{number}"
+    return place or str(kernel.path)
 
 
 def _sections(path: Path) -> list[_Section]:

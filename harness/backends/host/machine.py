@@ -48,8 +48,8 @@ def tensor_core() -> int:
 def processor() -> str:
     """The processor's model name, from /proc/cpuinfo."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M):
-            return found[1]
+        if model := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M):
+            return model[1]
     return platform.machine()
 
 

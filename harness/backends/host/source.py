@@ -77,8 +77,8 @@ def _sizes(args: tuple[str, ...], maps: tuple[str, ...]) -> str:
 
 def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
     bare = without_comments(file.read_text(encoding="utf-8", errors="replace"))
-    if found := _FOREIGN.search(bare):
-        line = bare.count("\n", 0, found.start()) + 1
-        what = f"#include <{found['header']}>" if found["header"] else "inline PTX"
+    if foreign := _FOREIGN.search(bare):
+        line = bare.count("\n", 0, foreign.start()) + 1
+        what = f"#include <{foreign['header']}>" if foreign["header"] else "inline PTX"
         why = f"{file}:{line}: {what} has no meaning on the CPU backend: there a kernel speaks CUDA C++ and the words of <fa/...>"
-        raise CompileError(kernel, (), why if found["header"] in HEADERS else f"{why}; on a GPU it runs as it is (--device cuda)")
+        raise CompileError(kernel, (), why if foreign["header"] in HEADERS else f"{why}; on a GPU it runs as it is (--device cuda)")

@@ -41,9 +41,6 @@ template <int N> __forceinline__ void setmaxnreg_dec() { static_assert(N >= 24 &
 
 __forceinline__ int warpgroup_index() { return int(threadIdx.x) / 128; }
 
-// Of the lanes of a converged warp the hardware elects one; here it is lane 0.
-__forceinline__ bool elect_one() { return threadIdx.x % 32 == 0; }
-
 __forceinline__ void schedule_fence() {}
 
 }  // namespace fa

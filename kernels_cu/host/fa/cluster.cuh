@@ -10,23 +10,16 @@
 
 namespace fa {
 
-constexpr int cluster_size = CLUSTER;
-
 namespace host {
 
 // A kernel file may have launches with and without clusters.
 __forceinline__ void in_cluster(const char* file, int line) {
-    if (fa_host_self->cluster_blocks != cluster_size) fa_host_fail("a word of clusters in a launch without clusters", file, line);
+    if (fa_host_self->cluster_blocks != CLUSTER) fa_host_fail("a word of clusters in a launch without clusters", file, line);
 }
 
 }  // namespace host
 
 // Inlined also at -O1 (the race check), so that a report names the kernel's line.
-__forceinline__ int cluster_rank(FA_HOST_HERE) {
-    host::in_cluster(file, line);
-    return fa_host_self->cluster_rank;
-}
-
 __forceinline__ void cluster_arrive(FA_HOST_HERE) {
     host::in_cluster(file, line);
     fa_host_cluster_arrive(file, line);
@@ -39,7 +32,7 @@ __forceinline__ void cluster_sync(FA_HOST_HERE) {
 
 __forceinline__ uint32_t map_shared(const void* smem, int rank, FA_HOST_HERE) {
     host::in_cluster(file, line);
-    if (uint32_t(rank) >= uint32_t(cluster_size)) fa_host_fail("map_shared to a block outside the cluster", file, line);
+    if (uint32_t(rank) >= uint32_t(CLUSTER)) fa_host_fail("map_shared to a block outside the cluster", file, line);
     return smem_u32(smem, file, line) + (uint32_t(rank + 1) << fa_host::rank_shift);
 }
 

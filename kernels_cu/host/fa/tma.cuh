@@ -14,8 +14,6 @@ __forceinline__ unsigned char* dynamic_shared_1024() { return reinterpret_cast<u
 
 constexpr uint64_t evict_first = 0x12f0000000000000ull, evict_last = 0x14f0000000000000ull;
 
-__forceinline__ void tma_prefetch_map(const TensorMap* map, FA_HOST_HERE) { fa_host_tma_prefetch(map, file, line); }
-
 __forceinline__ void tma_load_4d(void* tile_smem, const TensorMap* map, uint64_t* barrier_smem, int c0, int c1, int c2, int c3,
                                  FA_HOST_HERE) {
     const int at[4] = {c0, c1, c2, c3};

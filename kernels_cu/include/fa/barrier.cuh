@@ -91,19 +91,6 @@ template <int N> __device__ __forceinline__ void setmaxnreg_dec() { asm volatile
 // in uniform registers.
 __device__ __forceinline__ int warpgroup_index() { return __shfl_sync(full_warp, int(threadIdx.x) / 128, 0); }
 
-// True in one lane of a warp whose lanes are all here.
-__device__ __forceinline__ bool elect_one() {
-    uint32_t elected;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "elect.sync _|p, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(elected));
-    return elected;
-}
-
 // The compiler moves no instruction across it. It costs one issue slot (pmevent triggers a performance monitor nobody listens to).
 __device__ __forceinline__ void schedule_fence() { asm volatile("pmevent 0;" ::: "memory"); }
 

@@ -1,5 +1,6 @@
 // Thread-block clusters (sm_90): blocks of one grid that run at the same time on neighbouring multiprocessors and reach each other's shared
-// memory (distributed shared memory). The header's [[launch]] has `cluster = 2`, the entry `__cluster_dims__(CLUSTER, 1, 1)`.
+// memory (distributed shared memory). The header's [[launch]] has `cluster = 2`, the entry `__cluster_dims__(CLUSTER, 1, 1)`. A block's
+// rank in its cluster is then blockIdx.x % CLUSTER.
 //
 // A word takes the place of another block as an address of map_shared: that of the same place in that block. A block's shared memory is
 // there from the cluster barrier at its beginning until it ends, so a kernel has one behind its mbarrier_init, and a block must not end
@@ -13,16 +14,6 @@
 #endif
 
 namespace fa {
-
-// Blocks of a cluster.
-constexpr int cluster_size = CLUSTER;
-
-// This block's place in its cluster, 0 to cluster_size - 1: blockIdx.x % cluster_size where the cluster lies along x.
-__device__ __forceinline__ int cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return int(rank);
-}
 
 // The barrier of all threads of the cluster that have not ended, in two halves: each thread arrives, then waits. What a thread wrote before
 // it arrives is visible to every thread that has waited. It waits for the thread's stores and reductions: not for a main loop.

@@ -1,4 +1,4 @@
-// The functions of the softmax. exp2_approx and lg2_approx are one instruction each; exp and log are the accurate ones.
+// The functions of the softmax. exp2_approx is one instruction; exp and log are the accurate ones.
 #pragma once
 
 #include <fa/types.cuh>
@@ -14,13 +14,6 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// log2(x); log2(0) = -inf (lg2.approx.ftz).
-__device__ __forceinline__ float lg2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -24,8 +24,6 @@ __device__ __forceinline__ unsigned char* dynamic_shared_1024() {
 // What becomes of a line in the L2 cache: kept least or kept longest.
 constexpr uint64_t evict_first = 0x12f0000000000000ull, evict_last = 0x14f0000000000000ull;
 
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
 // Starts to copy the box at (c0, c1, c2, c3), innermost coordinate first, to tile_smem. c0 is a multiple of 16 bytes: the ISA does not say
 // so, but at any other an H200 stops with an illegal instruction. The box's bytes, those outside the tensor counted, are taken off what the
 // barrier expects. One thread issues it.

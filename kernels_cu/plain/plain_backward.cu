@@ -1,8 +1,3 @@
-"""The kernels of `fa-cli new --plain`: plain pointers and sizes, no header of ours, short enough to read before they are changed."""
-
-from __future__ import annotations
-
-_HEADER = """\
 // /// kernel
 // title = "my kernel, with plain parameters"
 // dtypes = ["float32"]
@@ -13,18 +8,18 @@ _HEADER = """\
 // cross = true
 // logits = "any"
 // deterministic = true
-"""
-_LAUNCH = """\
 // [[launch]]
-// entry = "{entry}"
-// grid = ["ceil_div({rows}, 4)", "{heads}", "batch"]
+// entry = "dq"
+// grid = ["ceil_div(seq_q, 4)", "heads_q", "batch"]
 // block = 128
-// args = [{args}]
-"""
-_FORWARD_ARGS = ("Q", "K", "V", "O", "logsumexp")
-_BACKWARD_ARGS = ("Q", "K", "V", "O", "logsumexp", "dO")
-_SIZES = ("heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift", "scale")
-_WORDS = """
+// args = ["Q", "K", "V", "O", "logsumexp", "dO", "dQ", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift", "scale"]
+// [[launch]]
+// entry = "dkdv"
+// grid = ["ceil_div(seq_kv, 4)", "heads_kv", "batch"]
+// block = 128
+// args = ["Q", "K", "V", "O", "logsumexp", "dO", "dK", "dV", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift", "scale"]
+// ///
+
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int COLUMNS = HEAD_DIM / 32;  // of a lane: lane, lane + 32, ...
 
@@ -53,42 +48,7 @@ __device__ void add_rows(float (&sum_reg)[COLUMNS], const float* weight_smem, co
         sum_reg[c] += tile;
     }
 }
-"""
-_FORWARD = """
-// O = softmax(scale * Q K^T) V. A warp has one query; 32 keys at a time, a key a lane, by online softmax.
-extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp, int heads_q, int heads_kv,
-                                   int seq_q, int seq_kv, int head_dim, int causal_shift, float scale) {
-    const int query = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    if (query >= seq_q) return;
-    const long long row = ((long long)blockIdx.z * heads_q + head) * seq_q + query;
-    const long long keys = ((long long)blockIdx.z * heads_kv + head / (heads_q / heads_kv)) * seq_kv;  // the first one
-    const int visible = CAUSAL ? min(seq_kv, query + causal_shift + 1) : seq_kv;
 
-    __shared__ float p_of_warp[4][32];
-    float* p_smem = p_of_warp[threadIdx.x / 32];  // [32]
-    const float infinity = __uint_as_float(0x7f800000u);
-    float row_max = -infinity, row_sum = 0, o_reg[COLUMNS] = {};
-    for (int first = 0; first < visible; first += 32) {
-        const int key = first + lane;
-        const float score = key < visible ? scale * dot(Q + row * head_dim, K + (keys + key) * head_dim, head_dim) : -infinity;
-        const float new_max = fmaxf(row_max, warp_max(score));
-        const float rescale = expf(row_max - new_max), p = expf(score - new_max);
-        row_max = new_max;
-        row_sum = row_sum * rescale + warp_sum(p);
-        for (int c = 0; c < COLUMNS; ++c) o_reg[c] *= rescale;
-        p_smem[lane] = p;
-        __syncwarp();
-        add_rows(o_reg, p_smem, V + (keys + first) * head_dim, visible - first, head_dim, lane);
-        __syncwarp();  // every lane has read p_smem
-    }
-    for (int c = 0; c < COLUMNS; ++c) {
-        const int column = lane + 32 * c;  // a query that sees no key gives 0
-        if (column < head_dim) O[row * head_dim + column] = row_sum == 0 ? 0.0f : o_reg[c] / row_sum;
-    }
-    if (lane == 0) logsumexp[row] = row_max + logf(row_sum);
-}
-"""
-_BACKWARD = """
 // With P = exp(scale * S - logsumexp) and delta = rowsum(dO * O): dS = P * (dO V^T - delta), dQ = scale * dS K. A warp has one query.
 extern "C" __global__ void dq(const float* Q, const float* K, const float* V, const float* O, const float* logsumexp, const float* dO,
                               float* dQ, int heads_q, int heads_kv, int seq_q, int seq_kv, int head_dim, int causal_shift, float scale) {
@@ -156,19 +116,3 @@ extern "C" __global__ void dkdv(const float* Q, const float* K, const float* V, 
         dV[row * head_dim + column] = dv_reg[c];
     }
 }
-"""
-
-
-def text(pass_: str, opening: str) -> str:
-    """A kernel file of a pass with plain parameters. opening: the comment after the header."""
-    if pass_ == "forward":
-        launches = _launch("forward", "seq_q", "heads_q", _FORWARD_ARGS)
-    else:
-        launches = _launch("dq", "seq_q", "heads_q", (*_BACKWARD_ARGS, "dQ"))
-        launches += _launch("dkdv", "seq_kv", "heads_kv", (*_BACKWARD_ARGS, "dK", "dV"))
-    return f"{_HEADER}{launches}// ///\n{opening}{_WORDS}{_FORWARD if pass_ == 'forward' else _BACKWARD}"
-
-
-def _launch(entry: str, rows: str, heads: str, tensors: tuple[str, ...]) -> str:
-    args = ", ".join(f'"{name}"' for name in (*tensors, *_SIZES))
-    return _LAUNCH.format(entry=entry, rows=rows, heads=heads, args=args)
