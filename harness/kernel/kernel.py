@@ -265,8 +265,8 @@ class Kernel:
                 f"its [tile] has {', '.join(self.tile) or 'nothing'}",
                 "--tile takes NAME=VALUE for a name of the header's [tile]",
             )
-        macros = ("DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in self.workspace))
-        refuse_taken(self.path, dict.fromkeys((*names, *macros)), tile=self.tile, let=self.let)
+        macros = {"DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in self.workspace)}
+        refuse_taken(self.path, macros | names.keys(), tile=self.tile, let=self.let)
         return names, choose(self.path, self.tile, self.choices, self.let, names, overrides)
 
     def for_auto(self, problem: Problem, device: Device) -> bool:

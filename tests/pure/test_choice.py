@@ -112,6 +112,8 @@ def test_let_names_an_expression_for_all_others(tmp_path: Path) -> None:
     assert [kernel.for_auto(problem, Device("cpu", "", sms=sms)) for sms in (5, 6)] == [False, True]
     with pytest.raises(UsageFault, match="has no tile value tiles"):
         plan(kernel, tiles=3)
+    below = HEADER.replace('"4 * HEAD_DIM"', '"4 - HEAD_DIM"').replace('"bytes * BLOCK_K"', '"max(96, bytes)"')
+    assert plan(read(tmp_path, below)).launches[0].shared == 96, "a part may be negative"
     assert counts_multiprocessors(kernel)
     assert not counts_multiprocessors(read(tmp_path, HEADER.replace("ceil_div(tiles, sms)", "tiles").replace('"the third"', '"sms"')))
 
