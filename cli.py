@@ -264,7 +264,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best header lines."""
+    """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best as a row of choice."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"], seldom=True)
     found = harness.verbs.tune.tune(name, pass_, problem, tiles=tile, note=errors.note, progress=progress, **given)
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])

@@ -10,9 +10,18 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// STREAMED = "min(64, 4 * LANES) if shared_optin >= 163840 or HEAD_DIM <= 64 else 32 if shared_optin >= 69888 or HEAD_DIM == 96 else 16"
-// RESIDENT = "floor_pow2(max(32, min(128, 224 - 6*LANES, (shared_optin // 4 - 2 * STREAMED * (HEAD_DIM+1)) // (2 * HEAD_DIM + STREAMED))))"
+// LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
+// STREAMED = "min(64, 4 * LANES) if ample else 16 if scarce else 32"
+// RESIDENT = "floor_pow2(max(32, min(128, 224 - 6 * LANES, rows)))"
+// [let]
+// ample = "shared_optin >= 163840 or HEAD_DIM <= 64"
+// scarce = "shared_optin < 69888 and HEAD_DIM != 96"
+// floats = "shared_optin // 4 - 2 * STREAMED * (HEAD_DIM + 1)"  # that the streamed tiles leave
+// rows = "floats // (2 * HEAD_DIM + STREAMED)"
+// [[choice]]
+// when = "HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= sms"
+// LANES = 32
+// evidence = "experiments/fp32/variants.txt, BAC: Small-1 30.9 us for 72.9, Small-2 52.6 for 134; more blocks than one each: not measured"
 // [workspace.delta]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q"

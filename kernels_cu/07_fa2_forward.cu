@@ -10,19 +10,34 @@
 // deterministic = true
 // aliases = ["flash"]
 // [tile]
-// LANES = "32 if HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms else 8 if HEAD_DIM <= 64 else 16"  # that share a row
-// ASYNC = "HEAD_DIM == 128 and sizeof_dtype == 4 and shared_optin >= 232448 and (seq_kv >= 1024 or ceil_div(seq_kv, 64) % 2 == 0)"
-// BLOCK_K = "128 if ASYNC else 32 if LANES >= max(32, seq_kv) or shared_optin < 1000 * HEAD_DIM else 64"
+// LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
+// ASYNC = "HEAD_DIM == 128 and sizeof_dtype == 4 and shared_optin >= 232448"
+// BLOCK_K = "128 if ASYNC else 32 if shared_optin < 1000 * HEAD_DIM else 64"
 // P_KEYS = "min(BLOCK_K, 64)"  # keys whose P is in shared memory at a time
 // PAD = "4 if ASYNC else 0"  # floats behind each row of K and P, in place of the swizzle
-// BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, (shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + P_KEYS)))))"
+// BLOCK_Q = "floor_pow2(max(32, min(128 - LANES // 32 * 96, rows)))"
 // PIECE = "32 if LANES == 8 else HEAD_DIM // 2 if BLOCK_Q <= HEAD_DIM // 4 else HEAD_DIM"  # columns of K, V at a time
 // UNROLL = "1 if LANES == 8 else 4 if ASYNC else 8"  # steps of four columns of S that the compiler may overlap
+// [let]
+// rows = "(shared_optin - 8 * BLOCK_K * HEAD_DIM) // (4 * (HEAD_DIM + P_KEYS))"  # of Q and P for which there is room
+// padding = "PAD * (BLOCK_K + P_KEYS)"
+// [[choice]]
+// when = "HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms"
+// LANES = 32
+// evidence = "experiments/fp32/variants.txt: Small-1 12.6 us for 22.2 (8 lanes), Small-3 19.1 for 37.7; Edge-NonPowerOf2 37.9 for 23.7"
+// [[choice]]
+// when = "HEAD_DIM == 128 and seq_kv < 1024 and ceil_div(seq_kv, 64) % 2"
+// ASYNC = 0
+// evidence = "a sum (NOTES.md, 07 fa2 forward): a last tile half empty costs up to a third, 128 keys give 8 %; the bound is not measured"
+// [[choice]]
+// when = "not ASYNC and LANES >= max(32, seq_kv)"
+// BLOCK_K = 32
+// evidence = "experiments/fp32/variants.txt: Edge-SmallSeq 8.64 us (lanes_32_keys_32) for 10.14 (lanes_32)"
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = "BLOCK_Q // 8 * LANES"
-// shared = "4 * (BLOCK_Q * (HEAD_DIM + P_KEYS) + 2 * BLOCK_K * HEAD_DIM + PAD * (BLOCK_K + P_KEYS))"
+// shared = "4 * (BLOCK_Q * (HEAD_DIM + P_KEYS) + 2 * BLOCK_K * HEAD_DIM + padding)"
 // ///
 //
 // Step 07, read against step 06. FlashAttention-2 on CUDA cores at 8 x 8 register tiles: swizzled shared memory, global loads

@@ -13,11 +13,13 @@
 // WARPS = 4
 // ROW_TILES = 2  # of 16 queries, a warp's
 // BLOCK_K = "64 if shared_optin >= 204800 else 32"  # keys of a tile
+// [let]
+// rows = "16 * ROW_TILES * WARPS + 2 * BLOCK_K"  # of Q, K and V
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(seq_q, 16 * ROW_TILES * WARPS)", "heads_q", "batch"]
 // block = "32 * WARPS"
-// shared = "2 * (16 * ROW_TILES * WARPS + 2 * BLOCK_K) * HEAD_DIM + 16 * WARPS * ((4 + 2 * ROW_TILES) * BLOCK_K + 64)"
+// shared = "2 * rows * HEAD_DIM + 16 * WARPS * ((4 + 2 * ROW_TILES) * BLOCK_K + 64)"
 // ///
 //
 // Step 10, read against step 09. Row tiles: each fragment of K and V is loaded once and used ROW_TILES times. A warp of step 09 loads

@@ -11,10 +11,15 @@
 // arithmetic = "p16"
 // aliases = ["kernel_mma_qreg_async"]
 // [tile]
-// BLOCK_Q = "32 if HEAD_DIM == 128 and shared_optin < 163840 else 128 if HEAD_DIM == 64 and shared_optin >= 165888 else 64"
-// BLOCK_K = "64 if HEAD_DIM == 32 or HEAD_DIM == 96 and shared_optin >= 232448 or HEAD_DIM >= 96 and shared_optin < 163840 else 128"
-// BLOCKS = "1 if HEAD_DIM % 64 == 0 or shared_optin < 232448 else 2 if HEAD_DIM == 96 else 3"  # per multiprocessor: sets the registers
+// BLOCK_Q = "32 if HEAD_DIM == 128 and small else 128 if HEAD_DIM == 64 and large else 64"
+// BLOCK_K = "64 if narrow else 128"
+// BLOCKS = "1 if HEAD_DIM % 64 == 0 or not hopper else 2 if HEAD_DIM == 96 else 3"  # per multiprocessor: sets the registers
 // DQ_KEYS = 64  # of a tile in the launch that computes dQ alone
+// [let]
+// small = "shared_optin < 163840"  # less than an A100's
+// large = "shared_optin >= 165888"
+// hopper = "shared_optin >= 232448"
+// narrow = "HEAD_DIM == 32 or HEAD_DIM == 96 and hopper or HEAD_DIM >= 96 and small"
 // [workspace.stats]
 // dtype = "float32"
 // size = "2 * batch * heads_q * round_up(seq_q, BLOCK_Q)"
@@ -31,7 +36,7 @@
 // entry = "gradients"
 // grid = ["ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
 // block = "2 * BLOCK_K"
-// shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 4 * BLOCK_Q * BLOCK_K + 16 * BLOCK_Q"
+// shared = "4 * HEAD_DIM * (BLOCK_K + 2 * BLOCK_Q) + 4 * BLOCK_Q * (BLOCK_K + 4)"
 // [[launch]]
 // entry = "dq"
 // when = "deterministic"

@@ -10,15 +10,40 @@
 // deterministic = true
 // arithmetic = "p16"
 // [tile]
-// CONSUMERS = "3 if HEAD_DIM == 64 and (seq_q > 1024 if causal else not ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms) == ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms) <= 2) else 2"  # warpgroups of 64 queries; few tiles: no fewer rounds of 128 than of 192
-// BLOCK_K = "128 if HEAD_DIM <= 128 else 80 if seq_kv > 1024 else 64"
+// CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
-// SECTION = "(16 if not causal or seq_kv < 8192 else 32) if HEAD_DIM <= 128 else 32 if seq_kv < 4096 else 64"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
+// [let]
+// rounds_2 = "ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms)"  # of tiles of two consumers over the multiprocessors
+// rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
+// rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
+// barriers = "5 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// [[choice]]
+// when = "HEAD_DIM == 64 and causal and seq_q <= 1024"
+// CONSUMERS = 2
+// evidence = "NOTES.md, 18 hopper forward: S1024 causal 327 TFLOP/s for 302, S4096 457 for 498; between them not measured"
+// [[choice]]
+// when = "HEAD_DIM == 64 and not causal and rounds_2 == rounds_3 <= 2"
+// CONSUMERS = 2
+// evidence = "NOTES.md, 18 hopper forward, Few heads: B4 H8 S1024 1.18 by fa-cli tune; that two rounds are the bound is a sum"
+// [[choice]]
+// when = "HEAD_DIM == 256 and seq_kv > 1024"
+// BLOCK_K = 80
+// evidence = "not measured: no record has 80 keys beside 64"
+// [[choice]]
+// when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
+// SECTION = 32
+// evidence = "NOTES.md, 18 hopper forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// [[choice]]
+// when = "HEAD_DIM == 256 and seq_kv >= 4096"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -43,7 +68,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * (Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K) + 8 * (5 * Q_STAGES * CONSUMERS + 4 * STAGES)"
+// shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
 //
 // Step 18, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took

@@ -11,43 +11,60 @@
 // float16_products = 3
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
-// BLOCK_Q = "64 if HEAD_DIM == 64 and seq_q > 32 else 32"
-// BLOCK_K = "32 if seq_kv <= 32 else max(8192 if HEAD_DIM == 64 else 4096, floor_pow2(shared_optin // 14)) // max(128, HEAD_DIM)"
+// BLOCK_Q = "64 if HEAD_DIM == 64 else 32"
+// BLOCK_K = "max(least, floor_pow2(shared_optin // 14)) // max(128, HEAD_DIM)"
 // WARP_K = "16 if HEAD_DIM == 256 or BLOCK_K == 32 else 32"  # keys of a warp
-// DIRECT = "1 if seq_kv <= BLOCK_K else 0"  # one tile of keys: its dQ is the whole dQ
+// DIRECT = 0  # 1: one tile of keys, whose dQ is the whole dQ
 // STAGES = "1 if HEAD_DIM == 256 or shared_optin < 163840 else 2"  # of Q and dO
 // BLOCKS = 1  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of dV and dK that the compiler may overlap; with more, registers spill
 // DQ_QUERIES = "32 if HEAD_DIM == 256 and shared_optin < 232448 else 64"  # of a block in the launch that computes dQ alone, 16 a warp
 // DQ_KEYS = "16 if HEAD_DIM == 256 or HEAD_DIM == 128 and shared_optin < 163840 else 32"  # of a tile there
+// [let]
+// least = "8192 if HEAD_DIM == 64 else 4096"
+// key_tiles = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K)"
+// query_tiles = "batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
+// stage = "8 * BLOCK_Q * (HEAD_DIM + 1) + 128"  # bytes of a tile of Q and dO with its scales
+// [[choice]]
+// when = "HEAD_DIM == 64 and seq_q <= 32"
+// BLOCK_Q = 32
+// evidence = "NOTES.md, 23 split backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
+// [[choice]]
+// when = "seq_kv <= 32"
+// BLOCK_K = 32
+// evidence = "as for 32 queries: alone, and the bound: not measured"
+// [[choice]]
+// when = "seq_kv <= BLOCK_K"
+// DIRECT = 1
+// evidence = "experiments/fp32/variants.txt, BAC: Edge-SmallSeq 11.46 us for 13.66 (not_direct), Small-1 20.99 for 22.46"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
 // init = "none"
 // [workspace.queries]
 // dtype = "float32"
-// size = "batch * heads_q * ceil_div(seq_q, BLOCK_Q) * (2 * BLOCK_Q * HEAD_DIM + 2 * BLOCK_Q + 32)"
+// size = "query_tiles * (2 * BLOCK_Q * HEAD_DIM + 2 * BLOCK_Q + 32)"
 // init = "none"
 // [workspace.dq]
 // dtype = "float32"
-// size = "4 if deterministic or DIRECT else batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// size = "4 if deterministic or DIRECT else query_tiles * BLOCK_Q * HEAD_DIM"
 // init = "none"
 // [[launch]]
 // entry = "prepare"
-// grid = "2 * batch * (heads_kv * ceil_div(seq_kv, BLOCK_K) + heads_q * ceil_div(seq_q, BLOCK_Q))"
+// grid = "2 * (key_tiles + query_tiles)"
 // block = 256
 // shared = 96
 // [[launch]]
 // entry = "gradients"
 // grid = ["ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
 // block = "BLOCK_K // WARP_K * 64"
-// shared = "8 * BLOCK_K * HEAD_DIM + 128 + STAGES * (8 * BLOCK_Q * HEAD_DIM + 8 * BLOCK_Q + 128) + 8 * BLOCK_K * BLOCK_Q"
+// shared = "8 * BLOCK_K * (HEAD_DIM + BLOCK_Q) + 128 + STAGES * stage"
 // [[launch]]
 // entry = "dq"
 // when = "deterministic and not DIRECT"
 // grid = ["ceil_div(seq_q, DQ_QUERIES)", "heads_q", "batch"]
 // block = "2 * DQ_QUERIES"
-// shared = "DQ_QUERIES // BLOCK_Q * (8 * BLOCK_Q * HEAD_DIM + 8 * BLOCK_Q + 128) + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
+// shared = "DQ_QUERIES // BLOCK_Q * stage + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
 // [[launch]]
 // entry = "convert"
 // when = "not deterministic and not DIRECT"

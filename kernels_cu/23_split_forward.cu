@@ -9,17 +9,27 @@
 // logits = "any"
 // deterministic = true
 // float16_products = 3
-// auto = "not (HEAD_DIM == 64 and seq_kv <= 128 and batch * heads_q * ceil_div(seq_q, 32) <= sms)"  # else step 07: one launch, no split
+// auto = "not (HEAD_DIM == 64 and seq_kv <= 128 and blocks <= sms)"  # else step 07: one launch, no split
 // [tile]
-// WARP_ROWS = "16 if HEAD_DIM == 256 or seq_q <= 64 else 32"  # queries of a warp
-// WARPS = "8 if HEAD_DIM == 256 and shared_optin > 200000 or HEAD_DIM == 128 and shared_optin >= 163840 and shared_optin < 200000 else 4"
+// WARP_ROWS = "16 if HEAD_DIM == 256 else 32"  # queries of a warp
+// WARPS = "8 if HEAD_DIM == 256 and hopper or HEAD_DIM == 128 and a100 else 4"
 // BLOCK_K = "16 if HEAD_DIM == 256 and shared_optin < 163840 else 32"
-// STAGES = "4 if HEAD_DIM == 64 else 2 if shared_optin < (200000 if HEAD_DIM == 128 else 163840) else 3"
+// STAGES = "4 if HEAD_DIM == 64 else 2 if shared_optin < least else 3"
 // BLOCKS = "1 if WARPS == 8 else 2"  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of P V that the compiler may overlap; with more, registers spill
+// [let]
+// blocks = "batch * heads_q * ceil_div(seq_q, 32)"  # of step 07
+// a100 = "163840 <= shared_optin < 200000"
+// hopper = "shared_optin > 200000"
+// least = "200000 if HEAD_DIM == 128 else 163840"  # for three stages
+// tile_floats = "BLOCK_K * HEAD_DIM + max(32, BLOCK_K)"  # of K or V, both parts, with scales
+// [[choice]]
+// when = "seq_q <= 64"
+// WARP_ROWS = 16
+// evidence = "NOTES.md, 23 split forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
 // [workspace.operands]
 // dtype = "float32"
-// size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
+// size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * tile_floats"
 // init = "none"
 // [[launch]]
 // entry = "prepare"
@@ -30,7 +40,7 @@
 // entry = "forward"
 // grid = ["ceil_div(seq_q, WARPS * WARP_ROWS)", "heads_q", "batch"]
 // block = "32 * WARPS"
-// shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * (BLOCK_K * HEAD_DIM + max(32, BLOCK_K))"
+// shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * tile_floats"
 // ///
 //
 // Step 23, read against step 14. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of

@@ -9,7 +9,7 @@
 // logits = "any"
 // deterministic = true
 // float16_products = 3
-// auto = "seq_q > 64 and not (HEAD_DIM == 64 and seq_kv <= 128 and batch * heads_q * ceil_div(seq_q, 32) <= sms)"  # else 15, or 07
+// auto = "seq_q > 64 and not (HEAD_DIM == 64 and seq_kv <= 128 and blocks <= sms)"  # else step 23, or 07
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
 // BLOCK_K = "32 if HEAD_DIM == 256 else 96"
@@ -17,6 +17,12 @@
 // PINGPONG = 1   # the products of the consumers take turns
 // PIN = 1        # the softmax ends before its consumer waits for its turn
 // SECTION = 64  # MB of K and V of the heads that run at the same time, under the causal mask
+// [let]
+// blocks = "batch * heads_q * ceil_div(seq_q, 32)"  # of step 07
+// q_tiles = "heads_q * ceil_div(seq_q, BLOCK_K)"  # of a batch, for prepare
+// k_tiles = "heads_kv * ceil_div(seq_kv, BLOCK_K)"
+// factors = "4 * STAGES * round_up(BLOCK_K, 32)"  # bytes
+// barriers = "4 * CONSUMERS + 2 * STAGES"
 // [workspace.q_parts]
 // dtype = "float16"
 // size = "2 * batch * heads_q * seq_q * HEAD_DIM"
@@ -70,7 +76,7 @@
 // box = ["BLOCK_K", 1, 1, 1]
 // [[launch]]
 // entry = "prepare"
-// grid = "batch * (heads_q * ceil_div(seq_q, BLOCK_K) + 2 * heads_kv * ceil_div(seq_kv, BLOCK_K))"
+// grid = "batch * (q_tiles + 2 * k_tiles)"
 // block = 256
 // shared = 32
 // maps = []
@@ -78,7 +84,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + 4 * STAGES * round_up(BLOCK_K, 32) + 8 * (4 * CONSUMERS + 2 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + factors + 8 * barriers"
 // ///
 //
 // Step 24, read against steps 23 and 18: the arithmetic of 23 in the structure of 18. Each float32 operand is two float16,

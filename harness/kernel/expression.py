@@ -77,6 +77,20 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     return value
 
 
+def names_of(expression: int | str) -> frozenset[str]:
+    """The names that a header expression has, its functions left out. Raises ExpressionError where it is none."""
+    return _names_of(expression) if isinstance(expression, str) else frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _names_of(expression: str) -> frozenset[str]:
+    try:
+        tree = _parsed(expression)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExpressionError(f"{clipped(expression, 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys()
+
+
 @lru_cache(maxsize=4096)
 def _parsed(expression: str) -> ast.expr:
     """An expression's syntax tree, cached: headers hold a few dozen expressions, evaluated for each problem and tile."""

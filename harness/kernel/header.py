@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, READS, WRITES
-from .expression import LANGUAGE, ExpressionError
+from .expression import LANGUAGE, ExpressionError, names_of
 
 #: A TOML table as tomllib reads it. Its values are checked by the tables of kinds below (REQUIRED and so on) before any use.
 Table = dict[str, Any]
@@ -88,6 +88,8 @@ OPTIONAL: dict[str, Kind] = {
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
+    "choice": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[choice]]"),
+    "let": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "workspace": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [workspace.NAME]"),
     "tensor_map": (lambda v: _named(v) and all(isinstance(x, dict) for x in v.values()), "a table of tables, [tensor_map.NAME]"),
 }
@@ -111,6 +113,9 @@ _TENSOR_MAP_OPTIONAL: dict[str, Kind] = {
     "swizzle": _NUMBER,
     "dims": (_numbers, "a list of sizes"),
     "strides": (lambda v: v == [] or _numbers(v), "a list of sizes"),
+}
+_CHOICE_REQUIRED: dict[str, Kind] = {
+    "evidence": (lambda v: isinstance(v, str) and bool(v.strip()), "a text: the measurement the row stands on, or that there is none"),
 }
 _WORKSPACE: dict[str, Kind] = {
     "dtype": (lambda v: isinstance(v, str) and v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
@@ -171,6 +176,7 @@ def read_header(path: Path) -> Table:
         where = list(dict.fromkeys(place for _, place in lacking))
         names = [f"{', '.join(repr(key) for key, place in lacking if place == each)}{f' in {each}' * bool(each)}" for each in where]
         raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
+    _check_choices(lines, head)
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     maps, tensors = head.get("tensor_map", {}), {*READS["backward"], *WRITES["backward"], *head.get("workspace", {})}
@@ -183,6 +189,24 @@ def read_header(path: Path) -> Table:
         if unknown := [name for name in item.get("maps", ()) if name not in maps]:
             raise lines.bad("maps", f"the header has no tensor_map.{clipped(unknown[0], 40)}")
     return head
+
+
+def _check_choices(lines: _Lines, head: Table) -> None:
+    """Raise UsageFault for a row of choice with an unknown name or a wrong expression, or without a value or evidence, at its own line."""
+    tile = head.get("tile", {})
+    if twice := [name for name in head.get("let", ()) if name in tile]:
+        raise lines.bad(twice[0], f"{twice[0]} is in [tile] and in [let]")
+    for place, item in enumerate(head.get("choice", ())):
+        row = lines.of_row("choice", place)
+        if row.check("choice", item, _CHOICE_REQUIRED, {"when": _NUMBER, **dict.fromkeys(tile, _NUMBER)}):
+            raise row.bad("choice", "the header lacks the required key 'evidence' in choice")
+        if not item.keys() & tile.keys():
+            raise row.bad("choice", f"a choice gives a value to a name of [tile]: {', '.join(tile) or 'it has none'}")
+        for key in item.keys() - {"evidence"}:
+            try:
+                names_of(item[key])
+            except ExpressionError as error:
+                raise row.bad(key, f"{key} in choice: {error}") from None
 
 
 def _rules(arch: str | dict[str, str]) -> list[str]:
@@ -246,6 +270,13 @@ class _Lines:
                 self.integers(each, key)
         elif type(value) is int and not -(2**63) <= value < 2**63:
             raise self.bad(key, f"{clipped(key, 40)} has an integer beyond 64 bits")
+
+    def of_row(self, table: str, place: int) -> _Lines:
+        """The lines from the [[table]] of that place on; all where tables are written in another way."""
+        starts = [found.start() for found in re.finditer(rf"^\[\[{table}\]\]", self.body, re.M)]
+        if place >= len(starts):
+            return self
+        return _Lines(self.path, self.first + self.body.count("\n", 0, starts[place]), self.body[starts[place] :])
 
     def bad(self, key: str, message: str) -> UsageFault:
         """A fault at the line of a key or a table of that name."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..fault import UsageFault, clipped
 from ..problem import DTYPE_BYTES, PASSES, Problem
-from .expression import ExpressionError, evaluate
-from .header import Launch, Table, bad, read_header, wrong_expression
+from .choice import Choice, choose, number, refuse_taken
+from .header import Launch, Table, bad, read_header
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
@@ -57,6 +57,8 @@ class Kernel:
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
+    choices: tuple[Choice, ...] = ()
+    let: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Table] = field(default_factory=dict)
     tensor_map: Mapping[str, Table] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
@@ -105,6 +107,8 @@ class Kernel:
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),
+            choices=tuple(map(Choice.of, head.get("choice", ()))),
+            let=head.get("let", {}),
             workspace=head.get("workspace", {}),
             tensor_map=head.get("tensor_map", {}),
             launches=tuple(Launch.of(item, head.get("tensor_map", {})) for item in head["launch"]),
@@ -150,7 +154,12 @@ class Kernel:
     @property
     def _takes_any_width(self) -> bool:
         """Whether it is told the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
-        return self._is_told("head_dim") or any(re.search(r"\bhead_dim\b", str(value)) for value in self.tile.values())
+        return self._is_told("head_dim") or bool(re.search(r"\bhead_dim\b", repr(self.tile_expressions)))
+
+    @property
+    def tile_expressions(self) -> tuple[int | str, ...]:
+        """All that decides its tile values: those of [tile], and the rows of choice with their conditions."""
+        return (*self.tile.values(), *(text for row in self.choices for text in (row.when, *dict(row.values).values())))
 
     def _is_told(self, name: str) -> bool:
         return any(not launch.args or name in launch.args for launch in self.launches)
@@ -261,6 +270,10 @@ class Kernel:
 
     def names(self, problem: Problem, device: Device, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
         """Every name of this kernel's expressions, with its value for a problem. Raises UsageFault for an unknown or taken tile name."""
+        return self._chosen(problem, device, overrides or {})[0]
+
+    def _chosen(self, problem: Problem, device: Device, overrides: Mapping[str, int]) -> tuple[dict[str, int], tuple[Choice, ...]]:
+        """The names, and the rows of choice that gave tiles their values."""
         width = next(w for w in self.head_dims if w >= problem.head_dim)
         names = {
             "batch": problem.batch,
@@ -277,22 +290,15 @@ class Kernel:
             "l2_bytes": device.l2_bytes,
             "shared_optin": device.shared_optin,
         }
-        overrides = dict(overrides or {})
-        unknown = set(overrides) - set(self.tile)
-        if unknown:
+        if unknown := set(overrides) - set(self.tile):
             raise UsageFault(
                 f"{self.label} has no tile value {', '.join(sorted(unknown))}",
                 f"its [tile] has {', '.join(self.tile) or 'nothing'}",
                 "--tile takes NAME=VALUE for a name of the header's [tile]",
             )
         macros = {"DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in self.workspace)}
-        for name, value in self.tile.items():
-            if name in names or name in macros:
-                raise UsageFault(
-                    f"{self.path}: tile {name} is taken", "the harness gives that name a value", "choose another name in [tile]"
-                )
-            names[name] = overrides[name] if name in overrides else self._number(value, names, f"tile {name}")
-        return names
+        refuse_taken(self.path, macros | names.keys(), tile=self.tile, let=self.let)
+        return names, choose(self.path, self.tile, self.choices, self.let, names, overrides)
 
     def for_auto(self, problem: Problem, device: Device) -> bool:
         """Whether --compute auto may take it for a problem that it takes."""
@@ -307,7 +313,7 @@ class Kernel:
 
     def _plan(self, problem: Problem, device: Device, overrides: Mapping[str, int]) -> Plan:
         self.refuse(problem)
-        names = self.names(problem, device, overrides)
+        names, choices = self._chosen(problem, device, overrides)
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(names["HEAD_DIM"])), ("CAUSAL", str(names["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(names["deterministic"]))]
         macros += [(name, str(names[name])) for name in self.tile]
@@ -322,7 +328,7 @@ class Kernel:
         if not launches:
             what = f"{self.label} launches nothing on {problem.describe()}"
             raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
-        return Plan(tuple(macros), tuple(launches), spaces, maps)
+        return Plan(tuple(macros), tuple(launches), spaces, maps, choices)
 
     def _launch(self, launch: Launch, names: Mapping[str, int], problem: Problem, device: Device) -> LaunchPlan:
         grid = [self._number(size, names, "grid") for size in launch.grid] + [1] * (3 - len(launch.grid))
@@ -337,13 +343,7 @@ class Kernel:
         return x, y, z
 
     def _number(self, expression: int | str, names: Mapping[str, int], what: str) -> int:
-        try:
-            value = evaluate(expression, names)
-            if value < 0:
-                raise ExpressionError(f"{expression!r} is {value}, less than 0")
-            return value
-        except ExpressionError as error:
-            raise wrong_expression(self.path, what, expression, error) from None
+        return number(self.path, expression, names, what)
 
 
 @functools.lru_cache(maxsize=1024)

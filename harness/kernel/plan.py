@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES
+from .choice import Choice
 
 #: The most blocks of a cluster that every GPU with clusters takes (CUDA C++ Programming Guide, Thread Block Clusters).
 MOST_CLUSTER = 8
@@ -119,9 +120,13 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel made ready for one problem: the compile key (macros), the launches, the workspaces and the tensor maps."""
+    """A kernel made ready for one problem: the compile key (macros), the launches, the workspaces and the tensor maps.
+
+    choices: the rows of the header that gave tile values.
+    """
 
     macros: tuple[tuple[str, str], ...]
     launches: tuple[LaunchPlan, ...]
     workspaces: tuple[Workspace, ...]
     tensor_maps: tuple[TensorMap, ...] = ()
+    choices: tuple[Choice, ...] = ()

@@ -97,12 +97,28 @@ class Tuned:
 
     @property
     def header_lines(self) -> list[str]:
-        """The best variant's tile values as lines of the kernel's header, each beside the expression it would replace."""
-        found = []
-        for name, value in (self.best.tiles if self.best else {}).items():
-            now = self.kernel.tile[name]
-            found.append(f"// {name} = {value}" + (f"  # for {self.problem.describe()}; was {now}" if isinstance(now, str) else ""))
-        return found
+        """The best variant as a row of choice for the kernel's header, to stand before those that are there; nothing for the default.
+
+        `when` names the width, the lengths and the mask. The whole problem is in the evidence: for which others it holds is to be measured.
+        """
+        if self.best is None or self.best.default:
+            return []
+        p, width = self.problem, next(w for w in self.kernel.head_dims if w >= self.problem.head_dim)
+        lengths = f"seq_q == seq_kv == {p.seq_q}" if p.seq_q == p.seq_kv else f"seq_q == {p.seq_q} and seq_kv == {p.seq_kv}"
+        return [
+            "// [[choice]]",
+            f'// when = "HEAD_DIM == {width} and {lengths} and {"causal" if p.causal else "not causal"}"',
+            *(f"// {name} = {value}" for name, value in self.best.tiles.items()),
+            f'// evidence = "fa-cli tune: {self._gain(self.best)}, {p.describe()} on {self.device_name}"',
+        ]
+
+    def _gain(self, best: Variant) -> str:
+        """What the best variant gains by what they are ranked by, the default beside it."""
+        default = next((row for row in self.rows if row.default), best)
+        if self.by == "energy":
+            return f"{best.energy_mj:.4g} mJ for {default.energy_mj:.4g}" if default.energy_mj else f"{best.energy_mj:.4g} mJ"
+        interval = f" ({best.vs_low:.3g} to {best.vs_high:.3g})" if best.vs_low and best.vs_high else ""
+        return f"{best.vs_default:.3g}{interval} times as fast" if best.vs_default else f"{best.ms:.4g} ms"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from click.testing import Result
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
 from harness.kernel import kernel
-from harness.kernel.kernel import Kernel
+from harness.kernel.kernel import Device, Kernel
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 from harness.terminal.show.report import tuned
@@ -250,18 +250,24 @@ def on_a_gpu(found: Kernel, times: Sequence[float]) -> tune.Tuned:
 
 
 def test_what_a_gpu_prints(planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best first with TFLOP/s and the speed-up over the default, and the lines to paste beside what they replace."""
+    """The best first with TFLOP/s and the speed-up over the default, and a row of choice to paste before those that are there."""
     found = on_a_gpu(Kernel.read(tmp_path / "mine_forward.cu"), [4.0, 5.0, 2.0])
     assert [row.tiles["HOW"] for row in found.rows[:3]] == [4, 2, 3] and found.rows[3].status == "PRUNED"
     best = found.rows[0]
     assert best.tflops == pytest.approx(found.problem.flops("forward") / 2e9) and best.vs_default == pytest.approx(2.0)
     assert tuned(found, False, 0) == 0
     out = capsys.readouterr().out
-    assert "// HOW = 4  # for B4_H16_S4096_D128" in out and "was 1 if causal else 2" in out and "\n// MORE = 7\n" in out
     lines = "".join(line + "\n" for line in out.splitlines() if line.startswith("// "))
-    text = (tmp_path / "mine_forward.cu").read_text().replace('// HOW = "1 if causal else 2"\n// MORE = 7\n', lines)
-    (tmp_path / "mine_forward.cu").write_text(text)
-    assert Kernel.read(tmp_path / "mine_forward.cu").tile["HOW"] == 4, "what is printed can be pasted"
+    gain = f"{best.vs_default:.3g} ({best.vs_low:.3g} to {best.vs_high:.3g}) times as fast"
+    assert lines == (
+        '// [[choice]]\n// when = "HEAD_DIM == 128 and seq_q == seq_kv == 4096 and not causal"\n// HOW = 4\n// MORE = 7\n'
+        f'// evidence = "fa-cli tune: {gain}, B4_H16_S4096_D128 on NVIDIA H200"\n'
+    )
+    (tmp_path / "mine_forward.cu").write_text((tmp_path / "mine_forward.cu").read_text().replace("// [[launch]]", f"{lines}// [[launch]]"))
+    pasted, device = Kernel.read(tmp_path / "mine_forward.cu"), Device("cuda", "NVIDIA H200")
+    assert pasted.names(found.problem, device)["HOW"] == 4, "what is printed can be pasted"
+    assert pasted.names(found.problem.with_(causal=True), device)["HOW"] == 1, "and holds for what was tuned alone"
+    assert replace(found, rows=[row for row in found.rows if row.default]).header_lines == [], "the default is there already"
 
 
 def test_ranked_by_energy(planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +283,13 @@ def test_ranked_by_energy(planted: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert found.best and found.best.pj_per_flop == pytest.approx(900e-3 / found.problem.flops("forward") * 1e12)
     assert tuned(found, False, 0) == 0
     out = capsys.readouterr().out
-    assert "takes the least energy" in out and "pJ/FLOP" in out and "// HOW = 3  # for" in out and " 690 " in out
+    assert (
+        "takes the least energy" in out
+        and "pJ/FLOP" in out
+        and "// HOW = 3\n" in out
+        and "fa-cli tune: 900 mJ for 1000, " in out
+        and " 690 " in out
+    )
     assert tuned(by_time, False, 0) == 0 and "pJ/FLOP" not in capsys.readouterr().out, "no counter, no columns"
     wrong = tune._metered(rows[0], Timing("energy", (), (), broken="it writes V"), found.problem)
     assert (wrong.status, wrong.why, wrong.ms, wrong.tflops) == ("FAIL", "it writes V", None, None)

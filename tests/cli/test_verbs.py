@@ -136,9 +136,13 @@ def test_json_of_several_kernels(fa_cli: Run, wrong: str) -> None:
 
 @needs_compiler
 def test_quiet_and_verbose(fa_cli: Run) -> None:
-    """-q: the verdict only; -v: the source and its hash too."""
+    """-q: the verdict only; -v: the source and its hash too, and which rows of choice gave the tiles their values."""
     assert fa_cli("run", "--compute", "naive", "-q", *SHAPE).stdout == "PASS naive forward B1_H2_S33_D16 on cpu\n"
     assert "00_naive_forward.cu, source " in fa_cli("run", "--compute", "naive", "-v", *SHAPE).stdout
+    wide = ("run", "--compute", "fa2", "-v", *SHAPE, "--dim", 64, "--output-dir", "wide")
+    row = "07_fa2_forward.cu: when HEAD_DIM == 64 and batch * heads_q * ceil_div(seq_q, 32) <= 2 * sms: LANES = 32 (experiments/fp32/"
+    assert row in fa_cli(*wide).stdout and "BLOCK_K = 32" not in fa_cli(*wide).stdout
+    assert "07_fa2_forward.cu: no row of choice: the values of [tile]\n" in fa_cli(*wide, "--tile", "LANES=8").stdout
 
 
 @needs_compiler

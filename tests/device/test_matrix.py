@@ -94,7 +94,8 @@ def drawn(chosen: Kernel) -> list[Piece]:
 def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
     """Step 18 in a form that it takes only for longer problems, or more heads, than those of this matrix."""
     hopper = find("hopper", pass_)
-    found = pieces(replace(hopper, tile={**hopper.tile, **tiles}, variants=(), head_dims=(64, 128)))
+    rows = tuple(row for row in hopper.choices if tiles.keys().isdisjoint(dict(row.values)))
+    found = pieces(replace(hopper, tile={**hopper.tile, **tiles}, choices=rows, variants=(), head_dims=(64, 128)))
     return [p for p in found if p.width == width and p.causal is causal and not p.deterministic]
 
 

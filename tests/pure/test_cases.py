@@ -11,7 +11,7 @@ import pytest
 
 from harness.dataset.storage import widen
 from harness.fault import UsageFault
-from harness.kernel import Kernel, catalogue
+from harness.kernel import Kernel, catalogue, find
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.verify.cases import Case
@@ -162,6 +162,9 @@ def test_the_choices_of_a_header_are_found() -> None:
     """Step 18's backward pass has a form for 2048 queries and more, and one for more than that."""
     hopper = next(chosen for chosen in catalogue() if chosen.label == "hopper_backward")
     assert {("BACKWARDS", "1"), ("SECTION", "64"), ("SECTION", "16"), ("AHEAD", "8"), ("EARLY", "8"), ("HEAD_DIM", "256")} <= known(hopper)
+    fa2 = find("fa2", "forward")
+    assert {("choice", "1"), ("choice", "3"), ("LANES", "32")} <= made(fa2, Problem.of(1, 1, 32, 64), False, None)
+    assert ("choice", "1") not in made(fa2, Problem.of(1, 1, 128, 64), False, 1)
     ((problem, form, _),) = missing(
         hopper, [case.planned for case in verify.matrix(hopper, "quick", "cpu") if case.problem.seq_q < 2000], False
     )

@@ -89,7 +89,7 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
 
 
 def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
-    """tune: a line a variant, the best first, and on a GPU the header lines of the best.
+    """tune: a line a variant, the best first, and on a GPU the best as a row of choice for the header.
 
     Exit code 1 where a variant computes wrong, 5 where one does not launch or end, 2 where all are pruned.
     """
@@ -127,7 +127,7 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
     if found.best:
         line("")
         what = "takes the least energy" if found.by == "energy" else "is the fastest"
-        line(f"the default {what}:" if found.best.default else f"what {what}, {found.kernel.path.name}:")
+        line(f"the default {what}" if found.best.default else f"what {what}, a row for {found.kernel.path.name} before those that it has:")
         for text in found.header_lines:
             line(text)
         if found.by == "time" and found.best.vs_low and found.best.vs_low < 1 and not found.best.default:

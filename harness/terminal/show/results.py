@@ -128,6 +128,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
                     f"{value} {what}" for what, value in (used | {"bytes on the device": each.device_bytes}).items() if value is not None
                 ]
                 print(f"{name}: {each.kernel.path}, source {each.kernel.source_hash}, {', '.join(known)}")
+                for text in loaded.plan.choices or ["no row of choice: the values of [tile]"] * bool(each.kernel.choices):
+                    print(f"{each.kernel.path.name}: {text}")
     if first.outputs:
         names = [f"{name}.bin" for name in first.verdicts] + ["outputs.json"]
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))

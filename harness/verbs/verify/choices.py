@@ -1,6 +1,6 @@
-"""What a header chooses by the problem: the values of its tiles and the launches it makes, and which of them a matrix has met.
+"""What a header chooses by the problem: its rows of choice, the values of its tiles, the launches it makes, and which a matrix has met.
 
-A tile such as CONSUMERS = "3 if seq_q > 1024 else 2" is two kernels. One that no case reaches is not verified.
+A row such as `when = "seq_q > 1024"`, CONSUMERS = 3 is another kernel. One that no case reaches is not verified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...fault import Fault
 from ...kernel import Device, Kernel
 from ...problem import Problem
 
-#: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq").
+#: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq"), ("choice", "2"): the second row.
 Choice = tuple[str, str]
 #: What a plan depends on: a problem, whether it is the deterministic form, and multiprocessors, None: those of an H200.
 Planned = tuple[Problem, bool, int | None]
@@ -26,7 +26,7 @@ _SQUARE = ((1, 1), (33, 33), (129, 129), (1025, 1025), (2049, 2049))
 
 def counts_multiprocessors(chosen: Kernel) -> bool:
     """Whether its plan depends on how many multiprocessors there are."""
-    return bool(re.search(r"\bsms\b", repr((chosen.tile, chosen.launches, chosen.workspace))))
+    return bool(re.search(r"\bsms\b", repr((chosen.tile_expressions, chosen.let, chosen.launches, chosen.workspace))))
 
 
 def known(chosen: Kernel) -> frozenset[Choice]:
@@ -63,7 +63,8 @@ def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None)
     with suppress(Fault):
         plan = form.plan(problem, Device("cpu", "", sms=sms or Device.sms))
         values = {(name, value) for name, value in plan.macros if not name.startswith("WORKSPACE_")}
-        return frozenset({*values, ("launches", " ".join(launch.entry for launch in plan.launches))})
+        rows = {("choice", str(chosen.choices.index(row) + 1)) for row in plan.choices}
+        return frozenset({*values, *rows, ("launches", " ".join(launch.entry for launch in plan.launches))})
     return frozenset()
 
 
