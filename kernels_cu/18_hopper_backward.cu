@@ -156,7 +156,6 @@
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
-#include <fa/stage.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -168,15 +167,10 @@ using Walk = fa::Walk<bool(BACKWARDS)>;
 constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
-constexpr int ROW_PARTS = Tiles::row_parts, PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
-
-constexpr int QUERIES = BLOCK_Q, OWN_SLABS = SLABS, OWN_PARTS = PARTS / 2;  // of a consumer: 64 keys, all queries of a tile and all columns
-
-// Some exponentials run among the arithmetic of dS. In steps of 16 queries:
-constexpr bool BLENDED = AHEAD < 8;
-constexpr int STEPS = QUERIES / 16, AHEAD_STEPS = STEPS * AHEAD / 8;
-
-constexpr int GROUPS = 8 * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
+constexpr int OWN_DQ = OWN_PARTS * PART;  // floats, of a consumer
+constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
+constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
@@ -201,165 +195,122 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
     return Tiles::work<BLOCK_K, SECTION, LAST_FIRST>(args, number);
 }
 
-// A consumer's part of a tile of keys, and of dK and dV: an offset in bytes.
-__device__ __forceinline__ uint32_t own_part(int consumer) { return consumer * 64 * 128; }
+// What a block has in shared memory.
+struct Shared {
+    unsigned char* k = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
+    unsigned char* v = k + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q = v + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* ds = d_o + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* stats = ds + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
+    float* dq = reinterpret_cast<float*>(stats + STAGES * STATS);  // [2 consumers][8 * OWN_PARTS groups of 8 columns][128 threads][4]
+    fa::Barriers<KV_STAGES>* barriers = reinterpret_cast<fa::Barriers<KV_STAGES>*>(dq + 2 * OWN_DQ);
+};
 
-// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
-              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
-              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
-              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
-    unsigned char* k_smem = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
-    unsigned char* v_smem = k_smem + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
-    unsigned char* q_smem = v_smem + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
-    unsigned char* stats_smem = ds_smem + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
-    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // [2][GROUPS][128 threads][4]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + PARTS * PART);
-    uint64_t* v_full = k_full + KV_STAGES;
-    uint64_t* kv_empty = v_full + KV_STAGES;
-    uint64_t* dkv_full = kv_empty + KV_STAGES;  // [KV_STAGES][2]
-    uint64_t* q_full = dkv_full + 2 * KV_STAGES;
-    uint64_t* q_empty = q_full + STAGES;  // and dO's and the stats'
-    uint64_t* do_full = q_empty + STAGES;
-    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
-    int* numbers = reinterpret_cast<int*>(dq_empty + 2);  // [KV_STAGES]: the work whose K is there; -1: no more
+// One thread for each consumer: adds the staged dQ, takes and passes the turns, stores dK and dV.
+struct Storer {
+    const fa::Args& args;
+    const Shared& smem;
+    const fa::TensorMap &dk_map, &dv_map;
+    int consumer;
+    fa::Ring<KV_STAGES> kv{};
+    uint32_t tile = 0;  // of queries, counted through
+    int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < KV_STAGES; ++i) {
-            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(v_full + i, 1);
-            fa::mbarrier_init(kv_empty + i, 258);  // each storer arrives, and every thread of the consumers, which has read the number
-            fa::mbarrier_init(dkv_full + 2 * i, 4), fa::mbarrier_init(dkv_full + 2 * i + 1, 4);
-        }
-        for (int i = 0; i < STAGES; ++i) {
-            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
-            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);  // of each consumer
-        }
-        fa::mbarrier_init_fence();
+    __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
+
+    __device__ __forceinline__ bool is_staged() { return fa::mbarrier_test_parity(at().dq_full + consumer, tile % 2); }
+    __device__ __forceinline__ void wait_staged() { fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2); }
+    // Behind it the reduction has read what is staged. `number`: the tile of queries.
+    __device__ __forceinline__ void add_dq(int number) {
+        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_DQ, smem.dq + consumer * OWN_DQ, OWN_DQ);
+        fa::bulk_commit();
+        fa::bulk_wait_read<0>();
     }
-    __syncthreads();
+    // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
+    __device__ __forceinline__ void pass_turn(int mine, bool later) {
+        if (held < 0) return;
+        if (later) fa::bulk_wait<1>();
+        else fa::bulk_wait<0>();
+        fa::pass_turn(turn_of(args, held, consumer), LAST_FIRST ? mine - 1 : mine + 1);
+        held = -1;
+    }
+    __device__ __forceinline__ void add_in_turns(const Work& work) {
+        const int mine = work.k_first / BLOCK_K;
+        auto walk = Tiles::walk_numbers<bool(BACKWARDS)>(args, work);
+#pragma unroll 1
+        for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
+            const int* turn = turn_of(args, walk.number, consumer);
+            if (!is_staged() || !fa::has_turn(turn, mine))
+                pass_turn(mine, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
+            fa::fence_proxy_async_global();
+            wait_staged();
+            add_dq(walk.number);
+            fa::mbarrier_arrive(at().dq_empty + consumer);
+            pass_turn(mine, true);
+            held = walk.number;
+        }
+        pass_turn(mine, false);
+    }
+    __device__ __forceinline__ void add_at_once(const Work& work) {
+        Walk walk = Walk::begin(args, work);
+#pragma unroll 1
+        for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
+            wait_staged();
+            add_dq(Tiles::number(args, work.batch, walk.head, walk.queries(work)));
+            fa::mbarrier_arrive(at().dq_empty + consumer);
+        }
+    }
+    // The stage of K and V holds dK and dV in the end, and is empty when the stores have read it.
+    __device__ __forceinline__ void store_gradients(const Work& work) {
+        fa::mbarrier_wait_parity(at().dkv_full[kv.stage()] + consumer, kv.parity());
+        const uint32_t own = kv.stage() * K_TILE + consumer * 64 * 128;
+        const int row = work.k_first + 64 * consumer;
+        for (int slab = 0; slab < SLABS; ++slab) {
+            fa::tma_store_4d(&dk_map, smem.k + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+            fa::tma_store_4d(&dv_map, smem.v + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+        }
+        fa::bulk_commit();
+        fa::bulk_wait_read<0>();
+        fa::mbarrier_arrive(at().kv_empty + kv.stage());
+    }
+    __device__ __forceinline__ void run() {
+        while (true) {
+            fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
+            const int number = at().numbers[kv.stage()];
+            if (number < 0) break;
+            Work work = work_of(args, number);
+            if constexpr (DETERMINISTIC) {
+                add_in_turns(work);
+                work = work_of(args, at().numbers[kv.stage()]);  // again: in the loop there is no register for it
+            } else add_at_once(work);
+            store_gradients(work);
+            kv.next();
+        }
+    }
+};
 
-    const int warpgroup = fa::warpgroup_index();
+// 64 keys of the block, 16 a warp: their dK and dV, and half of each tile's dQ.
+struct Consumer {
+    const fa::Args& args;
+    const Shared& smem;
+    const int consumer, lane = fa::lane_id(), warp = fa::warp_id() % 4, own_keys = 64 * consumer;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     fa::Ring<KV_STAGES> kv;
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
-    if (warpgroup == 0) {
-        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
-        if (threadIdx.x == 0) {
-            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond. With DETERMINISTIC, when the last
-            // copies of a work are on their way: works shall begin in the order of their numbers.
-            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
-            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
-            int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
-            while (true) {
-                fa::mbarrier_wait_parity(kv_empty + kv.stage(), kv.parity() ^ 1);
-                numbers[kv.stage()] = number < works ? number : -1;
-                if (number >= works) break;
-                const Work work = work_of(args, number);
-                Tiles::load<K_SLAB>(k_smem + kv.stage() * K_TILE, k_map, k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-                if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
-                Tiles::load<K_SLAB>(v_smem + kv.stage() * K_TILE, v_map, v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-                kv.next();
-                Walk at = Walk::begin(args, work);
-#pragma unroll 1  // the producer has few registers
-                for (int n = 0; n < work.count; ++n, at.next(work)) {
-                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
-                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                    Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
-                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
-                    Tiles::load<Q_SLAB>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
-                    q.next();
-                }
-                if (DETERMINISTIC) number = atomicAdd(counters, 1);
-            }
-            fa::mbarrier_arrive(k_full + kv.stage());
-            // The last block to finish leaves the counters as it found them, for the next launch.
-            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. It adds the staged dQ, and takes and passes the turns. The stage of K and V holds dK and dV in the
-            // end, and is empty when the stores have read it.
-            const int consumer = threadIdx.x / 32 - 1;
-            int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
-            while (true) {
-                fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
-                const int number = numbers[kv.stage()];
-                if (number < 0) break;
-                Work work = work_of(args, number);
-                if constexpr (DETERMINISTIC) {
-                    const int mine = work.k_first / BLOCK_K;
-                    // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
-                    auto pass = [&](bool later) {
-                        if (held < 0) return;
-                        if (later) fa::bulk_wait<1>();
-                        else fa::bulk_wait<0>();
-                        fa::pass_turn(turn_of(args, held, consumer), LAST_FIRST ? mine - 1 : mine + 1);
-                        held = -1;
-                    };
-                    auto at = Tiles::walk_numbers<bool(BACKWARDS)>(args, work);
-#pragma unroll 1
-                    for (int n = work.count; n > 0; --n, at.next(work), q.next()) {
-                        const int* turn = turn_of(args, at.number, consumer);
-                        // Nothing is held while it waits for long.
-                        if (!fa::mbarrier_test_parity(dq_full + consumer, q.position % 2) || !fa::has_turn(turn, mine))
-                            pass(false), fa::wait_for_turn(turn, mine);
-                        fa::fence_proxy_async_global();
-                        fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                        fa::bulk_add_f32(Tiles::dq(args, at.number) + consumer * OWN_PARTS * PART, dq_smem + consumer * OWN_PARTS * PART,
-                                         OWN_PARTS * PART);
-                        fa::bulk_commit();
-                        fa::bulk_wait_read<0>();
-                        fa::mbarrier_arrive(dq_empty + consumer);
-                        pass(true);
-                        held = at.number;
-                    }
-                    pass(false);
-                    work = work_of(args, numbers[kv.stage()]);  // again: in the loop there is no register for it
-                }
-                Walk at = Walk::begin(args, work);
-#pragma unroll 1
-                for (int n = 0; !DETERMINISTIC && n < work.count; ++n, at.next(work), q.next()) {
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(
-                        Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * OWN_PARTS * PART,
-                        dq_smem + consumer * OWN_PARTS * PART, OWN_PARTS * PART);
-                    fa::bulk_commit();
-                    fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(dq_empty + consumer);
-                }
-                fa::mbarrier_wait_parity(dkv_full + 2 * kv.stage() + consumer, kv.parity());
-                const uint32_t own = kv.stage() * K_TILE + own_part(consumer);
-                const int row = work.k_first + 64 * consumer;
-                for (int slab = 0; slab < OWN_SLABS; ++slab) {
-                    fa::tma_store_4d(&dk_map, k_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
-                }
-                fa::bulk_commit();
-                fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(kv_empty + kv.stage());
-                kv.next();
-            }
-        }
-        return;
+    Work work{};
+    Walk walk{};  // the first tile whose dQ has not been staged
+    float dk_reg[SLABS * 32], dv_reg[SLABS * 32], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
+    uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
+
+    __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
+    __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
+    __device__ __forceinline__ void release(uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
     }
 
-    // A consumer: 64 keys, 16 a warp.
-    fa::setmaxnreg_inc<REGISTERS>();
-    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
-    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
-    const int own_keys = 64 * consumer;
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2];
-    float dq_reg[OWN_PARTS * 32];
-    uint32_t p16_reg[QUERIES / 16][4], ds16_reg[QUERIES / 16][4];
-    Work work{};
-    Walk at{};  // the first tile whose dQ has not been staged
-
-    auto release = [&](uint64_t* empty) {
-        if (lane == 0) fa::mbarrier_arrive(empty);
-    };
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
-    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
+    __device__ __forceinline__ void issue_transposed(float (&d)[BLOCK_Q / 2], unsigned char* a_smem, unsigned char* b_smem) {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
@@ -370,24 +321,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
                                  fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
-    };
-    auto issue_scores = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
-        issue_transposed(p_reg, k_smem, q_smem);
-    };
+    }
+    __device__ __forceinline__ void issue_scores() {
+        fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, smem.k, smem.q);
+    }
+    __device__ __forceinline__ void issue_dp() {
+        fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
+        issue_transposed(ds_reg, smem.v, smem.d_o);
+    }
     // d += P^T dO or dS^T Q
-    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], const uint32_t (&a_reg)[QUERIES / 16][4], unsigned char* b_smem, bool accumulate) {
+    __device__ __forceinline__ void issue_gradient(float (&d)[SLABS * 32], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
+                                                   bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
         fa::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step)
+        for (int step = 0; step < STEPS; ++step)
             fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
         fa::wgmma_commit();
-    };
+    }
+    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, p16_reg, smem.d_o, accumulate); }
+    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K
-    auto issue_dq = [&]() {
-        const uint64_t a = fa::smem_descriptor_mn_major(ds_smem + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(k_smem + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+    __device__ __forceinline__ void issue_dq() {
+        const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -395,136 +353,158 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
                                              step > 0);
         fa::wgmma_commit();
-    };
-    // Whether all of a consumer's queries of the tile see all of its keys.
-    auto sees_all = [&]() { return work.k_first + own_keys + 64 <= fa::visible_keys(args, at.queries(work) * BLOCK_Q); };
-    auto mask = [&]() {
-        const int q_first = at.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
+    }
+
+    // Whether all queries of the tile see all of a consumer's keys.
+    __device__ __forceinline__ bool sees_all() {
+        return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q);
+    }
+    // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
+    __device__ __forceinline__ bool sees_nothing() {
+        return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+    }
+    __device__ __forceinline__ void mask() {
+        const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
         if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
             const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
+            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
         }
         fa::clear_columns(p_reg, first);
-    };
-    auto share = [&](unsigned char* tiles_smem, const uint32_t (&operand)[QUERIES / 16][4]) {
-        fa::store_operand(tiles_smem + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
-    };
-    // Behind it what both consumers have shared is there, and both have read the other stage. One may come from a tile that the other skips.
-    auto wait_for_other = [&]() {
+    }
+    // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
+    __device__ __forceinline__ void exponentiate(int first, int end) {
+        fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
+    }
+    __device__ __forceinline__ void make_ds(int first, int end) {
+        const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
+    }
+    __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
+        fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
+    }
+    // Behind it the dS of both consumers is there, and both have read the other stage. One may come from a tile that the other skips.
+    __device__ __forceinline__ void wait_for_other() {
         fa::fence_proxy_async_shared();
         fa::barrier_sync(1, 256);
-    };
-    auto issue_dp = [&]() {
-        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
-        issue_transposed(ds_reg, v_smem, do_smem);
-    };
-    // A tile of queries whose S and dP are in flight: until dK alone is.
-    auto issue_tile = [&](bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS);
-        auto exponentiate = [&](int first, int end) { fa::exponentiate_columns(p_reg, scale_log2e, stats, first, end); };
-        auto gradient = [&](int first, int end) {
-            fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
-            fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
-        };
-        auto blend = [&](auto masked) {
-            constexpr int ahead = masked.value ? STEPS : AHEAD_STEPS;
-            fa::wgmma_wait<1>(p_reg);
-            exponentiate(0, ahead);
-            if constexpr (masked.value) mask();
-            fa::pack_operand<scalar>(p16_reg, p_reg, 0, ahead);
-            fa::schedule_fence();
-            fa::wgmma_wait<0>(ds_reg);
+    }
+    // S and dP are in flight: until dS is shared. Of a tile without masked scores the last exponentials come behind the wait for dP.
+    template <bool Masked> __device__ __forceinline__ void softmax() {
+        constexpr int ahead = Masked ? STEPS : AHEAD_STEPS;
+        fa::wgmma_wait<1>(p_reg);
+        exponentiate(0, ahead);
+        if constexpr (Masked) mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, ahead);
+        if (BLENDED) fa::schedule_fence();
+        fa::wgmma_wait<0>(ds_reg);
+        if constexpr (BLENDED) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 if (step >= ahead) exponentiate(step, step + 1), fa::pack_operand<scalar>(p16_reg, p_reg, step, step + 1);
-                gradient(step, step + 1);
+                make_ds(step, step + 1);
             }
-            share(ds_smem, ds16_reg);
-        };
-        if constexpr (BLENDED) {
-            if (sees_all()) blend(fa::Masked<false>{});
-            else blend(fa::Masked<true>{});
-        } else {
-            fa::wgmma_wait<1>(p_reg);
-            exponentiate(0, STEPS);
-            mask();
-            fa::pack_operand<scalar>(p16_reg, p_reg);
-            fa::wgmma_wait<0>(ds_reg);
-            gradient(0, STEPS);
-            share(ds_smem, ds16_reg);
-        }
-        issue_gradient(dv_reg, p16_reg, do_smem, accumulate);
-        wait_for_other();
-        issue_dq();
-        fa::wgmma_wait<1>(p16_reg);
-        issue_gradient(dk_reg, ds16_reg, q_smem, accumulate);
-        fa::wgmma_wait<1>(dq_reg);
-        q.next();
-    };
-    // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
-    auto sees_nothing = [&]() { return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys; };
-    // dQ of a tile is complete, and goes to the storer.
-    auto stage_dq = [&]() {
-        fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        float* dq = dq_smem + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        } else make_ds(0, STEPS);
+        share_ds(ds16_reg);
+    }
+    // The products are complete, and dQ goes to the storer.
+    __device__ __forceinline__ void stage_dq() {
+        fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        float* dq = smem.dq + consumer * OWN_DQ + threadIdx.x % 128 * 4;
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j)
+        for (int j = 0; j < 8 * OWN_PARTS; ++j)
             fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(dq_full + consumer);
-        at.next(work);
-    };
-    auto skip_tile = [&]() {
-        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
-        fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
-        const uint32_t zeros[QUERIES / 16][4] = {};
-        share(ds_smem, zeros);
+        release(at().dq_full + consumer);
+        walk.next(work);
+    }
+    __device__ __forceinline__ void release_queries() { release(at().q_empty + (q.stage() ^ 1)); }  // those of the tile before
+
+    __device__ __forceinline__ void full_tile(bool accumulate) {
+        issue_scores();
+        issue_dp();
+        if (BLENDED && sees_all()) softmax<false>();
+        else softmax<true>();
+        issue_dv(accumulate);
+        wait_for_other();
+        issue_dq();
+        fa::wgmma_wait<1>(p16_reg);
+        issue_dk(accumulate);
+        fa::wgmma_wait<1>(dq_reg);
+        q.next();
+        stage_dq();
+        fa::schedule_fence();
+        fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+        release_queries();
+    }
+    __device__ __forceinline__ void skip_tile() {
+        fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
+        const uint32_t zeros[STEPS][4] = {};
+        share_ds(zeros);
         wait_for_other();
         issue_dq();
         q.next();
         fa::wgmma_wait<0>(dq_reg);
-        release(q_empty + (q.stage() ^ 1));
+        release_queries();
         stage_dq();
-    };
-
-    while (true) {
-        fa::mbarrier_wait_parity(k_full + kv.stage(), kv.parity());
-        const int number = __shfl_sync(fa::full_warp, numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
-        if (number < 0) break;
-        work = work_of(args, number);
-        at = Walk::begin(args, work);
-        const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
-        int n = BACKWARDS ? 0 : unseen;
-        if (n > 0) skip_tile();
-        const bool seen = n < end;
-        if (seen) {
-            fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-            for (bool accumulate = false; n < end; ++n, accumulate = true) {
-                issue_scores();
-                issue_dp();
-                issue_tile(accumulate);
-                stage_dq();
-                fa::schedule_fence();
-                fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
-                release(q_empty + (q.stage() ^ 1));
-            }
-        } else fa::mbarrier_wait_parity(v_full + kv.stage(), kv.parity());
-        if (end < work.count) skip_tile();
-
-        // Epilogue: dV and dK to the shared memory of V and K
+    }
+    // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
+    __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
-        const uint32_t own = kv.stage() * K_TILE + own_part(consumer) + warp * 16 * 128;
-        fa::store_rows<scalar>(v_smem + own, K_SLAB, dv_reg, one);
+        const uint32_t own = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        fa::store_rows<scalar>(smem.v + own, K_SLAB, dv_reg, one);
         fa::bar_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(k_smem + own, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.k + own, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(dkv_full + 2 * kv.stage() + consumer);
-        fa::mbarrier_arrive(kv_empty + kv.stage());  // the storers arrive later; this is for racecheck, which asks it of every reader
-        kv.next();
+        release(at().dkv_full[kv.stage()] + consumer);
+        fa::mbarrier_arrive(at().kv_empty + kv.stage());  // the storers arrive later; this is for racecheck, which asks it of every reader
+    }
+    __device__ __forceinline__ void run() {
+        while (true) {
+            fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
+            const int number =
+                __shfl_sync(fa::full_warp, at().numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
+            if (number < 0) break;
+            work = work_of(args, number);
+            walk = Walk::begin(args, work);
+            const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
+            int n = BACKWARDS ? 0 : unseen;
+            if (n > 0) skip_tile();
+            const bool seen = n < end;
+            if (seen) {
+                fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+                for (bool accumulate = false; n < end; ++n, accumulate = true) full_tile(accumulate);
+            } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+            if (end < work.count) skip_tile();
+            stage_gradients(seen);
+            kv.next();
+        }
+    }
+};
+
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    const Shared smem;
+    if (threadIdx.x == 0) smem.barriers->init();
+    __syncthreads();
+    const int warpgroup = fa::warpgroup_index();
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+        if (threadIdx.x == 0)
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+        else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
+    } else {
+        fa::setmaxnreg_inc<REGISTERS>();
+        Consumer(args, smem, warpgroup - 1).run();
     }
 }
 

@@ -120,7 +120,6 @@
 // step 18, which the warps of its consumers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
-#include <fa/stage.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -137,6 +136,18 @@ static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS);
 
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
 
+// What a block has in shared memory.
+struct Shared {
+    unsigned char* k = fa::dynamic_shared_1024();  // [BLOCK_K][64]; dK in the end
+    unsigned char* v = k + K_TILE;  // [BLOCK_K][64]; dV in the end
+    unsigned char* q = v + K_TILE;  // [STAGES][BLOCK_Q][64]
+    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][BLOCK_Q][64]
+    unsigned char* ds = d_o + STAGES * Q_TILE;  // [2][BLOCK_K][64]: dS^T
+    unsigned char* stats = ds + 2 * DS_HALF;  // [STAGES][2][BLOCK_Q]
+    float* dq = reinterpret_cast<float*>(stats + STAGES * STATS);  // [2][8 groups of 8 columns][128 threads][4]
+    fa::Barriers<1>* barriers = reinterpret_cast<fa::Barriers<1>*>(dq + PARTS * PART);
+};
+
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
@@ -146,31 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
-    unsigned char* k_smem = fa::dynamic_shared_1024();  // [BLOCK_K][64]; dK in the end
-    unsigned char* v_smem = k_smem + K_TILE;  // [BLOCK_K][64]; dV in the end
-    unsigned char* q_smem = v_smem + K_TILE;  // [STAGES][BLOCK_Q][64]
-    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [STAGES][BLOCK_Q][64]
-    unsigned char* ds_smem = do_smem + STAGES * Q_TILE;  // [2][BLOCK_K][64]: dS^T
-    unsigned char* stats_smem = ds_smem + 2 * DS_HALF;  // [STAGES][2][BLOCK_Q]
-    float* dq_smem = reinterpret_cast<float*>(stats_smem + STAGES * STATS);  // [2][8 groups of 8 columns][128 threads][4]
-    uint64_t* k_full = reinterpret_cast<uint64_t*>(dq_smem + PARTS * PART);
-    uint64_t *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
-    uint64_t *q_full = dkv_full + 2, *q_empty = q_full + STAGES;  // of Q and the stats; q_empty also of dO
-    uint64_t* do_full = q_empty + STAGES;
-    uint64_t *dq_full = do_full + STAGES, *dq_empty = dq_full + 2;  // [2] each, of the consumers
-    int* number_smem = reinterpret_cast<int*>(dq_empty + 2);  // the work whose K is there; -1: no more
-
-    if (threadIdx.x == 0) {
-        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
-        fa::mbarrier_init(kv_empty, 258);  // each storer arrives, and every thread of the consumers when it has read the number
-        fa::mbarrier_init(dkv_full, 4), fa::mbarrier_init(dkv_full + 1, 4);  // each warp of a consumer
-        for (int i = 0; i < 2; ++i) {
-            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(do_full + i, 1);
-            fa::mbarrier_init(q_empty + i, 8);  // each warp arrives
-            fa::mbarrier_init(dq_full + i, 4), fa::mbarrier_init(dq_empty + i, 1);
-        }
-        fa::mbarrier_init_fence();
-    }
+    const Shared smem;
+    fa::Barriers<1>& at = *smem.barriers;
+    if (threadIdx.x == 0) at.init();
     __syncthreads();
 
     const int warpgroup = fa::warpgroup_index();
@@ -179,61 +168,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         if (threadIdx.x == 0) {
-            // The producer. A number is fetched a work ahead: the counter's answer takes a microsecond.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
-            const int works = (args.seq_kv + BLOCK_K - 1) / BLOCK_K * args.heads_kv * args.batch;
-            int number = int(blockIdx.x);
-            while (true) {
-                fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
-                *number_smem = number < works ? number : -1;
-                if (number >= works) break;
-                const Work work = work_of(args, number);
-                Tiles::load<K_TILE>(k_smem, k_map, k_full, work.k_first, work.kv_head, work.batch);
-                number = gridDim.x + atomicAdd(counters, 1);
-                Tiles::load<K_TILE>(v_smem, v_map, v_full, work.k_first, work.kv_head, work.batch);
-                kv.next();
-                Walk at = Walk::begin(args, work);
-#pragma unroll 1  // the producer has few registers
-                for (int n = 0; n < work.count; ++n, at.next(work)) {
-                    const int tile = at.queries(work), q_first = tile * BLOCK_Q;
-                    fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                    Tiles::load<Q_TILE>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, at.head, work.batch, STATS);
-                    fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, at.head, work.batch);
-                    Tiles::load<Q_TILE>(do_smem + q.stage() * Q_TILE, d_o_map, do_full + q.stage(), q_first, at.head, work.batch);
-                    q.next();
-                }
-            }
-            fa::mbarrier_arrive(k_full);
-            // The last block to finish leaves the counters as it found them, for the next launch.
-            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+            Tiles::produce<BLOCK_K, Walk, 1>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
         } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
             // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
             // stores have read it.
             const int consumer = threadIdx.x / 32 - 1;
             while (true) {
-                fa::mbarrier_wait_parity(k_full, kv.parity());
-                const int number = *number_smem;
+                fa::mbarrier_wait_parity(at.k_full, kv.parity());
+                const int number = at.numbers[0];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                Walk at = Walk::begin(args, work);
+                Walk walk = Walk::begin(args, work);
 #pragma unroll 1
-                for (int n = 0; n < work.count; ++n, at.next(work), q.next()) {
-                    fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, at.head, at.queries(work))) + consumer * PART,
-                                     dq_smem + consumer * PART, PART);
+                for (int n = 0; n < work.count; ++n, walk.next(work), q.next()) {
+                    fa::mbarrier_wait_parity(at.dq_full + consumer, q.position % 2);
+                    fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, walk.head, walk.queries(work))) + consumer * PART,
+                                     smem.dq + consumer * PART, PART);
                     fa::bulk_commit();
                     fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(dq_empty + consumer);
+                    fa::mbarrier_arrive(at.dq_empty + consumer);
                 }
-                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
+                fa::mbarrier_wait_parity(at.dkv_full[0] + consumer, kv.parity());
                 for (int block = 0; block < BLOCKS; ++block) {
                     const int row = 64 * (BLOCKS * consumer + block);
-                    fa::tma_store_4d(&dk_map, k_smem + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dk_map, smem.k + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+                    fa::tma_store_4d(&dv_map, smem.v + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
                 }
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(kv_empty);
+                fa::mbarrier_arrive(at.kv_empty);
                 kv.next();
             }
         }
@@ -247,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float dk_reg[BLOCKS][32], dv_reg[BLOCKS][32], p_reg[32], ds_reg[32], dq_reg[32];
     uint32_t p16_reg[4][4], ds16_reg[4][4];
     Work work{};
-    Walk at{};  // the tile whose scores are at hand
+    Walk walk{};  // the tile whose scores are at hand
 
     auto release = [&](uint64_t* empty) {
         if (lane == 0) fa::mbarrier_arrive(empty);
@@ -263,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step * 32), fa::descriptor_advance(b, step * 32), step > 0);
         fa::wgmma_commit();
     };
-    auto issue_scores = [&](int piece) { issue_transposed(p_reg, k_smem, q_smem, piece); };
-    auto issue_dp = [&](int piece) { issue_transposed(ds_reg, v_smem, do_smem, piece); };
+    auto issue_scores = [&](int piece) { issue_transposed(p_reg, smem.k, smem.q, piece); };
+    auto issue_dp = [&](int piece) { issue_transposed(ds_reg, smem.v, smem.d_o, piece); };
     // d += P^T dO or dS^T Q, of 64 queries
     auto issue_gradient = [&](float (&d)[32], const uint32_t (&a_reg)[4][4], unsigned char* b_smem, int piece, bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128, Q_TILE);
@@ -276,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // This consumer's part of dQ = dS K: 64 queries
     auto issue_dq = [&]() {
-        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(ds_smem + consumer * DS_HALF, DS_HALF));
-        const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(k_smem, K_TILE));
+        const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(smem.ds + consumer * DS_HALF, DS_HALF));
+        const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(smem.k, K_TILE));
         fa::discard(dq_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -287,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_commit();
     };
     auto mask = [&](int piece) {
-        const int q_first = at.queries(work) * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
+        const int q_first = walk.queries(work) * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
         int first[2];
         for (int half = 0; half < 2; ++half) {
@@ -298,18 +262,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // A piece whose S and dP are in flight: until its dV and dK are.
     auto issue_piece = [&](int piece, bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + piece / BLOCKS * 64;
+        const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + piece / BLOCKS * 64;
         fa::wgmma_wait<1>(p_reg, p16_reg, ds16_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
         mask(piece);
         fa::pack_operand<scalar>(p16_reg, p_reg);
-        issue_gradient(dv_reg[piece % BLOCKS], p16_reg, do_smem, piece, accumulate);
+        issue_gradient(dv_reg[piece % BLOCKS], p16_reg, smem.d_o, piece, accumulate);
         fa::wgmma_wait<1>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
         if (piece == 0) fa::bar_sync(2 + consumer, 256);  // the other has made its dQ of the last tile's dS
-        fa::store_operand(ds_smem + piece / BLOCKS * DS_HALF + (own_keys + 64 * (piece % BLOCKS) + warp * 16) * 128, DS_HALF, ds16_reg);
-        issue_gradient(dk_reg[piece % BLOCKS], ds16_reg, q_smem, piece, accumulate);
+        fa::store_operand(smem.ds + piece / BLOCKS * DS_HALF + (own_keys + 64 * (piece % BLOCKS) + warp * 16) * 128, DS_HALF, ds16_reg);
+        issue_gradient(dk_reg[piece % BLOCKS], ds16_reg, smem.q, piece, accumulate);
     };
     // A tile whose first S and dP are in flight: until its last dV and dK and its dQ are.
     auto issue_tile = [&](bool accumulate) {
@@ -332,63 +296,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // dQ of the tile before is complete, and goes to the storer.
     auto stage_dq = [&]() {
         fa::bar_arrive(3 - consumer, 256);  // dS may be overwritten
-        fa::mbarrier_wait_parity(dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        float* dq = dq_smem + consumer * PART + threadIdx.x % 128 * 4;
+        fa::mbarrier_wait_parity(at.dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        float* dq = smem.dq + consumer * PART + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(dq_full + consumer);
+        release(at.dq_full + consumer);
     };
 
     fa::bar_arrive(3 - consumer, 256);
     while (true) {
-        fa::mbarrier_wait_parity(k_full, kv.parity());
-        const int number = __shfl_sync(fa::full_warp, *number_smem, 0);  // known to the compiler as the same in the whole warp
+        fa::mbarrier_wait_parity(at.k_full, kv.parity());
+        const int number = __shfl_sync(fa::full_warp, at.numbers[0], 0);  // known to the compiler as the same in the whole warp
         __syncwarp();
         if (number < 0) break;
-        fa::mbarrier_arrive(kv_empty);
+        fa::mbarrier_arrive(at.kv_empty);
         work = work_of(args, number);
-        at = Walk::begin(args, work);
+        walk = Walk::begin(args, work);
         const bool seen = work.count > 0;
         if (seen) {
-            fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+            fa::mbarrier_wait_parity(at.q_full + q.stage(), q.parity());
             issue_scores(0);
-            fa::mbarrier_wait_parity(v_full, kv.parity());
-            fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+            fa::mbarrier_wait_parity(at.v_full, kv.parity());
+            fa::mbarrier_wait_parity(at.do_full + q.stage(), q.parity());
             issue_dp(0);
             int n = 0;
             for (bool accumulate = false;; accumulate = true) {
                 issue_tile(accumulate);
-                at.next(work);
+                walk.next(work);
                 if (++n == work.count) break;
-                fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
+                fa::mbarrier_wait_parity(at.q_full + q.stage(), q.parity());
                 issue_scores(0);
                 fa::wgmma_wait<1>(dq_reg, p16_reg, ds16_reg);
-                release(q_empty + (q.stage() ^ 1));
+                release(at.q_empty + (q.stage() ^ 1));
                 stage_dq();
                 fa::schedule_fence();
-                fa::mbarrier_wait_parity(do_full + q.stage(), q.parity());
+                fa::mbarrier_wait_parity(at.do_full + q.stage(), q.parity());
                 issue_dp(0);
                 fa::schedule_fence();
             }
             fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg[0], dk_reg[BLOCKS - 1], dv_reg[0], dv_reg[BLOCKS - 1]);
-            release(q_empty + (q.stage() ^ 1));
+            release(at.q_empty + (q.stage() ^ 1));
             stage_dq();
-        } else fa::mbarrier_wait_parity(v_full, kv.parity());
+        } else fa::mbarrier_wait_parity(at.v_full, kv.parity());
 
         // Epilogue: dV and dK to the shared memory of V and K
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const uint32_t own = (own_keys + warp * 16) * 128;
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(v_smem + own + block * 64 * 128, K_TILE, dv_reg[block], one);
+        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(smem.v + own + block * 64 * 128, K_TILE, dv_reg[block], one);
         fa::bar_sync(1, 256);  // the other consumer's dQ has read K
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(k_smem + own + block * 64 * 128, K_TILE, dk_reg[block], scales);
+        for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(smem.k + own + block * 64 * 128, K_TILE, dk_reg[block], scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(dkv_full + consumer);
+        release(at.dkv_full[0] + consumer);
         kv.next();
     }
 }

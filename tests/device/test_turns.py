@@ -49,8 +49,7 @@ def test_the_same_bits(dim: int, shape: str, backwards: int, tmp_path: Path) -> 
 
 def test_a_storer_that_is_behind(tmp_path: Path) -> None:
     """It passes a tile's turn while the reduction of the next one runs. On the CPU a storer is never behind: here it is told that it is."""
-    peek = "!fa::mbarrier_test_parity(dq_full + consumer, q.position % 2)"
-    behind = (peek, "(fa::mbarrier_wait_parity(dq_full + consumer, q.position % 2), false)")
+    behind = ("!is_staged()", "(wait_staged(), false)")
     wanted = dq_bits(tmp_path, 64, "causal", 3, {})
     assert dq_bits(tmp_path, 64, "causal", 3, {}, fault=(behind,)) == wanted
     early = ("if (later) fa::bulk_wait<1>();", "if (later) fa::bulk_wait<2>();")

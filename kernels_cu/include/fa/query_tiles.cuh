@@ -1,17 +1,18 @@
-// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 18, 20, 22): what surrounds the products.
+// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 18 to 22): what surrounds the products.
 // There are three launches.
 //
 //     prepare      delta and logsumexp of each tile of queries, side by side, so that one copy brings them; dQ = 0
 //     gradients    persistent blocks, or clusters, take works: a tile of keys of one head, and the tiles of queries that see it
 //     convert      dQ from the layout of the accumulators to rows, scaled and rounded
 //
-// Products, stages and barriers of launch 2 are each kernel's own. dQ of a tile of queries is a sum over tiles of keys. It is added in
-// global memory in float32, in the layout of the accumulators of wgmma: parts of 64 queries x 64 columns, of which each of 128 threads has
-// 4 numbers of every 8 columns. So a warp adds 512 bytes side by side.
+// Products of launch 2, and how dQ is added, are each kernel's own; step 22 has barriers and a producer of its own, too. dQ of a tile of
+// queries is a sum over tiles of keys. It is added in global memory in float32, in the layout of the accumulators of wgmma: parts of 64
+// queries x 64 columns, of which each of 128 threads has 4 numbers of every 8 columns. So a warp adds 512 bytes side by side.
 #pragma once
 
 #include <fa/gradient.cuh>
 #include <fa/schedule.cuh>
+#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 namespace fa {
@@ -40,6 +41,33 @@ template <bool Backwards> struct NumberWalk {
     __device__ __forceinline__ void next(const Work& work) {
         if (--left > 0) number += Backwards ? -1 : 1;
         else left = work.end - work.first, number += Backwards ? work.end + left - 1 : work.first + 1;
+    }
+};
+
+// What a producer copies to shared memory.
+struct Maps {
+    const TensorMap &q, &k, &v, &d_o, &stats;
+};
+
+// The barriers of a block: of KvStages tiles of K and V, of two tiles of Q and dO, of two consumers and their storers.
+template <int KvStages> struct Barriers {
+    uint64_t k_full[KvStages], v_full[KvStages], kv_empty[KvStages], dkv_full[KvStages][2];  // dkv_full: dK and dV lie there, of a consumer
+    uint64_t q_full[2], q_empty[2], do_full[2];  // q_full: Q and the stats; q_empty: dO too
+    uint64_t dq_full[2], dq_empty[2];  // of the consumers; what they say is each kernel's own
+    int numbers[KvStages];  // the work whose K is there; -1: no more
+
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < KvStages; ++i) {
+            mbarrier_init(k_full + i, 1), mbarrier_init(v_full + i, 1);
+            mbarrier_init(kv_empty + i, 258);  // each storer arrives, and every thread of the consumers, which has read the number
+            mbarrier_init(dkv_full[i], 4), mbarrier_init(dkv_full[i] + 1, 4);  // each warp
+        }
+        for (int i = 0; i < 2; ++i) {
+            mbarrier_init(q_full + i, 1), mbarrier_init(do_full + i, 1);
+            mbarrier_init(q_empty + i, 8);  // each warp of both
+            mbarrier_init(dq_full + i, 4), mbarrier_init(dq_empty + i, 1);
+        }
+        mbarrier_init_fence();
     }
 };
 
@@ -95,6 +123,43 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
                                                 int batch, uint32_t more = 0) {
         mbarrier_arrive_expect_tx(full, slabs * Slab + more);
         for (int slab = 0; slab < slabs; ++slab) tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+    }
+
+    // The producer, one thread of launch 2: takes works of Keys keys from two counters, copies their K and V, and the tiles of queries that
+    // see them. smem: where to, [stages][slabs][rows][64], and the barriers. A number is fetched a work ahead: the counter's answer takes a
+    // microsecond. With DETERMINISTIC, when the last copies of a work are on their way: works shall begin in the order of their numbers.
+    template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
+    static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of) {
+        constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
+        Barriers<KvStages>& at = *smem.barriers;
+        Ring<KvStages> kv;
+        Ring<2> q;
+        const int works = (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch;
+        int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
+        while (true) {
+            mbarrier_wait_parity(at.kv_empty + kv.stage(), kv.parity() ^ 1);
+            at.numbers[kv.stage()] = number < works ? number : -1;
+            if (number >= works) break;
+            const Work work = work_of(args, number);
+            load<k_slab>(smem.k + kv.stage() * k_tile, maps.k, at.k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+            if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
+            load<k_slab>(smem.v + kv.stage() * k_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+            kv.next();
+            Walk walk = Walk::begin(args, work);
+#pragma unroll 1  // the producer has few registers
+            for (int n = 0; n < work.count; ++n, walk.next(work)) {
+                const int tile = walk.queries(work), q_first = tile * BlockQ;
+                mbarrier_wait_parity(at.q_empty + q.stage(), q.parity() ^ 1);
+                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.head, work.batch, 2 * BlockQ * 4);
+                tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.head, work.batch);
+                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.head, work.batch);
+                q.next();
+            }
+            if (DETERMINISTIC) number = atomicAdd(counters, 1);
+        }
+        mbarrier_arrive(at.k_full + kv.stage());
+        // The last block to finish leaves the counters as it found them, for the next launch.
+        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
     }
 
     // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O, each row split over 8 lanes; logsumexp, with +inf where P must
