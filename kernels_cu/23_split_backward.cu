@@ -56,8 +56,8 @@
 // ///
 //
 // Step 23, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
-// two float16, and three products of these parts take the place of one. fa/split.cuh has the arithmetic, the forward pass the choice of
-// the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 14's:
+// two float16, and three products of these parts take the place of one. fa/split_product.cuh has the arithmetic, the forward pass the
+// choice of the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 14's:
 //
 //     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q   dQ += dS K
@@ -101,7 +101,7 @@
 //
 // Not finite inputs: results are not finite where float32's are not, but an infinity may become NaN, as in the forward pass.
 #include <fa/gradient.cuh>
-#include <fa/split.cuh>
+#include <fa/split_product.cuh>
 
 constexpr int M = WARP_K / 16, HALF = BLOCK_Q / 2, STEPS = HALF / 16;  // a warp: WARP_K keys, and half of the queries or columns
 constexpr int WARPS = BLOCK_K / WARP_K * 2, THREADS = 32 * WARPS;

@@ -39,9 +39,9 @@
 //
 //     x = 2^e (high + low)      S = (Q_high + Q_low) (K_high + K_low)^T, without Q_low K_low^T      O += P V likewise
 //
-// fa/split.cuh has the arithmetic. high and low have 11 bits each, 22 to 24 together. What is left out is below 2^-22 of a score. The
-// largest error of O is 0.5 to 1.2 of step 07's: a tensor core adds 16 products exactly up to one truncation, where a CUDA core rounds 16
-// times.
+// fa/split_product.cuh has the arithmetic. high and low have 11 bits each, 22 to 24 together. What is left out is below 2^-22 of a score.
+// The largest error of O is 0.5 to 1.2 of step 07's: a tensor core adds 16 products exactly up to one truncation, where a CUDA core rounds
+// 16 times.
 //
 // Which split (errors in budgets of float32, the largest of 13 families of inputs on an emulated tensor core; NOTES.md has them all):
 //
@@ -82,7 +82,7 @@
 //
 // Not finite inputs: an infinity or NaN in Q or K makes the scores of its row infinite or NaN, as in float32. One in V makes its column of
 // O NaN, also where float32 would give an infinity: low parts of both signs meet it.
-#include <fa/split.cuh>
+#include <fa/split_product.cuh>
 
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = BLOCK_K / 8, COLUMNS = HEAD_DIM / 8;

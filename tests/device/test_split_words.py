@@ -1,4 +1,4 @@
-"""The words of <fa/split.cuh>, against numpy on every backend found: float32 matrices as two float16 each, and their products.
+"""The words of <fa/split.cuh> and <fa/split_product.cuh> against numpy: float32 matrices as two float16 each, and their products.
 
 They are plain C++ over the words of test_mma_words.py and test_words.py, which are held to an H200 there. Tiles hold small integers
 plus a fraction that only the low parts hold, whose products are exact, so most comparisons are of bits.
@@ -16,7 +16,7 @@ from word_kernel import f32, integers, run
 
 from harness.backends import Backend
 
-BEFORE = "#include <fa/gradient.cuh>\n#include <fa/split.cuh>\n" + PRODUCT.split("template <int W, bool S>")[0]
+BEFORE = "#include <fa/gradient.cuh>\n#include <fa/split_product.cuh>\n" + PRODUCT.split("template <int W, bool S>")[0]
 #: 2^-8 of an integer below 8, scaled to [2^14, 2^15), reaches into the low part and ends there.
 FRACTION = 2.0**-15
 
