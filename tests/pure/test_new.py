@@ -12,7 +12,7 @@ import planted
 import pytest
 
 from harness.fault import DiskFault, UsageFault
-from harness.kernel.kernel import Kernel, catalogue, find
+from harness.kernel.kernel import KERNELS, Kernel, catalogue, find
 from harness.kernel.new import new
 from harness.problem import Problem
 
@@ -158,9 +158,13 @@ def test_the_copy_plans_like_its_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_a_plain_kernel(pass_: str, tmp_path: Path) -> None:
-    """Plain parameters, no header of ours, formatted as the tree is; it promises masks, groups and unequal lengths."""
+    """The tree's file with an opening: plain parameters, no header of ours; it promises masks, groups and unequal lengths."""
     path = new("mine", pass_=pass_, folder=tmp_path, plain=True)
     kernel, text = Kernel.read(path), path.read_text()
+    header, code = (KERNELS / "plain" / f"plain_{pass_}.cu").read_text().split("// ///\n")
+    opening = text.removeprefix(f"{header}// ///\n").removesuffix(code)
+    assert opening.startswith("//\n// mine: plain pointers") and all(line.startswith("//") for line in opening.splitlines())
+    assert text == f"{header}// ///\n{opening}{code}"
     assert kernel.causal and kernel.gqa and kernel.cross and kernel.head_dims == (32, 64, 96, 128)
     assert all(launch.args[:5] == ("Q", "K", "V", "O", "logsumexp") for launch in kernel.launches)
     assert "#include" not in text and "fa::" not in text and max(map(len, text.splitlines())) <= 140
