@@ -46,8 +46,8 @@
 //
 // The distance to the limit of mma.sync: with nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
 // `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two
-// warps share a tensor core. While both are in their softmax, it idles; two more warps would need the registers of O. Step 18
-// changes that: wgmma takes operands from shared memory and runs asynchronously while the same warps do the next softmax.
+// warps share a tensor core. While both are in their softmax, it idles; two more warps would need the registers of O. Step 15
+// begins to change that: wgmma takes operands from shared memory and runs asynchronously.
 #include <fa/epilogue.cuh>
 
 using scalar = fa::DTYPE;

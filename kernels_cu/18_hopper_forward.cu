@@ -71,8 +71,8 @@
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
 //
-// Step 18, read against step 14. There a warp did everything: it started copies, waited for them, read fragments, multiplied, took
-// exponentials; mma.sync stood still while the same warp computed a softmax. Here each has one task.
+// Step 18, read against step 17. The tasks are divided as there, and the consumers take turns. Four things are new: blocks are persistent,
+// storers send O, a consumer's softmax runs under its own second product, and the softmax has no maximum.
 //
 //     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
