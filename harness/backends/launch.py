@@ -84,7 +84,7 @@ class Launcher:
         """What a call enqueues; the same steps may be enqueued repeatedly. Parameters as of a call."""
         args = (self.packed(tensors, workspaces),)
         plan = self.loaded.plan
-        maps = [self.tensor_map(each, *self._place(each, tensors, workspaces)) for each in plan.tensor_maps]
+        maps = [self.tensor_map(map_, *self._place(map_, tensors, workspaces)) for map_ in plan.tensor_maps]
         made: list[Step] = [Fill(workspaces[index], size) for index, size in self.zeroed]
         for launch, plain in zip(plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
@@ -129,7 +129,7 @@ class Fixed:
         #: The words of fa::Args that hold an address, in the order of a call.
         self._at = [4 * ARGS_TENSORS.index(name) for name in strides] + [4 * len(ARGS_TENSORS) + i for i in range(spaces)]
         #: Of each tensor map, the index of its tensor's address in a call, and the tensor's strides.
-        self._mapped = [self._source(each) for each in launcher.loaded.plan.tensor_maps]
+        self._mapped = [self._source(map_) for map_ in launcher.loaded.plan.tensor_maps]
         self._free: list[tuple[memoryview, list[memoryview], Callable[[int | None], None]]] = []
 
     def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:

@@ -118,10 +118,10 @@ def main_loops(listing: str) -> dict[str, Loop | None]:
 
 
 def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) -> Loop | None:
-    wgmma = any(each.name.startswith("HGMMA") for each in code)
+    wgmma = any(instruction.name.startswith("HGMMA") for instruction in code)
     bodies = []
-    for end, each in enumerate(code):
-        begin = _target(each, labels)
+    for end, instruction in enumerate(code):
+        begin = _target(instruction, labels)
         if begin is not None and begin <= end:
             body = code[begin : end + 1]
             products = {i.written for i in body if i.name.startswith("HGMMA")} if wgmma else {i.name for i in body if i.name[:4] == "HMMA"}
@@ -143,7 +143,7 @@ def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) 
         else:
             runs.append(Run(what, 1, at in cold))
         last = key
-    local = sum(each.name.partition(".")[0] in ("LDL", "STL") for each in code[begin : end + 1])
+    local = sum(instruction.name.partition(".")[0] in ("LDL", "STL") for instruction in code[begin : end + 1])
     return Loop(entry, tuple(runs), local)
 
 

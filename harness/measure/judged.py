@@ -150,8 +150,8 @@ class Watch:
 
     def seen(self, seconds: Sequence[float], drawn: dict[int, State]) -> None:
         """Judge a turn that has ended."""
-        for i, each in enumerate(seconds):
-            (self._fresh if i in drawn and drawn[i].fresh else self._same).append(each)
+        for i, sample in enumerate(seconds):
+            (self._fresh if i in drawn and drawn[i].fresh else self._same).append(sample)
         self.broken = self.contender.judge() if self.contender else ""
 
     def close(self, sample: Callable[[], float]) -> None:

@@ -197,13 +197,13 @@ def measure(
     second graph. Raises what the contenders' runs raise.
     """
     before = stage.state()
-    watches = {name: Watch(each if isinstance(each, Judged) else None, policy.apart) for name, each in contenders.items()}
+    watches = {name: Watch(contender if isinstance(contender, Judged) else None, policy.apart) for name, contender in contenders.items()}
     cold = timing == "cold"
     runs: dict[str, Ready] = {}
-    for name, each in contenders.items():
+    for name, contender in contenders.items():
         progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
-            runs[name] = Ready.kept(name, each, stage, policy, ready)
+            runs[name] = Ready.kept(name, contender, stage, policy, ready)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(runs, 0.0)
     waiting = list(runs)
@@ -216,7 +216,7 @@ def measure(
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
-            share = sum(_share(turns[each], spent[each], policy) if each in waiting else 1.0 for each in runs)
+            share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
             progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
     for name, run in runs.items():
         with watches[name].guarded():

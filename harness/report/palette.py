@@ -64,7 +64,7 @@ def looks(kernels: Sequence[str]) -> dict[str, Look]:
         else:
             start = zlib.crc32(kernel.encode()) % len(OTHERS)
             used = {look["color"] for look in chosen.values()}
-            free = [each for each in (*OTHERS[start:], *OTHERS[:start]) if each not in used]
+            free = [colour for colour in (*OTHERS[start:], *OTHERS[:start]) if colour not in used]
             marker = MARKERS[zlib.crc32(kernel.encode()) % len(MARKERS)]
             chosen[kernel] = {"color": free[0] if free else BLACK, "marker": marker, "linestyle": "-"}
     return chosen

@@ -90,7 +90,7 @@ def _energy(view: View) -> list[str]:
         lines.append([view.label(shape), *(texts.get(kernel, "") for kernel in kernels)])
     if not lines:
         return []
-    gemms = [f"{row.Kernel.removeprefix(CEILING)} {each:.3g}" for row in view.ceilings.values() if (each := picojoules(row))]
+    gemms = [f"{row.Kernel.removeprefix(CEILING)} {energy:.3g}" for row in view.ceilings.values() if (energy := picojoules(row))]
     beside = f" Matrix products beside them: {'; '.join(gemms)} pJ/FLOP." if gemms else ""
     said = f"Energy in pJ/FLOP, with power and SM clock: each kernel alone and settled; the least of a row is bold.{beside}"
     return [said, markdown_table(("shape", *kernels), lines)]

@@ -247,13 +247,15 @@ def ready(
     pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
-    mapped = frozenset(each.tensor for each in made.loaded.plan.tensor_maps)
+    mapped = frozenset(map_.tensor for map_ in made.loaded.plan.tensor_maps)
     fits = pitch == dim and all(
-        _fits(problem.shape(name), each, size, plain) and not (name in mapped and _overlaps(problem.shape(name), each))
-        for name, each in zip(given, strides, strict=True)
+        _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
+        for name, steps in zip(given, strides, strict=True)
     )
     every = (
-        dict(zip(given, ((each[0], each[1], each[2]) for each in strides), strict=True)) | outputs | {"logsumexp": (heads * seq, seq, 1)}
+        dict(zip(given, ((steps[0], steps[1], steps[2]) for steps in strides), strict=True))
+        | outputs
+        | {"logsumexp": (heads * seq, seq, 1)}
     )
     return Ready(
         launch=made,

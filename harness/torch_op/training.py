@@ -204,7 +204,7 @@ def refusal(attend: Attend, size: Size, device: str) -> Speed | None:
             attend(q, q, q, is_causal=True).sum().backward()
         except (RuntimeError, ValueError) as error:
             kind = "REFUSED" if isinstance(error, ValueError) or not isinstance(error.__cause__, Fault) else "ERROR"
-            reasons = [str(each.message).partition("(Triggered")[0].strip() for each in told]
+            reasons = [str(warning.message).partition("(Triggered")[0].strip() for warning in told]
             return Speed("", kind, why=" ".join([str(error).partition("\n")[0], *reasons]))
     return None
 
