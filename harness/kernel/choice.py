@@ -28,6 +28,11 @@ class Choice:
         values = tuple((name, value) for name, value in item.items() if name not in ("when", "evidence"))
         return cls(item.get("when", 1), values, item["evidence"])
 
+    @property
+    def name(self) -> str:
+        """What tells it from the other rows of its file: of two alike the second is never taken."""
+        return f"{', '.join(dict(self.values))} if {self.when}"
+
     def __str__(self) -> str:
         condition = "always" if self.when == 1 else f"when {self.when}"
         return f"{condition}: {', '.join(f'{name} = {value}' for name, value in self.values)} ({self.evidence})"

@@ -197,7 +197,8 @@ def test_policy_stands_in_rows(kernel: Kernel) -> None:
 @each_kernel
 def test_every_row_of_choice_is_met(kernel: Kernel) -> None:
     """By a problem of those that verify adds to its matrix (test_cases.py has the matrix itself)."""
-    assert {("choice", str(number + 1)) for number in range(len(kernel.choices))} <= known(kernel)
+    rows = {("choice", row.name) for row in kernel.choices}
+    assert len(rows) == len(kernel.choices) and rows <= known(kernel)
 
 
 def test_evidence_names_a_file_or_says_that_there_is_none() -> None:

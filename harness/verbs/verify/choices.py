@@ -15,7 +15,7 @@ from ...fault import Fault
 from ...kernel import Device, Kernel
 from ...problem import Problem
 
-#: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq"), ("choice", "2"): the second row.
+#: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq"), ("choice", "CONSUMERS if …").
 Choice = tuple[str, str]
 #: What a plan depends on: a problem, whether it is the deterministic form, and multiprocessors, None: those of an H200.
 Planned = tuple[Problem, bool, int | None]
@@ -63,7 +63,7 @@ def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None)
     with suppress(Fault):
         plan = form.plan(problem, Device("cpu", "", sms=sms or Device.sms))
         values = {(name, value) for name, value in plan.macros if not name.startswith("WORKSPACE_")}
-        rows = {("choice", str(chosen.choices.index(row) + 1)) for row in plan.choices}
+        rows = {("choice", row.name) for row in plan.choices}
         return frozenset({*values, *rows, ("launches", " ".join(launch.entry for launch in plan.launches))})
     return frozenset()
 
