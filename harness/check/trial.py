@@ -36,8 +36,9 @@ from .tensors import Bound, Outputs
 _KEPT = 1 << 26
 #: Launches of the same inputs whose bits are compared where a kernel that promises the same bits gave others on a symmetric input.
 _REPEATS = 8
-#: How many launches on the same inputs follow what is timed, drawn from this range, and the seconds after which they end in any case.
-_MANY, _MANY_SECONDS = (150, 300), 0.2
+#: How many launches on the same inputs follow what is timed, drawn from this range, and the seconds after which they end in any case:
+#: on the CPU of all its threads together, which other processes do not lengthen.
+_MANY, _MANY_SECONDS = (150, 300), {"cpu": 0.5, "cuda": 0.2}
 #: As many launches at least must fit into these seconds: fewer show nothing that the launches before them do not.
 _FEW = 8
 
@@ -58,6 +59,7 @@ class Trial:
         self._last: tuple[Change, dict[str, Array]] | None = None
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
+        self._clock = time.process_time if bound.backend.name == "cpu" else time.perf_counter
 
     @property
     def elements(self) -> int:
@@ -142,20 +144,20 @@ class Trial:
     def further(self) -> str:
         """After what was timed: launches with V, Q and K new alone, the last on tensors that lie otherwise, and between them one or, where
         launching and judging are quick, many that are not new: Q and K are each new beside the launch before."""
-        start = time.perf_counter()
+        start, seconds = self._clock(), _MANY_SECONDS[self.bound.backend.name]
         if (why := self._values() or self.ended()) or self.elements > _KEPT:
             return why
-        quick = time.perf_counter() - start < _MANY_SECONDS / _FEW
+        quick = self._clock() - start < seconds / _FEW
         name, other = random.SystemRandom().sample("QK", 2)
-        why = self._alone(name, False) or self.repeat(random.SystemRandom().randrange(*_MANY) if quick else 1, _MANY_SECONDS)
+        why = self._alone(name, False) or self.repeat(random.SystemRandom().randrange(*_MANY) if quick else 1, seconds)
         return why or self._alone(other, not self.bound.plain) or self.ended()
 
     def repeat(self, times: int, seconds: float = math.inf) -> str:
         """Launch as often on the same inputs, or until the seconds have passed, outputs poisoned: the same bits each time where the
         kernel promises that, else within the budget. Returns which rule is broken, or an empty text."""
-        until = time.perf_counter() + seconds
+        until = self._clock() + seconds
         for number in range(times):
-            if time.perf_counter() > until:
+            if self._clock() > until:
                 break
             self.bound.poison()
             self.bound.launch()
