@@ -1,5 +1,5 @@
 // /// kernel
-// title = "Hopper where dQ finds no room in shared memory: added from the accumulators, under the next tile's products"
+// title = "Hopper without a staged dQ: added from the accumulators by red.v4, under the next tile's products"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [64, 128]
 // arch = "sm_90a"

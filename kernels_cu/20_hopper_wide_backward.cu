@@ -117,7 +117,7 @@
 //
 // Under the causal mask it is right, but `auto` leaves it to step 18. There 128 keys more are computed behind the diagonal: 4 % slower at
 // 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
-// step 18, which the warps of its consumers take.
+// step 18, which its storers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 

@@ -74,9 +74,9 @@
 // maps = []
 // ///
 //
-// Step 22, backward: step 18's backward pass at head dim 256, in clusters of two blocks.
+// Step 22, backward: step 21's backward pass at head dim 256, in clusters of two blocks.
 //
-// What limits step 18 there: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
+// What limits step 21: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
 // tile of queries is added in global memory once for every 64 keys. That is twice as many reductions a FLOP as at head dim 128, and without
 // any the kernel is half as fast again.
 //
@@ -104,7 +104,7 @@
 // the next tile arrives while dK, dQ and the next S run; a tile's dV comes first for that. That dO is there says also that both consumers
 // have read P^T of the tile before.
 //
-// Each block loads all of Q and dO for itself, as step 18 does, so a stage is released within the block. With multicast a block would load
+// Each block loads all of Q and dO for itself, as step 21 does, so a stage is released within the block. With multicast a block would load
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
 // is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
@@ -114,7 +114,7 @@
 //
 // The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 18
 // has 128 keys in a block, such a kernel is slower than step 18 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
-// columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 18.
+// columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 21.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/query_tiles.cuh>
