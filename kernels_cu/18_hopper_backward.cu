@@ -16,8 +16,22 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
-// BACKWARDS = "1 if causal and HEAD_DIM == 128 and not deterministic else 0"  # from the last tile of queries to the first
-// SECTION = "64 if BACKWARDS and seq_q > 2048 else 16 if deterministic and seq_q * HEAD_DIM <= 1048576 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// BACKWARDS = 0  # 1: from the last tile of queries to the first
+// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// [let]
+// barriers = "48 * KV_STAGES + 80"  # bytes
+// [[choice]]
+// when = "causal and HEAD_DIM == 128 and not deterministic"
+// BACKWARDS = 1
+// evidence = "NOTES.md, 18 hopper backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// [[choice]]
+// when = "BACKWARDS and seq_q > 2048"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// [[choice]]
+// when = "deterministic and seq_q * HEAD_DIM <= 1048576"
+// SECTION = 16
+// evidence = "NOTES.md, 18 hopper backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -72,7 +86,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 12 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]

@@ -10,7 +10,7 @@
 // deterministic = false
 // auto = false
 // variant_of = "hopper"
-// when = "not deterministic and (not causal if HEAD_DIM == 64 else seq_q < (2048 if causal else 1024))"
+// when = "not deterministic and (not causal if HEAD_DIM == 64 else short)"
 // arithmetic = "p16"
 // spill_bytes_allowed = 32  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
@@ -18,8 +18,15 @@
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = 2  # the next K and V arrive while the last products run
-// EARLY = "4 if HEAD_DIM == 64 and not causal else 8"  # eighths of dQ that are added before the next dP
+// EARLY = 8  # eighths of dQ that are added before the next dP
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [let]
+// short = "seq_q < (2048 if causal else 1024)"
+// barriers = "48 * KV_STAGES + 80"  # bytes
+// [[choice]]
+// when = "HEAD_DIM == 64 and not causal"
+// EARLY = 4
+// evidence = "NOTES.md, 18 hopper backward: D64 S4096 dK first 471 TFLOP/s for 462"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -70,7 +77,7 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
-// shared = "4 * KV_STAGES * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 48 * KV_STAGES + 80"
+// shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]

@@ -18,7 +18,11 @@
 // BLOCK_K = 64  # both consumers share them
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // EARLY = 4  # eighths of dQ that are added before the next dP
-// SECTION = "16 if deterministic and seq_q * HEAD_DIM <= 1048576 else 32"  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// [[choice]]
+// when = "deterministic and seq_q * HEAD_DIM <= 1048576"
+// SECTION = 16
+// evidence = "NOTES.md, 18 hopper backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -176,8 +176,7 @@ def expressions(kernel: Kernel) -> Iterator[str]:
     return (value for value in values if isinstance(value, str))
 
 
-#: Step 18 backward is divided by head dim now; its header is written anew there.
-TREE = [kernel for kernel in catalogue() if kernel.path.name != "18_hopper_backward.cu"]
+TREE = catalogue()
 each_kernel = pytest.mark.parametrize("kernel", TREE, ids=lambda kernel: kernel.label)
 
 
