@@ -45,7 +45,7 @@ def test_the_names_are_those_of_the_harness() -> None:
         (("experiment", "--peers", "fa3,num"), ["fa3,numpy"]),
         (("experiment", "--peers", "no"), ["none"]),
         (("verify", "fa2", "nai"), ["naive"]),
-        (("tune", "warp"), ["warp_wmma"]),
+        (("tune", "warp_w"), ["warp_wmma"]),
         (("new", "mine", "--from", "nai"), ["naive"]),
         (("compile", "--compute", "fa2,nai"), ["fa2,naive"]),
     ],

@@ -128,10 +128,7 @@ NO_RACE = {
     ("fa1_forward", 5): "m and l lie in global memory: the error budget sees it",
     ("flash_2d_forward", 5): "the same",
     ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
-    (
-        "wgmma_tma_forward",
-        2,
-    ): "it orders a copy behind products: without it the engine itself stops, as harness/selftest/faults.toml has it",
+    ("wgmma_tma_forward", 2): "it orders a copy behind products: without it the engine itself stops (faults.toml)",
     ("wgmma_tma_forward", 3): "the same",
     ("hopper_forward", 2): "it orders no accesses: a lane that is late would miss a phase",
     ("hopper_forward", 3): "the same",

@@ -177,3 +177,27 @@ def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> 
     keys = SPLIT.names(Problem.of(1, 1, 4096, dim, causal=causal), SM_90A)["BLOCK_K"]
     products = sum(run.times for run in hot if run.what.startswith("HGMMA"))
     assert products == 3 * (dim // 16 + keys // 16 * (4 if dim == 256 else 1))
+
+
+STEPS = ("wgmma_tma", "warp_specialized", "pingpong")
+STEP_FORMS = list(itertools.product(STEPS, (64, 128, 256), (False, True)))
+STEP_DRAWN = sample.sample("step order", STEP_FORMS, lambda form: {form[0]}, lambda form: 1, 3)
+
+
+@pytest.mark.parametrize("form", sample.parameters(STEP_FORMS, STEP_DRAWN, str))
+def test_the_steps_to_hopper_differ_by_a_barrier(form: tuple[str, int, bool]) -> None:
+    """Both products, one wait, the softmax. Step 15: a barrier before the copies start; 16: none; 17: the products are a turn."""
+    name, dim, causal = form
+    kernel = find(name, "forward")
+    found = nvrtc.compile_(kernel, kernel.plan(Problem.of(1, 1, 4096, dim, dtype="bfloat16", causal=causal), SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
+    assert loop and not loop.local and not found.spill_bytes
+    seen = ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC", "BAR.ARV")
+    hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in seen]
+    keys = kernel.names(Problem.of(1, 1, 4096, dim), SM_90A)["BLOCK_K"]
+    products = [(f"HGMMA 64x{dim}x16", keys // 16), (f"HGMMA 64x{keys}x16", dim // 16), ("DEPBAR 0", 1)]
+    if name == "wgmma_tma":
+        products += [("BAR.SYNC", 1)]
+    if name == "pingpong":
+        products = [("BAR.SYNC", 1), *products[:2], ("BAR.ARV", 1), products[2]]
+    assert [(run.what, run.times) for run in hot] == [*products, ("MUFU.EX2", keys // 2)]
