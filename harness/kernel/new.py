@@ -76,10 +76,13 @@ def _check_name(name: str) -> None:
 
 
 def _rename(text: str, kernel: Kernel, name: str, path: Path) -> str:
-    """The source under its new name: a header without aliases, its own title, an opening paragraph before the source's own."""
+    """The source under its new name: a header without aliases and no variant's, its own title, an opening paragraph before the source's
+    own."""
     end = next(_HEADER.finditer(text)).end()
     head, rest = text[:end].rstrip(" ") + "\n", text[end:].removeprefix("\n")
     head = re.sub(_KEY.format(key="aliases"), "", head, flags=re.M)
+    for key in ("variant_of", "when") if kernel.variant_of else ():
+        head = re.sub(_KEY.format(key=key), "", head, count=1, flags=re.M)
     head = re.sub(_KEY.format(key="title"), f'// title = "my kernel, from {kernel.name}"\n', head, count=1, flags=re.M)
     return head + _opening(kernel, name, path) + "//\n" + rest.removeprefix("//\n")
 

@@ -1,4 +1,4 @@
-"""Blocks that take turns (steps 18 and 21 backward, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
+"""Blocks that take turns (steps 18 and 21, --deterministic): dQ has the same bits however many blocks run, in whatever schedule."""
 
 from __future__ import annotations
 

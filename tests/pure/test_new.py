@@ -19,12 +19,14 @@ from harness.problem import Problem
 
 @pytest.mark.parametrize("kernel", catalogue(), ids=lambda kernel: kernel.label)
 def test_every_kernel_of_the_tree_can_be_started_from(kernel: Kernel, tmp_path: Path) -> None:
-    """The copy reads as a kernel with all the source promises; only title and aliases are its own, and the code is untouched."""
+    """The copy reads as a kernel with all its source file promises; only title and aliases are its own, it is no variant, and the code is
+    untouched."""
     path = new("mine", kernel.name, kernel.pass_, tmp_path)
+    kernel = Kernel.read(kernel.path)
     assert path == tmp_path / f"mine_{kernel.pass_}.cu"
     copy = Kernel.read(path)
     assert (copy.number, copy.name, copy.pass_, copy.aliases) == (None, "mine", kernel.pass_, ())
-    assert copy.title == f"my kernel, from {kernel.name}"
+    assert copy.title == f"my kernel, from {kernel.name}" and not copy.variant_of and not copy.when
     for same in ("dtypes", "head_dims", "arch", "causal", "gqa", "cross", "logits", "deterministic", "tile", "workspace", "launches"):
         assert getattr(copy, same) == getattr(kernel, same), same
     body, original = path.read_text().split("// ///\n")[1], kernel.path.read_text().split("// ///\n")[1]

@@ -15,6 +15,7 @@ from harness.dataset import generate
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, find
 from harness.problem import Problem
+from harness.terminal import debugger
 
 HOPPER = find("hopper", "backward")
 DEVICE = Device("cpu", "")
@@ -77,3 +78,8 @@ def test_what_has_run_is_told(dim: int, file: str) -> None:
     found = run_kernel(backend, HOPPER, oracle, oracle.inputs_of("backward"))
     assert found.passed and found.name == "hopper"
     assert found.kernel and found.kernel.path.name == file and found.kernel.source_hash != HOPPER.source_hash
+
+
+def test_a_debugger_stops_in_any_of_its_files() -> None:
+    words = debugger.command(["cli.py"], [HOPPER], gpu=False)
+    assert all(f"tbreak {path.name}:gradients" in words for path in HOPPER.files)
