@@ -167,7 +167,7 @@ def clangd() -> str:
     text += flags(r"kernels_cu/host/tensor_core\.cpp", EDITOR_FLAGS)
     text += "---\nIf:  # inline PTX\n  PathMatch: kernels_cu/include/fa/.*\n"
     text += "Diagnostics:\n  Suppress: ['*']\n"
-    for kernel in (*catalogue(), *(Kernel.read(path) for path in sorted((ROOT / "kernels_cu").glob("*/*.cu")))):
+    for kernel in map(Kernel.read, sorted((ROOT / "kernels_cu").rglob("*.cu"))):  # by file: a kernel may be several
         text += flags(re.escape(kernel.path.relative_to(ROOT).as_posix()), kernel_macros(kernel))
     return text
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.verify.choices import counts_multiprocessors, known
 
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, Plan, catalogue
 from harness.problem import Problem
+from harness.verbs.verify.choices import counts_multiprocessors, known
 
 HEADER = """\
 // /// kernel
