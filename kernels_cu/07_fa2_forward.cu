@@ -113,8 +113,11 @@ constexpr int K_PITCH = HEAD_DIM + PAD, P_PITCH = BLOCK_Q + PAD;
 constexpr bool SWIZZLE = PAD == 0;
 constexpr float LOWEST = -3.402823466e38f;  // a masked score: finite, so that no difference of two is NaN
 
-static_assert(BLOCK_Q % 32 == 0 && (LANES == 8 || LANES == 16 || LANES == 32) && KEYS >= 1 && COLUMNS % 2 == 0);
-static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K && (PARTS == 1 || PIECES == 1));
+static_assert(BLOCK_Q % 32 == 0, "BLOCK_Q is a multiple of 32, the queries of a warp with LANES = 8");
+static_assert(LANES == 8 || LANES == 16 || LANES == 32, "LANES share a row: 8, 16 or 32");
+static_assert(KEYS >= 1 && COLUMNS % 2 == 0, "BLOCK_K is at least LANES, and a thread has pairs of columns");
+static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K, "pieces of the head dim and parts of the keys are whole");
+static_assert(PARTS == 1 || PIECES == 1, "either the head dim or the keys are divided, not both");
 
 template <int N, int Columns> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 

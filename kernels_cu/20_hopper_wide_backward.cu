@@ -132,7 +132,8 @@ constexpr int THREADS = 384, STAGES = 2, BLOCKS = 2, PIECES = 4;  // blocks of 6
 constexpr uint32_t Q_TILE = BLOCK_Q * 128, K_TILE = BLOCK_K * 128;  // bytes, in rows of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t DS_HALF = BLOCK_K * 128, STATS = 2 * BLOCK_Q * 4;  // dS^T lies in halves of 64 queries
 constexpr int PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in parts of 64 queries, one a consumer
-static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS);
+static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS,
+              "two consumers, each with blocks of 64 keys: BLOCK_K is a multiple of 128");
 
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
 

@@ -133,7 +133,7 @@ constexpr uint32_t Q_TILE = SLABS * Q_SLAB, V_TILE = SLABS * V_SLAB, K_TILE = SL
 constexpr uint32_t DS_TILE = KEYS * 128, P_TILE = BLOCK_K * 128;  // dS^T of both blocks; P^T or dS^T of one
 constexpr int PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2, STEPS = QUERIES / 16;  // of a consumer
-static_assert(HEAD_DIM == 256 && BLOCK_Q == 64);
+static_assert(HEAD_DIM == 256 && BLOCK_Q == 64, "its registers and shared memory are those of head dim 256 and 64 queries");
 
 // A descriptor that is made where it is needed (fa::descriptor_here), of which an advance changes the lower word alone. Those of K, V and
 // dS stay for a tile of keys: hoisted, they would be spilled.

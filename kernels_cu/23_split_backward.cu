@@ -127,7 +127,7 @@ constexpr int COLUMNS = HEAD_DIM / 16;  // groups of 8 columns of a warp in dK a
 // The product dQ, BLOCK_Q x HEAD_DIM, is divided among DQ_ROWS x DQ_COLUMNS warps, DQ_M x DQ_N accumulators each, in DQ_PARTS parts.
 constexpr int DQ_PARTS = HEAD_DIM == 256 && WARPS == 4 ? 2 : 1, DQ_COLUMNS = WARPS / 2, DQ_ROWS = 2;
 constexpr int DQ_STRIDE = DQ_COLUMNS * DQ_PARTS, DQ_M = BLOCK_Q / 16 / DQ_ROWS, DQ_N = HEAD_DIM / 8 / DQ_STRIDE;
-static_assert(HEAD_DIM / 16 % DQ_STRIDE == 0 && DQ_STRIDE <= 4);
+static_assert(HEAD_DIM / 16 % DQ_STRIDE == 0 && DQ_STRIDE <= 4, "DQ_STRIDE divides the groups of 16 columns of dQ, and is at most 4");
 
 // A tile with all its parts, in the workspace as in shared memory, in bytes: [K high][K low][V high][V low][info], and
 // [Q high][Q low][dO high][dO low][logsumexp][delta][info].

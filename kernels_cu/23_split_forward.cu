@@ -117,7 +117,7 @@ __device__ __forceinline__ unsigned char* item_at(const fa::Args& args, fa::uint
 extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
     using Row = fa::SplitRow<HEAD_DIM>;
     constexpr int step = 8 * Row::rows_of_warp, count = BLOCK_K / step;
-    static_assert(count * step == BLOCK_K);
+    static_assert(count * step == BLOCK_K, "the loads of a tile are whole: BLOCK_K is a multiple of their rows");
     float* largest_smem = fa::dynamic_shared<float>();  // [8]
     const bool is_v = blockIdx.x % 2;
     const int first = blockIdx.x / 2 * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;

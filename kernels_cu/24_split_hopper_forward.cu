@@ -147,7 +147,7 @@ __device__ __forceinline__ int tiles_of(int rows) { return (rows + BLOCK_K - 1) 
 extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
     using Row = fa::SplitRow<HEAD_DIM>;
     constexpr int step = 8 * Row::rows_of_warp, count = BLOCK_K / step;
-    static_assert(count * step == BLOCK_K);
+    static_assert(count * step == BLOCK_K, "the loads of a tile are whole: BLOCK_K is a multiple of their rows");
     float* largest_smem = fa::dynamic_shared<float>();  // [8]
     if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<int*>(args.workspace[WORKSPACE_COUNTER]) = 0;
 

@@ -1,6 +1,6 @@
 """A table as text for a terminal of some width. A number or a name is never cut in two.
 
-What does not fit is made narrower in this order, and each step is said:
+On a terminal a column in which nothing stands is left out. What does not fit is made narrower in this order, and each step is said:
 - headers, and columns of prose (PROSE), wrap at spaces;
 - columns that have one value in every row stand in a line below the table instead;
 - the columns of LEAST are left out, in that order;
@@ -29,6 +29,8 @@ LEAST = (
 )
 #: Columns that stay columns, whatever their values: what a row is, and what is asked of it.
 STAY = ("verdict", "status", "kernel", "test", "tensor")
+#: Lines of a row at most, as long as other columns can make room.
+LINES = 4
 GAP = 2
 NOTHING = ("", "-")
 
@@ -52,6 +54,7 @@ def lay_out(
     left_out: list[str] = []
     if width is None:
         return Laid(_drawn(made, None, styles))
+    made = [made[0], *(column for column in made[1:] if column.name in STAY or set(column.cells) - set(NOTHING))]
     same = [column for column in made[1:] if len(rows) > 1 and column.name not in STAY and len(set(column.cells)) == 1]
     for column in sorted(same, key=lambda column: column.cells[0] not in NOTHING):
         if _least(made) <= width:
@@ -100,12 +103,13 @@ class _Column:
 
     @property
     def least(self) -> int:
-        """The narrowest that cuts nothing: headers wrap at spaces, and so do cells of prose."""
+        """The narrowest that cuts nothing: headers wrap at spaces, and so do cells of prose, over LINES lines or one more."""
         header = max(map(cell_len, self.name.split() or [""]))
         if self.name not in PROSE:
             return max(header, max(map(cell_len, self.cells), default=0))
         words = max((cell_len(word) for cell in self.cells for word in cell.split()), default=0)
-        return min(self.most, max(header, words, PROSE[self.name]))
+        longest = max(map(cell_len, self.cells), default=0)
+        return min(self.most, max(header, words, PROSE[self.name], -(-longest // LINES)))
 
 
 def _least(columns: Sequence[_Column]) -> int:

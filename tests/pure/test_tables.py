@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 
 import narrow
 import pytest
+from rich.console import Console
 from rich.text import Text
 
 from harness.terminal import printing, tables
@@ -73,3 +75,20 @@ def test_what_is_said(width: int, capsys: pytest.CaptureFixture[str], monkeypatc
     assert f"turned, as {width} columns are too few for 3" in capsys.readouterr().err
     printing.table(("kernel", "from", "ms"), [("fa2", "x" * width, 1.5)])
     assert f"left out at {width} columns: from; a wider terminal, --json or | cat shows them" in capsys.readouterr().err
+
+
+def test_a_long_sentence_takes_few_lines_and_nothing_takes_none() -> None:
+    """Why a variant was left out is a sentence of 200 letters: other columns make room. A column in which nothing stands is not shown."""
+    why = " ".join(["it needs more shared memory"] * 8)
+    rows = [(f"BLOCK_Q={size}", "PRUNED", None, "", 168, why) for size in (32, 64)]
+    laid = tables.lay_out(("variant", "status", "ms", "energy", "registers", "why"), rows, 100)
+    text = printing_of(laid)
+    assert "ms" not in text.split("\n")[0] and "energy" not in text
+    assert len(text.split("\n")) <= 2 + 2 * (tables.LINES + 1), text
+
+
+def printing_of(laid: tables.Laid) -> str:
+    """A table as a terminal of 100 columns shows it."""
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(laid.body)
+    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]

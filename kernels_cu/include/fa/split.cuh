@@ -183,7 +183,7 @@ __device__ __forceinline__ SplitSizes split_tile(unsigned char* to, const float*
                                                  int head_dim, float* smem /* [16] */) {
     using Row = SplitRow<Width>;
     constexpr int step = 8 * Row::rows_of_warp, count = Rows / step;
-    static_assert(count * step == Rows);
+    static_assert(count * step == Rows, "the loads of a tile are whole: its rows are a multiple of theirs");
     const int own = threadIdx.x / Row::lanes;
     Row part[count];
     float largest = 0, squares = 0;
