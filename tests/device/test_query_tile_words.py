@@ -135,3 +135,32 @@ def test_load(backend: Backend, tmp_path: Path) -> None:
     kernel = hopper_kernel(backend, tmp_path, LOAD, {"k": ("K", box, 128)}, given, "float16", shared=3 * 8192 + 64)
     wanted = [image_of(box_of(tensor, box, at), 128) for at in ((0, 40, 3, 0), (64, 40, 3, 0), (0, 40, 1, 0))]
     assert np.array_equal(with_fields(kernel)[: 3 * 8192], np.concatenate(wanted))
+
+
+#: The arrivals that end a phase of each barrier, and the barrier's name.
+ARRIVALS = {
+    "k_full": 1,
+    "v_full": 1,
+    "kv_empty": 258,
+    "dkv_full[0]": 4,
+    "q_full": 1,
+    "do_full": 1,
+    "q_empty": 8,
+    "dq_full": 4,
+    "dq_empty": 1,
+}
+
+
+def test_barriers(backend: Backend, tmp_path: Path) -> None:
+    """A phase of each barrier ends with the arrivals of those who are to arrive; with one fewer the wait would hang."""
+    waits = "".join(
+        f"        for (int i = 0; i < {count}; ++i) fa::mbarrier_arrive(at.{name} + 1);\n        fa::mbarrier_wait_parity(at.{name} + 1, 0);\n"
+        for name, count in ARRIVALS.items()
+    )
+    text = (
+        LOAD.split("    unsigned char*")[0] + "    fa::Barriers<2>& at = *reinterpret_cast<fa::Barriers<2>*>(fa::dynamic_shared_1024());\n"
+    )
+    text += f"    if (threadIdx.x == 0) {{\n        at.init();\n{waits}        static_cast<uint32_t*>(args.O.data)[0] = 7;\n    }}\n}}\n"
+    tensor = np.zeros((1, HEADS, ROWS, WIDTH), np.float16)
+    kernel = hopper_kernel(backend, tmp_path, text, {"k": ("K", [64, 64, 1, 1], 128)}, {"K": tensor}, "float16", shared=1024)
+    assert with_fields(kernel)[:4].view(np.uint32)[0] == 7

@@ -60,7 +60,7 @@ def unseen(chosen: Kernel, dim: int, dtype: str) -> int:
 def length(chosen: Kernel, dim: int, dtype: str) -> int:
     """Keys of a case: three of the kernel's largest tiles and 11 more, or as many tiles as its form for short sequences does not take."""
     values = dict(plan_of(chosen, 512, dim, dtype).macros)
-    tile = max(int(values[name]) for name in chosen.tile)
+    tile = max(int(values[name]) for name in chosen.tile if name in values)  # a variant may have others
     rows = 3 * tile + 11
     while rows < 512 and dict(plan_of(chosen, rows, dim, dtype).macros) != values:
         rows += tile
