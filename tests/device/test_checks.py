@@ -62,7 +62,7 @@ def test_the_cases_cover_what_matters() -> None:
         for case in cases:
             plan = in_form(chosen, case).plan(case.problem, clean.H200)
             most = clean.unseen(chosen, case.problem.head_dim, case.problem.dtype)
-            tile = max(int(dict(plan.macros)[name]) for name in chosen.tile)
+            tile = clean.largest_tile(chosen, plan)
             assert case.problem.seq_kv > 3 * tile and case.problem.seq_kv % tile and case.problem.seq_q % tile
             longer = in_form(chosen, case).plan(case.problem.with_(seq_q=2 * case.problem.seq_q), clean.H200)
             for launch, more in zip(plan.launches, longer.launches, strict=True):

@@ -59,12 +59,18 @@ def unseen(chosen: Kernel, dim: int, dtype: str) -> int:
 
 def length(chosen: Kernel, dim: int, dtype: str) -> int:
     """Keys of a case: three of the kernel's largest tiles and 11 more, or as many tiles as its form for short sequences does not take."""
-    values = dict(plan_of(chosen, 512, dim, dtype).macros)
-    tile = max(int(values[name]) for name in chosen.tile if name in values)  # a variant may have others
+    plan = plan_of(chosen, 512, dim, dtype)
+    values, tile = dict(plan.macros), largest_tile(chosen, plan)
     rows = 3 * tile + 11
     while rows < 512 and dict(plan_of(chosen, rows, dim, dtype).macros) != values:
         rows += tile
     return rows
+
+
+def largest_tile(chosen: Kernel, plan: Plan) -> int:
+    """The largest tile value of a plan, which may be a variant's."""
+    names = {name for kernel in chosen.variants or (chosen,) for name in kernel.tile}
+    return max(int(value) for name, value in plan.macros if name in names)
 
 
 def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str) -> Plan:
