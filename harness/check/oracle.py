@@ -194,7 +194,8 @@ class Part:
             inputs[each] = own.view(STORAGE[all_.tensor_dtype(each)])
         wide: dict[str, Array] = {each: widen(np, inputs[each], all_.dtype) for each in whole.inputs if each in inputs}
         longest = [float((wide[each] ** 2).sum(-1).max()) ** 0.5 for each in ("Q", "K")]
-        if not all(np.isfinite(array).all() for array in wide.values()) or math.prod(longest) * abs(all_.scale) > min(logits, STEEP):
+        taken = math.prod(longest) * abs(all_.scale) <= min(logits, STEEP)  # false where it is NaN
+        if not taken or not all(np.isfinite(array).all() for array in wide.values()):
             return None
         oracle = Oracle(problem, {each: inputs[each] for each in wide}, whole.tolerance, whole.xp)
         return cls(name, place, oracle, inputs | oracle.inputs_of(pass_))
