@@ -22,7 +22,7 @@ import draw_house  # noqa: E402
 from cli import main  # noqa: E402
 from harness.check import choose  # noqa: E402
 from harness.check.request import Request  # noqa: E402
-from harness.kernel.kernel import Device, Kernel, catalogue  # noqa: E402
+from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 from harness.report import summary  # noqa: E402
 from harness.report.views import latest  # noqa: E402
@@ -136,7 +136,7 @@ def kernel_macros(kernel: Kernel) -> list[str]:
     """The macros a kernel is compiled with for its first dtype, its widest head dim and causal where it has it."""
     dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
     problem = Problem.of(1, 1, 256, kernel.head_dims[-1], dtype=dtype, causal=kernel.causal)
-    return [f"-D{name}={value}" for name, value in kernel.plan(problem, Device("cpu", "editor")).macros]
+    return [f"-D{name}={value}" for name, value in planner.plan(kernel, problem, Device("cpu", "editor")).macros]
 
 
 # clangd takes the flags relative to the project or to the file's folder, depending on its version: both find the headers.

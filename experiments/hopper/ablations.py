@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends
 from harness.files import make_folder, write_files
-from harness.kernel.kernel import find
+from harness.kernel import find, planner
 from harness.problem import Problem
 from harness.report.summary import markdown_table
 from harness.verbs.tune import Tuned, tune
@@ -29,7 +29,7 @@ COLUMNS = ("variant", "TF", "of the kernel as it is", "MHz", "W", "pJ/FLOP", "pJ
 
 def variants(problem: Problem, device: backends.Backend) -> dict[str, list[int]]:
     """The values to try on a shape, one at a time."""
-    now = find("hopper", "forward").names(problem, device.device())
+    now = planner.names(find("hopper", "forward"), problem, device.device())
     return OFF | {"STAGES": [now["STAGES"] // 2], "CONSUMERS": [5 - now["CONSUMERS"]]}
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import peers
 from harness.files import write_files
-from harness.kernel.kernel import catalogue
+from harness.kernel import catalogue
 from harness.report.summary import markdown_table
 from harness.report.views import geometric_mean, picojoules
 from harness.row import CEILING, Row, read_rows

@@ -30,7 +30,7 @@ from harness.backends.launch import View
 from harness.check.choose import AUTO, choose
 from harness.check.contender import Contender
 from harness.check.request import Request
-from harness.kernel.kernel import Device, find
+from harness.kernel import Device, find, planner
 from harness.problem import READS, WRITES, Problem
 
 EMPTY = """
@@ -214,7 +214,7 @@ def unlaunched() -> backends.Backend:
 
         def load(self, kernel: Any, problem: Any, overrides: Any = None) -> Any:
             functions = {entry: SimpleNamespace(kernel=SimpleNamespace(ptr=0)) for entry in kernel.entries}
-            return backends.Loaded(kernel, kernel.plan(problem, self._device, overrides), functions)
+            return backends.Loaded(kernel, planner.plan(kernel, problem, self._device, overrides), functions)
 
     return Unlaunched()
 

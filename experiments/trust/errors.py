@@ -29,7 +29,7 @@ from harness.check.oracle import Oracle
 from harness.check.request import Request
 from harness.dataset.storage import widen
 from harness.fault import Fault
-from harness.kernel.kernel import catalogue
+from harness.kernel import catalogue
 from harness.problem import PASSES, Problem
 from harness.verbs.verify.cases import Case
 from harness.verbs.verify.fuzz import takes

@@ -26,7 +26,7 @@ from harness.backends import Backend
 from harness.check.budget import Verdict
 from harness.check.contender import run_kernel
 from harness.fault import Fault
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel import Kernel, catalogue
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import mutants

@@ -15,7 +15,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.kernel.kernel import catalogue
+from harness.kernel import catalogue
 from harness.verbs.selftest.mutant import mutants
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.check.request import Request
 from harness.dataset.generate import generate
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel, planner
 from harness.kernel.plan import Device
 from harness.problem import Problem
 from harness.verbs.selftest.mutant import mutants
@@ -71,7 +71,7 @@ def main() -> int:
             problem = Problem.of(1, heads, seq, dim, heads_kv=heads_kv, dtype=dtype, causal=True)
             if shape in SHAPES:
                 run(whole, form, problem)
-            elif form.plan(problem, small.device()).launches == form.plan(problem, whole.device()).launches:
+            elif planner.plan(form, problem, small.device()).launches == planner.plan(form, problem, whole.device()).launches:
                 continue
             elif tool == "racecheck" and form.label in CHAINED:
                 sys.stdout.write(

@@ -25,7 +25,7 @@ import numpy as np
 from ..array import Bytes
 from ..fault import EnvironmentFault, KernelFault, UsageFault, install_extra
 from ..files import Json
-from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel import Device, Kernel, Plan, planner
 from ..kernel.plan import TensorMap
 from ..kernel.signature import check_parameters
 from ..problem import Problem
@@ -105,8 +105,8 @@ class Cuda(Backend):
         Raises UsageFault where the header refuses the problem or this GPU, CompileError with NVRTC's log, KernelFault where an entry
         is not in the file or needs more shared memory than there is.
         """
-        kernel = kernel.on(problem)
-        plan = kernel.plan(problem, self.device(), overrides)
+        kernel = planner.variant(kernel, problem)
+        plan = planner.plan(kernel, problem, self.device(), overrides)
         if not kernel.runs_on(self._device.arch, problem.dtype):
             raise UsageFault(
                 f"{kernel.label} does not run on {self._device.name}",

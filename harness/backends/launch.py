@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..fault import KernelFault
+from ..kernel import Kernel, planner
 from ..kernel.header import SIZES
-from ..kernel.kernel import Kernel
 from ..kernel.plan import TensorMap
 from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
@@ -179,7 +179,7 @@ def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
 
 def launcher(backend: Backend, kernel: Kernel, problem: Problem, tiles: Mapping[str, int] | None = None) -> Launcher:
     """A cached launcher: a call with the same values compiles, plans and parses nothing. Raises as Backend.load and prepare do."""
-    key, kernel = tuple(sorted((tiles or {}).items())), kernel.on(problem)
+    key, kernel = tuple(sorted((tiles or {}).items())), planner.variant(kernel, problem)
     return _kept(backend, kernel, kernel.source_hash, problem, key)  # type: ignore[arg-type]  # a backend hashes by identity
 
 

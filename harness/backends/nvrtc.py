@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ..fault import DataFault, EnvironmentFault, install_extra
 from ..files import read_json
-from ..kernel.kernel import INCLUDE, Kernel, Plan
+from ..kernel import INCLUDE, Kernel, Plan
 from .protocol import CompileError, cache_dir
 
 #: Architectures the project compiles for, with the most shared memory (bytes) one block may have on each.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from ..array import ArrayModule, Bytes
 from ..fault import EnvironmentFault, KernelFault, clipped
 from ..files import Json
-from ..kernel.kernel import Device, Kernel, Plan
+from ..kernel import Device, Kernel, Plan
 from ..kernel.plan import TensorMap
 from ..problem import Problem
 from .instead import instead

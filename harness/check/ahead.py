@@ -27,6 +27,7 @@ from ..dataset.change import Change
 from ..dataset.generate import generate
 from ..dataset.storage import STORAGE, round_to
 from ..fault import EnvironmentFault, Fault
+from ..kernel import planner
 from ..problem import READS, WRITES, Problem
 from . import baselines, budget, oracle, reference
 from .contender import Contender, arithmetic_of
@@ -102,7 +103,7 @@ def load_all(backend: Backend, wanted: Iterable[tuple[Contender, Problem]], pass
     for each, problem in wanted:
         for kernel in (each.kernels[pass_] for pass_ in passes if pass_ in each.kernels):
             with suppress(Fault):
-                macros = kernel.plan(problem, backend.device(), each.tiles).macros
+                macros = planner.plan(kernel, problem, backend.device(), each.tiles).macros
                 jobs[kernel.path, macros] = partial(backend.load, kernel, problem, each.tiles)
 
     def tried(job: Callable[[], Loaded]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import peers
 from ..fault import UsageFault
-from ..kernel import Device, Kernel, NoSuchPass, catalogue, find
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, planner
 from ..problem import Problem
 from .contender import Contender
 from .request import Request
@@ -166,7 +166,11 @@ def _highest(asked: Request, problem: Problem, device: Device) -> list[Kernel]:
 
     def able(pass_: str) -> Iterator[Kernel]:
         ladder = sorted((k for k in catalogue() if k.pass_ == pass_ and k.number is not None), key=lambda k: -(k.number or 0))
-        return (k for k in ladder if not _cannot(k.name, (pass_,), (problem,), asked.deterministic, device) and k.for_auto(problem, device))
+        return (
+            k
+            for k in ladder
+            if not _cannot(k.name, (pass_,), (problem,), asked.deterministic, device) and planner.for_auto(k, problem, device)
+        )
 
     for first in able(asked.passes[0]):
         wanted = first.arithmetic_for(problem.dtype)
@@ -192,13 +196,13 @@ def _cannot(
     for problem in problems:
         try:
             for each in kernels:
-                each.refuse(problem)
+                planner.refuse(each, problem)
                 if device is not None:
                     if each.arithmetic_for(problem.dtype) == "tf32":
                         raise UsageFault(f"{each.label} rounds {problem.dtype} to tf32")
                     if device.kind == "cuda" and not each.runs_on(device.arch, problem.dtype):
                         raise UsageFault(f"{each.label} does not run on {device.arch}")
-                    each.plan(problem, device)
+                    planner.plan(each, problem, device)
             return ""
         except UsageFault as fault:
             reason = fault.what

@@ -13,7 +13,7 @@ from ..backends import Backend, Loaded
 from ..dataset.storage import widen
 from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..files import each
-from ..kernel.kernel import Kernel
+from ..kernel import Kernel, planner
 from ..measure.sampling import Timed, Timing
 from ..peers.base import Peer
 from ..problem import WRITES, Problem
@@ -125,7 +125,7 @@ class Contender:
 
     def workspace_bytes(self, problem: Problem, backend: Backend) -> int:
         """The bytes of its kernels' workspaces on a problem. Raises UsageFault where a header refuses it."""
-        plans = (kernel.plan(problem, backend.device(), self.tiles) for kernel in self.kernels.values())
+        plans = (planner.plan(kernel, problem, backend.device(), self.tiles) for kernel in self.kernels.values())
         return sum(space.bytes for plan in plans for space in plan.workspaces)
 
     def run(self, backend: Backend, oracle: Oracle, pass_: str, forward: Mapping[str, Array] | None = None) -> PassResult:

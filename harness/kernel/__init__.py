@@ -1,15 +1,16 @@
 """A .cu file -> Kernel (its header, read without compiling) -> Plan (launches with their sizes)."""
 
 from . import new as new
-from .kernel import INCLUDE as INCLUDE
-from .kernel import KERNELS as KERNELS
+from . import planner as planner
+from .catalogue import NoSuchPass as NoSuchPass
+from .catalogue import catalogue as catalogue
+from .catalogue import find as find
+from .catalogue import is_path as is_path
 from .kernel import Kernel as Kernel
-from .kernel import NoSuchPass as NoSuchPass
-from .kernel import catalogue as catalogue
-from .kernel import find as find
-from .kernel import include_closure as include_closure
-from .kernel import is_path as is_path
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
 from .plan import Workspace as Workspace
+from .tree import INCLUDE as INCLUDE
+from .tree import KERNELS as KERNELS
+from .tree import include_closure as include_closure

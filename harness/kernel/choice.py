@@ -1,78 +1,67 @@
-"""What a header chooses for a problem: the values of its [tile], by the rows of [[choice]] that hold, and the names of [let]."""
+"""The names of a header's expressions, with their values for a problem: [tile] by the rows of [[choice]] that hold, and [let]."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..fault import UsageFault
 from .expression import ExpressionError, evaluate, names_of
-from .header import Table, wrong_expression
+from .header import Choice, wrong_expression
+from .kernel import Kernel
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
 _LEAST = -(2**63)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One `[[choice]]` of a header: where `when` holds it gives values to names of [tile]. evidence: the measurement it stands on."""
+class Names(dict[str, int]):
+    """Names of the expressions in one kernel file's header, with their values."""
 
-    when: int | str
-    values: tuple[tuple[str, int | str], ...]
-    evidence: str
+    def __init__(self, path: Path, values: Mapping[str, int]) -> None:
+        """path: of the kernel file, which faults name."""
+        super().__init__(values)
+        self.path = path
 
-    @classmethod
-    def of(cls, item: Table) -> Choice:
-        """From a table that was checked."""
-        values = tuple((name, value) for name, value in item.items() if name not in ("when", "evidence"))
-        return cls(item.get("when", 1), values, item["evidence"])
-
-    @property
-    def name(self) -> str:
-        """What tells it from the other rows of its file: of two alike the second is never taken."""
-        return f"{', '.join(dict(self.values))} if {self.when}"
-
-    def __str__(self) -> str:
-        condition = "always" if self.when == 1 else f"when {self.when}"
-        return f"{condition}: {', '.join(f'{name} = {value}' for name, value in self.values)} ({self.evidence})"
+    def number(self, expression: int | str, what: str, least: int = 0) -> int:
+        """The value of an expression, at least `least`; what: where it stands, the key last. Raises UsageFault with file and line."""
+        try:
+            value = evaluate(expression, self)
+            if value < least:
+                raise ExpressionError(f"{expression!r} is {value}, less than {least}")
+            return value
+        except ExpressionError as error:
+            raise wrong_expression(self.path, what, expression, error) from None
 
 
-def choose(
-    path: Path,
-    tile: Mapping[str, int | str],
-    choices: Sequence[Choice],
-    let: Mapping[str, int | str],
-    names: dict[str, int],
-    given: Mapping[str, int],
-) -> tuple[Choice, ...]:
+def choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Choice, ...]:
     """Add to `names` every name of [tile], in its order, and of [let], each as soon as what it names is known. Returns the rows taken.
 
     A tile has its value of `given`; else of the first row that gives it and holds; else of [tile]. A row's `when` is evaluated when a
-    tile's turn comes, so it may name the tiles above. Raises UsageFault for a wrong expression, with its line.
+    tile's turn comes, so it may name the tiles above. Raises UsageFault for a name that is taken, and a wrong expression, with its line.
     """
+    _refuse_taken(kernel, names)
     taken: dict[Choice, None] = {}
-    waiting = dict(let)
-    _settle(path, waiting, names)
-    for name, value in tile.items():
+    waiting = dict(kernel.let)
+    _settle(waiting, names)
+    for name, value in kernel.tile.items():
         if name in given:
             names[name] = given[name]
-        elif row := next((c for c in choices if name in dict(c.values) and number(path, c.when, names, "when")), None):
-            names[name] = number(path, dict(row.values)[name], names, f"choice {name}")
+        elif row := next((c for c in kernel.choices if name in dict(c.values) and names.number(c.when, "when")), None):
+            names[name] = names.number(dict(row.values)[name], f"choice {name}")
             taken[row] = None
         else:
-            names[name] = number(path, value, names, f"tile {name}")
-        _settle(path, waiting, names)
+            names[name] = names.number(value, f"tile {name}")
+        _settle(waiting, names)
     for name, value in waiting.items():  # what is left names something unknown
-        names[name] = number(path, value, names, f"let {name}", _LEAST)
-    return tuple(row for row in choices if row in taken)
+        names[name] = names.number(value, f"let {name}", _LEAST)
+    return tuple(row for row in kernel.choices if row in taken)
 
 
-def _settle(path: Path, waiting: dict[str, int | str], names: dict[str, int]) -> None:
+def _settle(waiting: dict[str, int | str], names: Names) -> None:
     """Move to `names` what waits for nothing any more."""
-    while ready := [name for name, value in waiting.items() if _named(path, name, value) <= names.keys()]:
+    while ready := [name for name, value in waiting.items() if _named(names.path, name, value) <= names.keys()]:
         for name in ready:
-            names[name] = number(path, waiting.pop(name), names, f"let {name}", _LEAST)
+            names[name] = names.number(waiting.pop(name), f"let {name}", _LEAST)
 
 
 def _named(path: Path, name: str, value: int | str) -> frozenset[str]:
@@ -82,20 +71,10 @@ def _named(path: Path, name: str, value: int | str) -> frozenset[str]:
         raise wrong_expression(path, f"let {name}", value, error) from None
 
 
-def number(path: Path, expression: int | str, names: Mapping[str, int], what: str, least: int = 0) -> int:
-    """The value of a header's expression, at least `least`; what: where it stands, the key last. Raises UsageFault with file and line."""
-    try:
-        value = evaluate(expression, names)
-        if value < least:
-            raise ExpressionError(f"{expression!r} is {value}, less than {least}")
-        return value
-    except ExpressionError as error:
-        raise wrong_expression(path, what, expression, error) from None
-
-
-def refuse_taken(path: Path, taken: Collection[str], **tables: Mapping[str, object]) -> None:
-    """Raise UsageFault where a table of the header has a name that the harness gives a value."""
-    for table, names in tables.items():
-        if name := next((name for name in names if name in taken), None):
-            what = f"{path}: {table} {name} is taken"
+def _refuse_taken(kernel: Kernel, names: Names) -> None:
+    """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
+    taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
+    for table, own in (("tile", kernel.tile), ("let", kernel.let)):
+        if name := next((name for name in own if name in taken), None):
+            what = f"{kernel.path}: {table} {name} is taken"
             raise UsageFault(what, "the harness gives that name a value", f"choose another name in [{table}]")

@@ -146,6 +146,30 @@ class Launch:
         return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), args, own, tuple(cluster))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One `[[choice]]` of a header: where `when` holds it gives values to names of [tile]. evidence: the measurement it stands on."""
+
+    when: int | str
+    values: tuple[tuple[str, int | str], ...]
+    evidence: str
+
+    @classmethod
+    def of(cls, item: Table) -> Choice:
+        """From a table that was checked."""
+        values = tuple((name, value) for name, value in item.items() if name not in ("when", "evidence"))
+        return cls(item.get("when", 1), values, item["evidence"])
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other rows of its file: of two alike the second is never taken."""
+        return f"{', '.join(dict(self.values))} if {self.when}"
+
+    def __str__(self) -> str:
+        condition = "always" if self.when == 1 else f"when {self.when}"
+        return f"{condition}: {', '.join(f'{name} = {value}' for name, value in self.values)} ({self.evidence})"
+
+
 def read_header(path: Path) -> Table:
     """The checked header of a kernel file. Raises UsageFault naming file and line."""
     try:

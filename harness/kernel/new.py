@@ -8,7 +8,9 @@ from pathlib import Path
 from ..fault import UsageFault
 from ..files import make_folder, write_files
 from ..problem import PASSES
-from .kernel import KERNELS, Kernel, NoSuchPass, catalogue, find
+from .catalogue import NoSuchPass, catalogue, find
+from .kernel import Kernel
+from .tree import KERNELS
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _HEADER = re.compile(r"^// /// kernel *\n(?://.*\n)*?// /// *$", re.M)

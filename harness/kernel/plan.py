@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES
-from .choice import Choice
+from .header import Choice
 
 #: The most blocks of a cluster that every GPU with clusters takes (CUDA C++ Programming Guide, Thread Block Clusters).
 MOST_CLUSTER = 8

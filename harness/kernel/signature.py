@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from .header import bad
-from .kernel import KERNELS, Kernel, include_closure
+from .kernel import Kernel
+from .tree import KERNELS, include_closure
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(.*)$", re.M)

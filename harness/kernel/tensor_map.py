@@ -5,11 +5,10 @@ Coordinates and everything in their order are innermost first: (column, row, hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
+from .choice import Names
 from .header import Table, bad
+from .kernel import Kernel
 from .plan import TensorMap, Workspace
 
 #: Names of a tensor's strides in elements, which only a launch knows, in expressions of `strides`.
@@ -18,42 +17,30 @@ STRIDES = ("batch_stride", "head_stride", "row_stride")
 _OWN = ("row_stride", "head_stride", "batch_stride")
 SWIZZLES = (0, 32, 64, 128)
 
-Number = Callable[[int | str, Mapping[str, int], str], int]
 
-
-def tensor_maps(
-    path: Path,
-    tables: Mapping[str, Table],
-    names: Mapping[str, int],
-    problem: Problem,
-    pass_: str,
-    spaces: tuple[Workspace, ...],
-    number: Number,
-) -> tuple[TensorMap, ...]:
-    """The maps of a kernel's header for a problem. number: evaluates an expression over names, not below 0.
+def tensor_maps(kernel: Kernel, problem: Problem, names: Names, spaces: tuple[Workspace, ...]) -> tuple[TensorMap, ...]:
+    """The maps of a kernel's header for a problem. spaces: the kernel's workspaces for it.
 
     Raises UsageFault, naming the file, for what no TMA descriptor can hold (CUDA driver API, cuTensorMapEncodeTiled).
     """
-    known = {*READS[pass_], *WRITES[pass_], *(space.name for space in spaces)}
-    for name, table in tables.items():
+    known = {*READS[kernel.pass_], *WRITES[kernel.pass_], *(space.name for space in spaces)}
+    for name, table in kernel.tensor_map.items():
         if table["tensor"] not in known:
-            raise bad(path, 1, f"tensor_map {name} is of {table['tensor']}, which a {pass_} kernel is not given")
-    return tuple(_map(path, name, table, names, problem, spaces, number) for name, table in tables.items())
+            raise bad(kernel.path, 1, f"tensor_map {name} is of {table['tensor']}, which a {kernel.pass_} kernel is not given")
+    return tuple(_map(name, table, problem, names, spaces) for name, table in kernel.tensor_map.items())
 
 
-def _map(
-    path: Path, name: str, table: Table, names: Mapping[str, int], problem: Problem, spaces: tuple[Workspace, ...], number: Number
-) -> TensorMap:
+def _map(name: str, table: Table, problem: Problem, names: Names, spaces: tuple[Workspace, ...]) -> TensorMap:
     tensor, what = table["tensor"], f"tensor_map {name}"
     space = next((s for s in spaces if s.name == tensor), None)
     dtype = space.dtype if space else problem.tensor_dtype(tensor)
     if space and not {"dims", "strides"} <= table.keys():
-        raise bad(path, 1, f"{what} is of the workspace {tensor}: it needs dims and strides")
+        raise bad(names.path, 1, f"{what} is of the workspace {tensor}: it needs dims and strides")
     own = tuple(reversed(problem.shape(tensor))) if not space else ()
-    dims = tuple(number(d, names, f"{what}: dims") for d in table["dims"]) if "dims" in table else own
+    dims = tuple(names.number(d, f"{what}: dims") for d in table["dims"]) if "dims" in table else own
     given = table.get("strides", _OWN[-(len(dims) - 1) :] if len(dims) > 1 else ())  # logsumexp has no row stride
-    box = tuple(number(b, names, f"{what}: box") for b in table["box"])
-    swizzle = number(table.get("swizzle", 0), names, f"{what}: swizzle")
+    box = tuple(names.number(b, f"{what}: box") for b in table["box"])
+    swizzle = names.number(table.get("swizzle", 0), f"{what}: swizzle")
     inner = box[0] * DTYPE_BYTES[dtype]
     for wrong, why in (
         (not 1 <= len(dims) <= 5, f"has {len(dims)} dims; TMA takes 1 to 5"),
@@ -69,22 +56,22 @@ def _map(
         (0 < swizzle < inner, f"has box rows of {inner} bytes, more than its swizzle of {swizzle}"),
     ):
         if wrong:
-            raise bad(path, 1, f"{what} {why}")
-    strides = tuple(_linear(path, what, each, names, number) for each in given)
+            raise bad(names.path, 1, f"{what} {why}")
+    strides = tuple(_linear(what, each, names) for each in given)
     last = dims[0] + sum((dim - 1) * constant for dim, (constant, *_) in zip(dims[1:], strides, strict=True))
     if space and last > space.elements:
-        raise bad(path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
+        raise bad(names.path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
     return TensorMap(name, tensor, dtype, dims, strides, box, swizzle)
 
 
-def _linear(path: Path, what: str, expression: int | str, names: Mapping[str, int], number: Number) -> tuple[int, int, int, int]:
+def _linear(what: str, expression: int | str, names: Names) -> tuple[int, int, int, int]:
     """A stride as a constant and multiples of the tensor's batch, head and row stride, which only a launch knows."""
 
     def at(*values: int) -> int:
-        return number(expression, {**names, **dict(zip(STRIDES, values, strict=True))}, f"{what}: strides")
+        return Names(names.path, {**names, **dict(zip(STRIDES, values, strict=True))}).number(expression, f"{what}: strides")
 
     constant = at(0, 0, 0)
     batch, head, row = (at(*(int(i == j) for j in range(3))) - constant for i in range(3))
     if at(1009, 2003, 4001) != constant + 1009 * batch + 2003 * head + 4001 * row:
-        raise bad(path, 1, f"{what}: the stride {expression!r} is no sum of multiples of {', '.join(STRIDES)}")
+        raise bad(names.path, 1, f"{what}: the stride {expression!r} is no sum of multiples of {', '.join(STRIDES)}")
     return constant, batch, head, row

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from ..kernel.kernel import catalogue
+from ..kernel import catalogue
 from ..problem import DTYPE_BYTES
 from ..row import CEILING
 from . import style

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from .. import peers
-from ..kernel.kernel import catalogue
+from ..kernel import catalogue
 from . import style
 from .palette import ORANGE, SKY, look_of
 from .style import GREY, Keywords, ceiling

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from .. import peers
-from ..kernel.kernel import catalogue
+from ..kernel import catalogue
 
 BLUE, VERMILION, SKY, ORANGE, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#000000"
 #: By a kernel's number in the ladder.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .. import peers
 from ..files import Json
-from ..kernel.kernel import catalogue
+from ..kernel import catalogue
 from ..problem import Problem
 from ..row import CEILING, SHAPE, TYPES, Row
 from .palette import Look, looks

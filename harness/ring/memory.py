@@ -12,7 +12,7 @@ from ..backends.launch import Launcher, View
 from ..check.contender import Contender
 from ..check.tensors import row_pitch
 from ..dataset.storage import STORAGE
-from ..kernel.kernel import Kernel
+from ..kernel import Kernel, planner
 from .partition import Partition, rows
 
 _POISON = 0xFF
@@ -136,7 +136,7 @@ class Memory:
     def _most_workspace(self, kernel: Kernel, index: int) -> int:
         steps = [self.partition.tasks(self.rank, step) for step in range(self.partition.ranks)]
         mine = [task.problem for tasks in (*steps, *self.partition.own_tasks(self.rank)) for task in tasks]
-        plans = [kernel.plan(problem, self.backend.device(), self._contender.tiles) for problem in dict.fromkeys(mine)]
+        plans = [planner.plan(kernel, problem, self.backend.device(), self._contender.tiles) for problem in dict.fromkeys(mine)]
         return max(plan.workspaces[index].bytes for plan in plans)
 
     def _block(self, name: str, count: int, heads: int, most: int, dtype: str = "", pitch: int = 0) -> Block:

@@ -9,7 +9,7 @@ from ..backends import Backend, Loaded, Step
 from ..backends.launch import Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
-from ..kernel.kernel import KERNELS, Kernel
+from ..kernel import KERNELS, Kernel, planner
 from ..problem import Problem
 from .memory import Block, Memory
 from .partition import Partition, Task
@@ -44,7 +44,7 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
     for problem in partition.problems:
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):
-        Kernel.read(path).refuse(rows_problem(partition.problem, partition.problem.heads_q, 1))
+        planner.refuse(Kernel.read(path), rows_problem(partition.problem, partition.problem.heads_q, 1))
 
 
 class Programs:

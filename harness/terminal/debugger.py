@@ -17,7 +17,7 @@ from ..backends import nvidia_driver
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault
-from ..kernel.kernel import KERNELS, Kernel
+from ..kernel import KERNELS, Kernel
 from .printing import note
 
 SCRIPT = KERNELS / "host" / "kernel.gdb"

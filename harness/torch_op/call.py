@@ -19,8 +19,8 @@ from ..check import choose
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import UsageFault
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path, planner
 from ..kernel.expression import round_up
-from ..kernel.kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
@@ -90,7 +90,7 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
                 f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
             )
         made[pass_] = kernel.made_deterministic() if deterministic else kernel
-        made[pass_].plan(problem, device)
+        planner.plan(made[pass_], problem, device)
     return made
 
 
@@ -106,7 +106,7 @@ def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
     """Why a contender does not take a problem; empty where it does."""
     try:
         for kernel in contender.kernels.values():
-            kernel.plan(problem, device)
+            planner.plan(kernel, problem, device)
     except UsageFault as fault:
         return fault.what
     return ""

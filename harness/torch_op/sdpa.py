@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..check import choose
-from ..kernel.kernel import catalogue
+from ..kernel import catalogue
 from ..problem import DTYPE_BYTES
 from .call import say_once
 from .operator import attention

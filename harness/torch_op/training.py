@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..fault import Fault, UsageFault
-from ..kernel.kernel import KERNELS
+from ..kernel import KERNELS
 from .operator import attention
 
 Attend = Callable[..., Any]

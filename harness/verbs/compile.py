@@ -17,7 +17,7 @@ from ..backends.instead import instead
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault, clipped
-from ..kernel import Device, Kernel, catalogue, is_path
+from ..kernel import Device, Kernel, catalogue, is_path, planner
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
 from ..problem import Problem
@@ -82,8 +82,8 @@ class _Case:
     def tiles(self) -> dict[str, int]:
         """The tile values; none where the header has a wrong expression."""
         try:
-            kernel = self.kernel.on(self.problem)
-            names = kernel.names(self.problem, self.device)
+            kernel = planner.variant(self.kernel, self.problem)
+            names = planner.names(kernel, self.problem, self.device)
         except (UsageFault, ExpressionError):
             return {}
         return {name: names[name] for name in kernel.tile}
@@ -167,7 +167,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
 
 
 def _row(case: _Case) -> CompileRow:
-    kernel, limit = case.kernel.on(case.problem), nvrtc.SHARED_LIMIT[case.arch]
+    kernel, limit = planner.variant(case.kernel, case.problem), nvrtc.SHARED_LIMIT[case.arch]
     of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
     row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
     try:
@@ -176,7 +176,7 @@ def _row(case: _Case) -> CompileRow:
         shared = max(dynamic.values())
         if shared > limit:
             return replace(row, status=TOO_BIG, shared_bytes=shared, message=_too_big(shared, case.arch))
-        plan = kernel.plan(case.problem, case.device)
+        plan = planner.plan(kernel, case.problem, case.device)
         found = nvrtc.compile_(kernel, plan, case.arch) if case.order else nvrtc.resources(kernel, plan, case.arch)
     except CompileError as error:
         return replace(row, status=ERROR, message="\n".join(filter(None, (error.log.strip(), instead(error.log)))))
@@ -206,7 +206,7 @@ def _row(case: _Case) -> CompileRow:
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
     """Bytes of dynamic shared memory each entry's launches need, evaluated before Kernel.plan, which refuses what does not fit."""
-    names = kernel.names(problem, device)
+    names = planner.names(kernel, problem, device)
     wanted = dict.fromkeys(kernel.entries, 0)
     for launch in kernel.launches:
         if evaluate(launch.when, names):

@@ -37,8 +37,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..fault import DataFault, Fault, UsageFault
 from ..files import JSON_LIMIT, TEXT, Kind, read_text
+from ..kernel import KERNELS, is_path
 from ..kernel.header import Table
-from ..kernel.kernel import KERNELS, is_path
 from ..problem import PASSES, SPELLINGS, Problem
 
 P = ParamSpec("P")

@@ -26,7 +26,7 @@ from ..check.oracle import oracle_for
 from ..check.request import Request, with_options
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..files import environment, json_bytes, locked, make_folder, write_files
-from ..kernel import Kernel, Plan
+from ..kernel import Kernel, Plan, planner
 from ..measure import alone
 from ..measure.sampling import POLICY, Ready, Timing, measure
 from ..problem import Problem
@@ -223,7 +223,7 @@ def _chosen(asked: Tune, backend: Backend) -> Kernel:
         raise UsageFault(
             f"{asked.specs[0]} is not one kernel", "tune sweeps the tile values of one", "fa-cli list shows the kernels there are"
         )
-    return found[0].kernels[asked.mode].on(asked.problem or Problem.of())
+    return planner.variant(found[0].kernels[asked.mode], asked.problem or Problem.of())
 
 
 def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
@@ -236,11 +236,11 @@ def _swept(
     kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]], one_by_one: bool = False
 ) -> tuple[dict[str, int], list[dict[str, int]]]:
     """The default's values of the tiles that are swept, and all combinations (one_by_one: a value at a time), the default first."""
-    kernel.refuse(problem)
+    planner.refuse(kernel, problem)
     if not kernel.tile:
         raise UsageFault(f"{kernel.label} has no tile values", "its header has no [tile]", "tune a kernel that has: fa-cli list")
-    names = kernel.names(problem, backend.device(), {name: values[0] for name, values in tiles.items()})  # refuses unknown names
-    names = kernel.names(problem, backend.device())
+    names = planner.names(kernel, problem, backend.device(), {name: values[0] for name, values in tiles.items()})  # refuses unknown names
+    names = planner.names(kernel, problem, backend.device())
     lists = tiles or {name: sorted({max(1, names[name] // 2), names[name], 2 * names[name]}) for name in kernel.tile}
     default = {name: names[name] for name in lists}
     if one_by_one:
@@ -254,7 +254,7 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
     """The variant with what the compiler says of it, PRUNED with a reason where it is not worth running."""
     device = backend.device()
     try:
-        plan = kernel.plan(problem, device, row.tiles)
+        plan = planner.plan(kernel, problem, device, row.tiles)
     except UsageFault as fault:
         return replace(row, status=PRUNED, why=fault.why or fault.what)
     try:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from harness import kernel
 from harness.backends import nvrtc
 from harness.check import choose
 from harness.check.request import Request
 from harness.fault import EnvironmentFault
-from harness.kernel import kernel
-from harness.kernel.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.problem import Problem
 from harness.verbs import compile as compiler
 from harness.verbs import verify
@@ -41,11 +41,11 @@ def test_the_macro_and_the_name(form: str, fast: str, asked: str | None, tmp_pat
     """1 for true, 0 for false; of an optional kernel what was asked for."""
     found = Kernel.read(write(tmp_path, form))
     problem, device = Problem.of(1, 1, 16, 16), Device("cpu", "a processor")
-    assert dict(found.plan(problem, device).macros)["DETERMINISTIC"] == fast
-    assert found.names(problem, device)["deterministic"] == int(fast) == found.deterministic
+    assert dict(planner.plan(found, problem, device).macros)["DETERMINISTIC"] == fast
+    assert planner.names(found, problem, device)["deterministic"] == int(fast) == found.deterministic
     if asked is not None:
         made = kernel.find(str(found.path), "forward", True)
-        assert dict(made.plan(problem, device).macros)["DETERMINISTIC"] == asked and made.deterministic is True
+        assert dict(planner.plan(made, problem, device).macros)["DETERMINISTIC"] == asked and made.deterministic is True
         assert made.source_hash == found.source_hash
 
 

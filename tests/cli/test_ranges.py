@@ -16,7 +16,7 @@ from harness.check.choose import AUTO, choose, kernels
 from harness.check.contender import Contender
 from harness.check.request import Request
 from harness.fault import UsageFault
-from harness.kernel import Device, catalogue, find
+from harness.kernel import Device, catalogue, find, planner
 from harness.problem import Problem
 from harness.verbs import sweep
 
@@ -116,7 +116,7 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
     assert f" {name}, " in notes[0] and {kernel.name for kernel in found[0].kernels.values()} == {name}
     above = [k for k in catalogue() if k.pass_ == passes[-1] and (k.number or 0) > (find(name, passes[-1]).number or 0)]
     able = [k for k in above if dtype in k.dtypes and dim <= k.head_dims[-1] and k.runs_on(arch, dtype)]
-    assert not any(k.for_auto(problem, device) for k in able for problem in problems)
+    assert not any(planner.for_auto(k, problem, device) for k in able for problem in problems)
 
 
 def test_auto_takes_a_step_for_each_pass_and_form() -> None:

@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_no_large_score(value: float) -> None:
 
     from harness.check.contender import check_logits
     from harness.fault import UsageFault
-    from harness.kernel.kernel import find
+    from harness.kernel import find
 
     problem = Problem.of(1, 1, 4, 4)
     inputs = {name: np.ones((1, 1, 4, 4), np.float32) for name in "QKV"}

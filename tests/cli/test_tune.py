@@ -14,10 +14,10 @@ import planted as plain
 import pytest
 from click.testing import Result
 
+from harness import kernel
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
-from harness.kernel import kernel
-from harness.kernel.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 from harness.terminal.show.report import tuned
@@ -218,7 +218,7 @@ def test_the_default_sweep(planted: str, tmp_path: Path) -> None:
 def test_registers_and_spills_prune(planted: str, tmp_path: Path) -> None:
     """By what the compiler says of the variant, before it is run."""
     found = Kernel.read(tmp_path / "mine_forward.cu")
-    plan = found.plan(Problem.of(1, 1, 33, 16), tune.pick("cpu").device())
+    plan = planner.plan(found, Problem.of(1, 1, 33, 16), tune.pick("cpu").device())
     row = tune.Variant("mine", "forward", "", "cuda", {}, True)
 
     def said(**usage: int) -> str:
@@ -265,8 +265,8 @@ def test_what_a_gpu_prints(planted: str, tmp_path: Path, capsys: pytest.CaptureF
     )
     (tmp_path / "mine_forward.cu").write_text((tmp_path / "mine_forward.cu").read_text().replace("// [[launch]]", f"{lines}// [[launch]]"))
     pasted, device = Kernel.read(tmp_path / "mine_forward.cu"), Device("cuda", "NVIDIA H200")
-    assert pasted.names(found.problem, device)["HOW"] == 4, "what is printed can be pasted"
-    assert pasted.names(found.problem.with_(causal=True), device)["HOW"] == 1, "and holds for what was tuned alone"
+    assert planner.names(pasted, found.problem, device)["HOW"] == 4, "what is printed can be pasted"
+    assert planner.names(pasted, found.problem.with_(causal=True), device)["HOW"] == 1, "and holds for what was tuned alone"
     assert replace(found, rows=[row for row in found.rows if row.default]).header_lines == [], "the default is there already"
 
 

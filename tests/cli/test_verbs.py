@@ -17,7 +17,7 @@ from click.testing import Result
 from planted import WRONG
 
 import cli
-from harness.kernel import kernel
+from harness import kernel
 from harness.terminal.show import checks
 from harness.verbs.compile import CompileRow
 from harness.verbs.selftest.mutant import edited

@@ -13,8 +13,7 @@ import pytest
 from click.testing import Result
 
 import harness
-from harness.kernel import Kernel
-from harness.kernel.kernel import find
+from harness.kernel import Kernel, find, planner
 from harness.kernel.new import new
 from harness.verbs.selftest.mutant import mutants
 from harness.verbs.verify import Case, CaseResult, draw
@@ -94,7 +93,7 @@ def test_cases_on_few_multiprocessors() -> None:
     case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")
     few, all_ = (backends.of(each).device() for each in (case, replace(case, sms=None)))
     assert (few.sms, all_.sms) == (2, 132) and backends.of(case) is backends.of(case)
-    assert [chosen.plan(case.problem, device).launches[0].grid[0] for device in (few, all_)] == [2, 5]
+    assert [planner.plan(chosen, case.problem, device).launches[0].grid[0] for device in (few, all_)] == [2, 5]
     checked = backends.of(replace(case, check="race"))
     assert (checked.check, checked.device().sms) == ("race", 2)  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, same_bit
 
 from harness.backends.host.build import _FLAGS
 from harness.backends.host.source import _DYNAMIC, HOST
-from harness.kernel.kernel import INCLUDE
+from harness.kernel import INCLUDE
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 #: Reads the inputs, runs each entry as one launch of 256 threads a block on two workers, writes its answers.

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import kernel
 from harness.backends import CompileError
 from harness.backends.host import cache
 from harness.backends.host.build import compiler
 from harness.fault import DiskFault, EnvironmentFault, Fault
-from harness.kernel import kernel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEY = "ab0123456789"

@@ -15,7 +15,7 @@ from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset.generate import generate
 from harness.fault import DataFault
-from harness.kernel.kernel import find
+from harness.kernel import find
 from harness.problem import READS, Problem
 from harness.verbs import run
 

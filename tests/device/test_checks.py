@@ -15,7 +15,7 @@ import pytest
 import sample
 
 from harness.backends.host.backend import Host
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel import Kernel, catalogue, planner
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import Mutant, mutants
@@ -60,11 +60,11 @@ def test_the_cases_cover_what_matters() -> None:
         assert {each.heads_q // each.heads_kv for each in p} == ({1, 2} if chosen.gqa else {1})
         assert {each.head_dim % 8 == 0 for each in p} == {True, False}
         for case in cases:
-            plan = in_form(chosen, case).plan(case.problem, clean.H200)
+            plan = planner.plan(in_form(chosen, case), case.problem, clean.H200)
             most = clean.unseen(chosen, case.problem.head_dim, case.problem.dtype)
             tile = clean.largest_tile(chosen, plan)
             assert case.problem.seq_kv > 3 * tile and case.problem.seq_kv % tile and case.problem.seq_q % tile
-            longer = in_form(chosen, case).plan(case.problem.with_(seq_q=2 * case.problem.seq_q), clean.H200)
+            longer = planner.plan(in_form(chosen, case), case.problem.with_(seq_q=2 * case.problem.seq_q), clean.H200)
             for launch, more in zip(plan.launches, longer.launches, strict=True):
                 if case.problem.causal and launch.grid != more.grid:  # blocks are of queries
                     assert -(-case.problem.seq_q // launch.grid[0]) <= most, "no block is without a key"

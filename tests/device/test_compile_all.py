@@ -11,7 +11,7 @@ import sample
 
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, UsageFault
-from harness.kernel.kernel import Kernel, catalogue, find
+from harness.kernel import Kernel, catalogue, find
 from harness.verbs.compile import CompileRow, compile_all, compile_kernels
 
 

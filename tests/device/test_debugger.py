@@ -17,7 +17,7 @@ from click.testing import Result
 
 from harness.backends.host.backend import Host
 from harness.fault import UsageFault
-from harness.kernel.kernel import Kernel, find
+from harness.kernel import Kernel, find
 from harness.problem import Problem
 from harness.terminal import debugger
 

@@ -23,7 +23,7 @@ from harness.backends.host import cache
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.fault import KernelFault
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])

@@ -10,7 +10,7 @@ from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import Oracle
 from harness.check.reference import round_to
 from harness.dataset import folder as dataset
-from harness.kernel.kernel import Device, find
+from harness.kernel import Device, find, planner
 from harness.problem import Problem
 
 
@@ -35,7 +35,7 @@ def test_the_tiles_of_smaller_gpus(backend: Backend, pass_: str, shared: int, di
     """What the header chooses for sm_75, sm_89 and sm_80 is right as well: forced here, since no such GPU is at hand."""
     problem = Problem.of(1, 3, 70, dim, heads_kv=1, seq_kv=131, dtype="bfloat16" if dim == 96 else "float32", causal=True)
     kernel = find("fa2", pass_)
-    names = kernel.names(problem, Device("cuda", "small", shared_optin=shared))
+    names = planner.names(kernel, problem, Device("cuda", "small", shared_optin=shared))
     assert_right(run(backend, pass_, problem, tiles={tile: names[tile] for tile in kernel.tile}))
 
 

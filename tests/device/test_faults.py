@@ -11,13 +11,13 @@ import planted
 import pytest
 import sample
 
+from harness import kernel
 from harness.backends import Backend, pick
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.check.contender import PassResult
 from harness.check.oracle import oracle_for
 from harness.fault import KernelFault
-from harness.kernel import kernel
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import Mutant, edited, mutants

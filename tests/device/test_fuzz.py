@@ -12,7 +12,7 @@ from click.testing import Result
 from test_matrix import drawn
 
 from harness.fault import UsageFault
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel import Kernel, catalogue
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import Mutant, mutants
 from harness.verbs.verify.cases import Case

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import backends
+from harness import backends, kernel
 from harness.backends import CompileError
 from harness.backends.host import build, cache, report
 from harness.backends.host.backend import Host
@@ -23,8 +23,7 @@ from harness.check.oracle import oracle_for
 from harness.check.request import Request
 from harness.check.tensors import Bound
 from harness.fault import EnvironmentFault
-from harness.kernel import kernel
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.kernel.new import new as plain_kernel
 from harness.problem import Problem
 from harness.verbs.run import check_in_memory
@@ -360,7 +359,7 @@ def test_threads_that_compile_at_once_share_one_engine(tmp_path: Path) -> None:
     code = (
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from harness.backends import pick\n"
-        "from harness.kernel import kernel\n"
+        "from harness import kernel\n"
         "from harness.problem import Problem\n"
         "from harness.verbs.selftest.trial import judge\n"
         "backend, problem = pick('cpu'), Problem.of(1, 1, 33, 16)\n"

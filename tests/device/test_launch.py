@@ -12,7 +12,7 @@ from harness.backends.launch import View
 from harness.check.oracle import Oracle
 from harness.check.reference import round_to
 from harness.dataset.storage import STORAGE
-from harness.kernel.kernel import find
+from harness.kernel import find
 from harness.problem import READS, WRITES, Problem
 
 

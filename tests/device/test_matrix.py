@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import sample
 
-from harness.kernel import Device
-from harness.kernel.kernel import Kernel, catalogue, find
+from harness.kernel import Device, Kernel, catalogue, find, planner
 from harness.problem import DTYPE_BYTES
 from harness.verbs import verify
 
@@ -204,4 +203,4 @@ def test_the_matrix_leaves_no_hole(chosen: Kernel, device: str) -> None:
         assert any(p.batch * p.heads_q == 65536 for p in whole)
         assert any(min(p.tensor_bytes(n) for n in ("Q", "K")) // DTYPE_BYTES[p.dtype] > 1 << 31 for p in whole)
         for p, c in zip(whole, cases, strict=True):
-            assert c.copies == 1 or chosen.plan(p, GPU)  # no grid is too large
+            assert c.copies == 1 or planner.plan(chosen, p, GPU)  # no grid is too large

@@ -10,7 +10,7 @@ import sample
 
 from harness.backends import nvrtc, sass
 from harness.fault import EnvironmentFault
-from harness.kernel.kernel import Device, find
+from harness.kernel import Device, find, planner
 from harness.problem import Problem
 from harness.verbs.compile import compile_kernels
 
@@ -51,7 +51,9 @@ def tools() -> None:
 
 def compiled(form: Form, **tiles: int) -> tuple[nvrtc.Compiled, sass.Loop]:
     """The kernel in a form, and its main loop."""
-    found = nvrtc.compile_(HOPPER, HOPPER.plan(form.problem, SM_90A, tiles), SM_90A.arch)  # raises where ptxas has serialised wgmma
+    found = nvrtc.compile_(
+        HOPPER, planner.plan(HOPPER, form.problem, SM_90A, tiles), SM_90A.arch
+    )  # raises where ptxas has serialised wgmma
     loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
     assert loop
     return found, loop
@@ -63,7 +65,7 @@ def test_exponentials_run_under_the_product(form: Form) -> None:
     found, loop = compiled(form)
     assert not found.spill_bytes and not loop.local
     assert loop.hidden >= 0.9, loop.describe()
-    tiles = HOPPER.names(form.problem, SM_90A)
+    tiles = planner.names(HOPPER, form.problem, SM_90A)
     hot = [(run.what, run.times) for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2")]
     scores, output = (f"HGMMA 64x{tiles['BLOCK_K']}x16", form.dim // 16), (f"HGMMA 64x{form.dim}x16", tiles["BLOCK_K"] // 16)
     assert hot[:3] == [scores, output, ("DEPBAR 1", 1)] and hot[-1] == ("DEPBAR 0", 1)
@@ -95,8 +97,8 @@ def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bo
     time, and with AHEAD below 8 a text without a mask comes first, whose other exponentials stand behind the wait for dP."""
     dtype, dim, causal, deterministic = form
     problem = Problem.of(1, 1, 1024, dim, dtype=dtype, causal=causal)
-    kernel = (BACKWARD.made_deterministic() if deterministic else BACKWARD).on(problem)
-    found, tiles = nvrtc.compile_(kernel, kernel.plan(problem, SM_90A), SM_90A.arch), kernel.names(problem, SM_90A)
+    kernel = planner.variant(BACKWARD.made_deterministic() if deterministic else BACKWARD, problem)
+    found, tiles = nvrtc.compile_(kernel, planner.plan(kernel, problem, SM_90A), SM_90A.arch), planner.names(kernel, problem, SM_90A)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
     assert loop and not loop.local
     runs = [run.what for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG")]
@@ -121,7 +123,7 @@ def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
     """A tile without a mask: half of the exponentials stand behind the wait for dP. Then one with it, whose dV is issued before that wait.
     Of a tile that is sent the reductions lie between dK's issue and its wait, in no other place; no local memory in the loop."""
     dtype, causal = form
-    found = nvrtc.compile_(CLUSTER, CLUSTER.plan(Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
+    found = nvrtc.compile_(CLUSTER, planner.plan(CLUSTER, Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
     assert loop and not loop.local
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG")]
@@ -144,7 +146,7 @@ WIDE_DRAWN = sample.sample("wide order", WIDE_FORMS, lambda form: set(), lambda 
 def test_a_wide_tile_always_has_a_product_in_flight(form: tuple[str, bool]) -> None:
     """Four pieces, in each P under dP and dS under dV; dQ once, and what stages it under the next S; no local memory in the loop."""
     dtype, causal = form
-    found = nvrtc.compile_(WIDE, WIDE.plan(Problem.of(1, 1, 1024, 64, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
+    found = nvrtc.compile_(WIDE, planner.plan(WIDE, Problem.of(1, 1, 1024, 64, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
     assert loop and not loop.local
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC", "BAR.ARV")]
@@ -168,13 +170,13 @@ SPLIT_DRAWN = sample.sample("split order", SPLIT_FORMS, lambda form: {form[1]}, 
 def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> None:
     """Three products of S, the softmax, the wait for the turn, three products of P V: no exponential while the consumer has its turn."""
     dim, causal = form
-    found = nvrtc.compile_(SPLIT, SPLIT.plan(Problem.of(1, 1, 4096, dim, causal=causal), SM_90A), SM_90A.arch)
+    found = nvrtc.compile_(SPLIT, planner.plan(SPLIT, Problem.of(1, 1, 4096, dim, causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
     assert loop and not loop.local and not found.spill_bytes
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC")]
     order = [key for key, _ in itertools.groupby("product" if run.what.startswith("HGMMA") else run.what for run in hot)]
     assert order == ["product", "DEPBAR 0", "MUFU.EX2", "BAR.SYNC", *["product", "DEPBAR 0"] * (4 if dim == 256 else 1)]
-    keys = SPLIT.names(Problem.of(1, 1, 4096, dim, causal=causal), SM_90A)["BLOCK_K"]
+    keys = planner.names(SPLIT, Problem.of(1, 1, 4096, dim, causal=causal), SM_90A)["BLOCK_K"]
     products = sum(run.times for run in hot if run.what.startswith("HGMMA"))
     assert products == 3 * (dim // 16 + keys // 16 * (4 if dim == 256 else 1))
 
@@ -189,12 +191,12 @@ def test_the_steps_to_hopper_differ_by_a_barrier(form: tuple[str, int, bool]) ->
     """Both products, one wait, the softmax. Step 15: a barrier before the copies start; 16: none; 17: the products are a turn."""
     name, dim, causal = form
     kernel = find(name, "forward")
-    found = nvrtc.compile_(kernel, kernel.plan(Problem.of(1, 1, 4096, dim, dtype="bfloat16", causal=causal), SM_90A), SM_90A.arch)
+    found = nvrtc.compile_(kernel, planner.plan(kernel, Problem.of(1, 1, 4096, dim, dtype="bfloat16", causal=causal), SM_90A), SM_90A.arch)
     loop = sass.main_loops(sass.disassembled(found.cubin))["forward"]
     assert loop and not loop.local and not found.spill_bytes
     seen = ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC", "BAR.ARV")
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in seen]
-    keys = kernel.names(Problem.of(1, 1, 4096, dim), SM_90A)["BLOCK_K"]
+    keys = planner.names(kernel, Problem.of(1, 1, 4096, dim), SM_90A)["BLOCK_K"]
     products = [(f"HGMMA 64x{dim}x16", keys // 16), (f"HGMMA 64x{keys}x16", dim // 16), ("DEPBAR 0", 1)]
     if name == "wgmma_tma":
         products += [("BAR.SYNC", 1)]

@@ -18,7 +18,7 @@ from word_kernel import TYPES, UNWRITTEN, f32, integers, run
 
 from harness.backends import Backend
 from harness.backends.launch import ARGS
-from harness.kernel.kernel import INCLUDE
+from harness.kernel import INCLUDE
 
 # -- args.cuh ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from harness.backends import Backend, nvrtc
 from harness.backends.launch import launcher
 from harness.dataset.storage import STORAGE, round_to, widen
 from harness.fault import EnvironmentFault
-from harness.kernel.kernel import KERNELS, Kernel
+from harness.kernel import KERNELS, Kernel
 from harness.problem import Problem
 from harness.ring.rank import Block
 from harness.verbs.compile import compile_all

@@ -19,7 +19,7 @@ from harness.backends.launch import View, prepare
 from harness.check.oracle import oracle_for
 from harness.check.tensors import row_pitch
 from harness.dataset.storage import STORAGE
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel import Kernel, catalogue
 from harness.problem import READS, WRITES, Problem
 from harness.verbs.selftest.mutant import edited
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from harness import kernel
 from harness.array import ArrayModule, copied, to_host
 from harness.backends import Backend, pick
 from harness.check.contender import PassResult, run_kernel
@@ -22,8 +23,7 @@ from harness.check.tensors import Bound, Tensor, row_pitch
 from harness.check.trial import Trial, _alike, _untouched
 from harness.dataset.change import Change
 from harness.dataset.storage import STORAGE
-from harness.kernel import kernel
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.measure.judged import Judged, Watch
 from harness.measure.sampling import POLICY, Policy, Timing, measure
 from harness.problem import READS, Problem

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness import kernel
 from harness.backends.host.backend import Host
 from harness.check.tensors import Bound
 from harness.dataset import generate
 from harness.fault import KernelFault
-from harness.kernel import kernel
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.problem import Problem
 from harness.verbs.selftest.mutant import edited
 

@@ -18,7 +18,7 @@ import pytest
 
 from harness.backends import Backend
 from harness.check.tensors import Bound
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.problem import Problem
 
 GOLDEN = Path(__file__).with_name("golden_h200.npz")

@@ -16,6 +16,7 @@ from harness.check.ahead import ahead, load_all, parts, small
 from harness.check.choose import choose
 from harness.check.request import Request
 from harness.fault import KernelFault
+from harness.kernel import planner
 from harness.problem import PASSES, Problem
 
 SHAPES = [
@@ -123,7 +124,7 @@ def test_the_kernels_of_a_sweep(gpu: Any, left: Callable[[], set[threading.Threa
     problems = [Problem.of(1, 2, seq, dim) for seq in (32, 64, 96) for dim in (32, 40)]
     wanted = [(each, problem) for problem in problems for each in fa2(problem, gpu)]
     load_all(gpu, wanted, PASSES)
-    codes = {(k.path, k.plan(p, gpu.device(), each.tiles).macros) for each, p in wanted for k in each.kernels.values()}
+    codes = {(k.path, planner.plan(k, p, gpu.device(), each.tiles).macros) for each, p in wanted for k in each.kernels.values()}
     assert len(gpu.loaded) == len(codes) < len(wanted) * 2 and set(gpu.loaded) == {"fa2_backward", "fa2_forward"}
     assert not left()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.fault import UsageFault
-from harness.kernel import Device, Kernel, Plan, catalogue
+from harness.kernel import Device, Kernel, Plan, catalogue, planner
 from harness.problem import Problem
 from harness.verbs.verify.choices import counts_multiprocessors, known
 
@@ -63,7 +63,7 @@ def read(folder: Path, text: str = HEADER) -> Kernel:
 
 
 def plan(kernel: Kernel, sms: int = 1, heads: int = 1, seq: int = 256, dim: int = 64, causal: bool = False, **tiles: int) -> Plan:
-    return kernel.plan(Problem.of(1, heads, seq, dim, causal=causal), Device("cpu", "", sms=sms), tiles)
+    return planner.plan(kernel, Problem.of(1, heads, seq, dim, causal=causal), Device("cpu", "", sms=sms), tiles)
 
 
 def tiles_of(made: Plan) -> list[int]:
@@ -109,7 +109,7 @@ def test_let_names_an_expression_for_all_others(tmp_path: Path) -> None:
     assert made.launches[0].grid == (12, 1, 1) and made.launches[0].shared == 4 * 64 * 64
     assert not {"tiles", "rounds", "bytes"} & dict(made.macros).keys()
     problem = Problem.of(1, 3, 256, 64)
-    assert [kernel.for_auto(problem, Device("cpu", "", sms=sms)) for sms in (5, 6)] == [False, True]
+    assert [planner.for_auto(kernel, problem, Device("cpu", "", sms=sms)) for sms in (5, 6)] == [False, True]
     with pytest.raises(UsageFault, match="has no tile value tiles"):
         plan(kernel, tiles=3)
     below = HEADER.replace('"4 * HEAD_DIM"', '"4 - HEAD_DIM"').replace('"bytes * BLOCK_K"', '"max(96, bytes)"')

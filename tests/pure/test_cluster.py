@@ -12,7 +12,7 @@ from harness.backends.host.backend import Host
 from harness.backends.launch import View, prepare
 from harness.backends.protocol import Call, Loaded
 from harness.fault import UsageFault
-from harness.kernel.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.kernel.signature import check_parameters
 from harness.problem import Problem
 
@@ -65,7 +65,7 @@ def clustered(folder: Path, *edits: tuple[str, str]) -> Kernel:
 def test_clusters_are_planned(tmp_path: Path) -> None:
     """A launch without the key has none; the macro is the compile's; a call carries them."""
     kernel = clustered(tmp_path)
-    plan = kernel.plan(PROBLEM, DEVICE)
+    plan = planner.plan(kernel, PROBLEM, DEVICE)
     assert [(launch.grid, launch.cluster) for launch in plan.launches] == [((2, 1, 1), (1, 1, 1)), ((4, 4, 1), (2, 1, 1))]
     assert dict(plan.macros)["CLUSTER"] == "2"
     view = View(0, 0, 0, 0)
@@ -78,7 +78,7 @@ def test_a_tile_value_may_be_the_size(tmp_path: Path) -> None:
     """Of any number of dimensions; --tile then changes it, and there is one macro."""
     kernel = clustered(tmp_path, ("// BLOCK_K = 32", "// BLOCK_K = 32\n// CLUSTER = 4"), ("cluster = 2", 'cluster = ["CLUSTER // 2", 2]'))
     for size in (2, 4, 8):
-        plan = kernel.plan(Problem.of(2, 4, 128, 64, dtype="float16"), DEVICE, {"CLUSTER": size})
+        plan = planner.plan(kernel, Problem.of(2, 4, 128, 64, dtype="float16"), DEVICE, {"CLUSTER": size})
         assert [math.prod(launch.cluster) for launch in plan.launches] == [1, size]
         assert [value for name, value in plan.macros if name == "CLUSTER"] == [str(size)]
 
@@ -99,7 +99,7 @@ def test_a_tile_value_may_be_the_size(tmp_path: Path) -> None:
 def test_wrong_clusters(old: str, new: str, word: str, tmp_path: Path) -> None:
     """Refused before any launch."""
     with pytest.raises(UsageFault, match=word) as caught:
-        clustered(tmp_path, (old, new)).plan(PROBLEM, DEVICE)
+        planner.plan(clustered(tmp_path, (old, new)), PROBLEM, DEVICE)
     assert caught.value.exit_code == 2
 
 
@@ -120,7 +120,7 @@ def test_an_entry_has_its_launch_s_clusters(old: str, new: str, word: str, tmp_p
 def test_the_machine_code_has_the_clusters(tmp_path: Path) -> None:
     """NVRTC writes them into the entry's attributes (EIATTR_CTA_PER_CLUSTER), which every launch follows."""
     kernel = clustered(tmp_path)
-    cubin = nvrtc.compile_(kernel, kernel.plan(PROBLEM, DEVICE), "sm_90a").cubin
+    cubin = nvrtc.compile_(kernel, planner.plan(kernel, PROBLEM, DEVICE), "sm_90a").cubin
     attribute = bytes.fromhex("043d0c00") + b"".join(size.to_bytes(4, "little") for size in (2, 1, 1))
     assert cubin.count(attribute) == 1
 

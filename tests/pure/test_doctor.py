@@ -15,7 +15,7 @@ import pytest
 
 from harness.fault import EnvironmentFault, UsageFault
 from harness.files import exposed
-from harness.kernel.kernel import KERNELS, Device
+from harness.kernel import KERNELS, Device
 from harness.verbs import doctor
 from harness.verbs.doctor import Check
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.fault import UsageFault
+from harness.kernel import Device, Kernel, planner
 from harness.kernel import expression as language
 from harness.kernel.expression import ExpressionError, evaluate
-from harness.kernel.kernel import Device, Kernel
 from harness.kernel.new import new as new_kernel
 from harness.problem import Problem
 
@@ -93,7 +93,7 @@ def test_a_wrong_expression_has_its_line(old: str, new: str, line: int, tmp_path
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(UsageFault) as caught:
-        Kernel.read(path).plan(Problem.of(1, 1, 8, 64), Device("cpu", "a CPU"))
+        planner.plan(Kernel.read(path), Problem.of(1, 1, 8, 64), Device("cpu", "a CPU"))
     assert caught.value.what.startswith(f"{path}:{line}: "), caught.value.what
     assert "ceil_div, round_up, floor_pow2, min, max" in caught.value.why
 

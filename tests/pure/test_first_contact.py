@@ -23,7 +23,7 @@ from harness.check.oracle import Oracle, small
 from harness.check.tensors import put
 from harness.dataset.generate import generate
 from harness.fault import KernelFault
-from harness.kernel.kernel import find
+from harness.kernel import find
 from harness.problem import Problem
 
 SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "launch" / "first_contact.py"

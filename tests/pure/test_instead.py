@@ -14,7 +14,7 @@ from planted import GOOD, HEADER
 
 from harness.backends import instead, nvrtc
 from harness.backends.protocol import CompileError
-from harness.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.problem import Problem
 
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
@@ -62,10 +62,10 @@ def test_nvrtc_has_printf_and_no_header_for_it(tmp_path: Path) -> None:
     """So what is said of <cstdio> on the CPU is true of it."""
     device, problem = Device(kind="cuda", name="sm_90", arch="sm_90", shared_optin=232448), Problem.of(1, 1, 8, 16)
     mine = kernel(tmp_path, '(printf("%d", threadIdx.x), 1)')
-    assert nvrtc.compile_(mine, mine.plan(problem, device), "sm_90")
+    assert nvrtc.compile_(mine, planner.plan(mine, problem, device), "sm_90")
     mine = kernel(tmp_path, "1", "#include <cstdio>\n")
     with pytest.raises(CompileError) as found:
-        nvrtc.compile_(mine, mine.plan(problem, device), "sm_90")
+        nvrtc.compile_(mine, planner.plan(mine, problem, device), "sm_90")
     assert "leave out <cstdio>: printf and assert need no header" in found.value.hint, found.value.log
 
 
@@ -74,7 +74,7 @@ def test_nvrtc_has_printf_and_no_header_for_it(tmp_path: Path) -> None:
 def test_nvrtc_names_the_word(use: str, wanted: str, tmp_path: Path) -> None:
     """The same in its words."""
     mine = kernel(tmp_path, use)
-    plan = mine.plan(Problem.of(1, 1, 8, 16), Device(kind="cuda", name="sm_90", arch="sm_90", shared_optin=232448))
+    plan = planner.plan(mine, Problem.of(1, 1, 8, 16), Device(kind="cuda", name="sm_90", arch="sm_90", shared_optin=232448))
     with pytest.raises(CompileError) as found:
         nvrtc.compile_(mine, plan, "sm_90")
     assert wanted in found.value.hint, found.value.log

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness import kernel
 from harness.check.tensors import row_pitch
 from harness.fault import UsageFault
-from harness.kernel import kernel
-from harness.kernel.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.kernel.signature import check_parameters
 from harness.problem import Problem
 
@@ -119,14 +119,14 @@ def test_files_without_header(tmp_path: Path) -> None:
 def test_plan(tmp_path: Path) -> None:
     """The smallest compiled width that holds D; tiles, launches, workspaces and macros with their numbers."""
     found = Kernel.read(write(tmp_path))
-    plan = found.plan(Problem.of(3, 4, 100, 65), DEVICE)
+    plan = planner.plan(found, Problem.of(3, 4, 100, 65), DEVICE)
     macros = dict(plan.macros)
     assert (macros["HEAD_DIM"], macros["BLOCK_K"], macros["CAUSAL"], macros["WORKSPACE_DELTA"]) == ("128", "32", "0", "0")
     assert [launch.entry for launch in plan.launches] == ["forward"]  # `when` is false
     assert plan.launches[0].grid == (2, 4, 3)
     assert plan.launches[0].shared == (64 + 64) * 128 * 4
     assert plan.workspaces[0].elements == 1200
-    causal = found.plan(Problem.of(3, 4, 100, 32, causal=True, dtype="float16"), DEVICE, {"BLOCK_Q": 32})
+    causal = planner.plan(found, Problem.of(3, 4, 100, 32, causal=True, dtype="float16"), DEVICE, {"BLOCK_Q": 32})
     assert [launch.entry for launch in causal.launches] == ["prepare", "forward"]
     assert causal.launches[0].grid == (3, 1, 1)
     assert causal.launches[1].shared == 3 * 32 * 32 * 2
@@ -147,7 +147,7 @@ def test_what_a_header_does_not_promise_is_refused(tmp_path: Path, sizes: dict[s
     """Before launch, with exit 2 and a hint; never computed wrongly."""
     found = Kernel.read(write(tmp_path))
     with pytest.raises(UsageFault, match=word) as caught:
-        found.plan(Problem.of(**sizes), DEVICE)  # type: ignore[arg-type]
+        planner.plan(found, Problem.of(**sizes), DEVICE)  # type: ignore[arg-type]
     assert caught.value.hint
 
 
@@ -157,12 +157,12 @@ def test_a_kernel_that_is_not_told_the_scale(tmp_path: Path) -> None:
         "// block = 32", '// block = 32\n// args = ["Q"]'
     )
     unlike = Problem.of(dim=64, scale=0.5)
-    Kernel.read(write(tmp_path)).plan(unlike, DEVICE)
-    Kernel.read(write(tmp_path, text=plain.replace('"Q"]', '"Q", "scale"]'))).plan(unlike, DEVICE)
+    planner.plan(Kernel.read(write(tmp_path)), unlike, DEVICE)
+    planner.plan(Kernel.read(write(tmp_path, text=plain.replace('"Q"]', '"Q", "scale"]'))), unlike, DEVICE)
     found = Kernel.read(write(tmp_path, text=plain))
-    found.plan(Problem.of(dim=64), DEVICE)
+    planner.plan(found, Problem.of(dim=64), DEVICE)
     with pytest.raises(UsageFault, match="does not support a scale"):
-        found.plan(unlike, DEVICE)
+        planner.plan(found, unlike, DEVICE)
 
 
 def test_who_may_be_given_another_causal_shift(tmp_path: Path) -> None:
@@ -175,12 +175,12 @@ def test_who_may_be_given_another_causal_shift(tmp_path: Path) -> None:
     made = Problem.of(dim=64, causal=True)
     for text in (HEADER, cross, plain, told):
         found = Kernel.read(write(tmp_path, text=text))
-        found.plan(made.with_(causal_shift=0), DEVICE)  # the default of equal lengths
+        planner.plan(found, made.with_(causal_shift=0), DEVICE)  # the default of equal lengths
         if text in (cross, told):
-            found.plan(made.with_(causal_shift=3), DEVICE)
+            planner.plan(found, made.with_(causal_shift=3), DEVICE)
             continue
         with pytest.raises(UsageFault, match="does not support a causal_shift but seq_kv - seq_q"):
-            found.plan(made.with_(causal_shift=3), DEVICE)
+            planner.plan(found, made.with_(causal_shift=3), DEVICE)
 
 
 def test_plans_that_do_not_fit(tmp_path: Path) -> None:
@@ -188,23 +188,23 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     problem, ours = Problem.of(dim=128), ("HEAD_DIM", "DTYPE", "CAUSAL", "DETERMINISTIC", "WORKSPACE_DELTA")
     found = Kernel.read(write(tmp_path))
     with pytest.raises(UsageFault, match="does not fit a small GPU") as caught:
-        found.plan(problem, Device("cuda", "a small GPU", shared_optin=49152))
+        planner.plan(found, problem, Device("cuda", "a small GPU", shared_optin=49152))
     assert "per block, it has 49152" in caught.value.why
     with pytest.raises(UsageFault, match=r"does not fit an H200\n.*per block, an H200, whose limits the CPU backend has, has 49152"):
-        found.plan(problem, Device("cpu", "a processor", shared_optin=49152))
+        planner.plan(found, problem, Device("cpu", "a processor", shared_optin=49152))
     with pytest.raises(UsageFault, match="no tile value BLOCK"):
-        found.plan(problem, DEVICE, {"BLOCK": 1})
+        planner.plan(found, problem, DEVICE, {"BLOCK": 1})
     with pytest.raises(UsageFault, match="2048 threads"):
-        Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", "block = 2048"))).plan(problem, DEVICE)
+        planner.plan(Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", "block = 2048"))), problem, DEVICE)
     for old, new, word in (
         ('"batch * heads_q * seq_q"', '"batch - 99"', "less than 0"),
         *(("BLOCK_Q = 64", f"BLOCK_Q = 64\n// {name} = 2", f"tile {name} is taken") for name in ("seq_q", *ours)),
         ("block = 128\n", 'block = 128\n// when = "batch > 9"\n', "launches nothing"),
     ):
         with pytest.raises(UsageFault, match=word):
-            Kernel.read(write(tmp_path, text=HEADER.replace(old, new))).plan(problem, DEVICE)
+            planner.plan(Kernel.read(write(tmp_path, text=HEADER.replace(old, new))), problem, DEVICE)
     with pytest.raises(UsageFault, match="unknown name 'seq'"):
-        Kernel.read(write(tmp_path, text=HEADER.replace("ceil_div(seq_q", "ceil_div(seq"))).plan(problem, DEVICE)
+        planner.plan(Kernel.read(write(tmp_path, text=HEADER.replace("ceil_div(seq_q", "ceil_div(seq"))), problem, DEVICE)
 
 
 def test_find_by_path(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_architectures(tmp_path: Path) -> None:
 
 def test_source_hash_covers_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changing a header that is included by a header changes the hash; changing one that is not included does not."""
-    monkeypatch.setattr(kernel, "INCLUDE", tmp_path / "include")
-    monkeypatch.setattr(kernel, "KERNELS", tmp_path)
+    monkeypatch.setattr(kernel.tree, "INCLUDE", tmp_path / "include")
+    monkeypatch.setattr(kernel.tree, "KERNELS", tmp_path)
     fa = tmp_path / "include" / "fa"
     fa.mkdir(parents=True)
     (fa / "a.cuh").write_text("#include <fa/b.cuh>\n")
@@ -266,15 +266,15 @@ def test_row_pitch() -> None:
 def test_a_plan_is_kept_until_one_of_its_values_changes(tmp_path: Path) -> None:
     """By value: an equal problem and a kernel read again have the same plan; an edited header at the same path has another."""
     problem, chosen = Problem.of(1, 2, 96, 64), Kernel.read(write(tmp_path))
-    plan = chosen.plan(problem, DEVICE)
-    assert chosen.plan(Problem.of(1, 2, 96, 64), DEVICE, {}) is plan
-    assert Kernel.read(write(tmp_path)).plan(problem, DEVICE) is plan
-    assert chosen.plan(problem, DEVICE, {"BLOCK_Q": 32}).launches[-1].grid == (3, 2, 1)
-    assert chosen.plan(problem.with_(batch=2), DEVICE).launches[-1].grid == (2, 2, 2)
+    plan = planner.plan(chosen, problem, DEVICE)
+    assert planner.plan(chosen, Problem.of(1, 2, 96, 64), DEVICE, {}) is plan
+    assert planner.plan(Kernel.read(write(tmp_path)), problem, DEVICE) is plan
+    assert planner.plan(chosen, problem, DEVICE, {"BLOCK_Q": 32}).launches[-1].grid == (3, 2, 1)
+    assert planner.plan(chosen, problem.with_(batch=2), DEVICE).launches[-1].grid == (2, 2, 2)
     edited = Kernel.read(write(tmp_path, text=HEADER.replace("BLOCK_Q = 64", "BLOCK_Q = 16")))
-    assert edited.plan(problem, DEVICE).launches[-1].grid == (6, 2, 1)
+    assert planner.plan(edited, problem, DEVICE).launches[-1].grid == (6, 2, 1)
     with pytest.raises(UsageFault, match="does not fit"):
-        chosen.plan(problem, Device("cuda", "small", shared_optin=1000))
+        planner.plan(chosen, problem, Device("cuda", "small", shared_optin=1000))
 
 
 # -- what no kernel file should be ------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_long_expressions_and_names_are_short_messages(tmp_path: Path) -> None:
     for block in (f'"{"x" * 100_000}"', f'"{"1 + " * 3000}1"', f'"{"(" * 5000}"', f'"f({"1, " * 9000})"', f'"{"9" * 5000}"'):
         kernel_ = Kernel.read(write(tmp_path, text=HEADER.replace("block = 128", f"block = {block}")))
         with pytest.raises(UsageFault) as caught:
-            kernel_.plan(Problem.of(1, 1, 8, 64), DEVICE)
+            planner.plan(kernel_, Problem.of(1, 1, 8, 64), DEVICE)
         assert len(str(caught.value)) < 700
     for spec in ("a" * 5000, f"{'a' * 5000}.cu", f"./{'a' * 300}_forward.cu", f"{'-' * 5000}.cu"):
         with pytest.raises(UsageFault) as caught:
@@ -391,10 +391,10 @@ def test_a_width_that_the_kernel_is_not_told_is_refused(tmp_path: Path) -> None:
     problem = Problem.of(1, 1, 8, 48)
     args = HEADER.replace("[32, 64, 128]", "[64]").replace("// block", '// args = ["Q", "O"]\n// block')
     with pytest.raises(UsageFault, match="does not take head dim 48") as caught:
-        Kernel.read(write(tmp_path, text=args)).plan(problem, DEVICE)
+        planner.plan(Kernel.read(write(tmp_path, text=args)), problem, DEVICE)
     assert "a listed width only: 64" in caught.value.why and "--dim 64" in caught.value.hint
-    assert Kernel.read(write(tmp_path, text=args)).plan(problem.with_(head_dim=64, scale=0.125), DEVICE)
+    assert planner.plan(Kernel.read(write(tmp_path, text=args)), problem.with_(head_dim=64, scale=0.125), DEVICE)
     for text in (args.replace('"O"]', '"O", "head_dim"]'), args.replace("BLOCK_Q = 64", 'BLOCK_Q = 64\n// D = "head_dim"')):
-        Kernel.read(write(tmp_path, text=text)).names(problem, DEVICE)
-        assert Kernel.read(write(tmp_path, text=text))._takes_any_width
-    assert Kernel.read(write(tmp_path)).plan(problem, DEVICE)
+        planner.names(Kernel.read(write(tmp_path, text=text)), problem, DEVICE)
+        assert Kernel.read(write(tmp_path, text=text)).takes_any_width
+    assert planner.plan(Kernel.read(write(tmp_path)), problem, DEVICE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.kernel.kernel import INCLUDE, KERNELS, Device, Kernel, catalogue, include_closure
+from harness.kernel import INCLUDE, KERNELS, Device, Kernel, catalogue, include_closure, planner
 from harness.problem import DTYPE_BYTES, Problem
 
 TREE = catalogue()
@@ -52,7 +52,7 @@ def faults(text: str, macros: set[str]) -> set[str]:
 def macros_of(kernel: Kernel) -> set[str]:
     """The names that come from outside as -D."""
     dtype = "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
-    return {name for name, _ in kernel.plan(Problem.of(1, 2, 32, kernel.head_dims[-1], dtype=dtype), LARGE).macros}
+    return {name for name, _ in planner.plan(kernel, Problem.of(1, 2, 32, kernel.head_dims[-1], dtype=dtype), LARGE).macros}
 
 
 @each_kernel
@@ -118,7 +118,7 @@ def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
                 heads_kv = 1 if kernel.gqa else 3
                 for seq_q, seq_kv in {(1, 1), (65, 65), *({(65, 33), (33, 65)} if kernel.cross else set())}:
                     problem = Problem.of(2, 3, seq_q, dim, heads_kv, seq_kv, dtype, causal)
-                    plan = kernel.plan(problem, LARGE)
+                    plan = planner.plan(kernel, problem, LARGE)
                     macros = dict(plan.macros)
                     assert int(macros["HEAD_DIM"]) == min(w for w in kernel.head_dims if w >= dim)
                     assert (macros["DTYPE"], macros["CAUSAL"]) == (dtype, str(int(causal)))
@@ -135,7 +135,10 @@ def test_few_compiles_serve_every_length(kernel: Kernel) -> None:
     for dim, causal in itertools.product(kernel.head_dims, {False, kernel.causal}):
         forms = set()
         for seq in (1, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 513, 1023, 1025, 2047, 2048, 4097, 65537):
-            forms |= {kernel.plan(Problem.of(*of, seq, dim, dtype=dtype, causal=causal), LARGE).macros for of in ((1, 1), (3, 5), (64, 16))}
+            forms |= {
+                planner.plan(kernel, Problem.of(*of, seq, dim, dtype=dtype, causal=causal), LARGE).macros
+                for of in ((1, 1), (3, 5), (64, 16))
+            }
         assert len(forms) <= 3, f"{dim}, causal {causal}: {len(forms)} forms"
 
 
@@ -156,7 +159,7 @@ def test_a_small_gpu_can_run_the_first_steps() -> None:
     """A kernel that says >=sm_70 fits the 64 KB of shared memory that sm_75 has, at its narrowest width at least."""
     for kernel in TREE:
         if kernel.runs_on("sm_75", kernel.dtypes[0]):
-            assert kernel.plan(Problem.of(1, 1, 64, kernel.head_dims[0], dtype=kernel.dtypes[0]), SMALL).launches
+            assert planner.plan(kernel, Problem.of(1, 1, 64, kernel.head_dims[0], dtype=kernel.dtypes[0]), SMALL).launches
 
 
 def planted(change: Callable[[str], str]) -> set[str]:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from rows import append_row, row
 
-from harness.kernel.kernel import catalogue
+from harness.kernel import catalogue
 from harness.problem import Problem
 from harness.verbs import sweep
 

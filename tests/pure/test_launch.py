@@ -13,10 +13,8 @@ import pytest
 from harness.backends import Call, Fill, Loaded, launch
 from harness.backends.launch import ARGS, View
 from harness.fault import KernelFault
-from harness.kernel import choice
-from harness.kernel import kernel as kernels
+from harness.kernel import Device, Kernel, choice, find, planner
 from harness.kernel.header import SIZES
-from harness.kernel.kernel import Device, Kernel, find
 from harness.problem import READS, WRITES, Problem
 
 DEVICE = Device("cpu", "a processor")
@@ -32,7 +30,7 @@ class Nowhere:
 
     def load(self, kernel: Kernel, problem: Problem, tiles: dict[str, int]) -> Loaded:
         self.loads += 1
-        return Loaded(kernel, kernel.plan(problem, DEVICE, tiles), {})
+        return Loaded(kernel, planner.plan(kernel, problem, DEVICE, tiles), {})
 
     def submit(self, loaded: Loaded, steps: Any, stream: int | None) -> None:
         self.submitted.append((steps, stream))
@@ -66,7 +64,7 @@ def views(pass_: str, first: int = 1 << 40) -> dict[str, View]:
 def test_args_hold_each_value_in_its_field(pass_: str) -> None:
     """Tensors with strides, workspaces in the header's order, sizes, shift and scale; zero where a pass has no such tensor."""
     chosen, given = find("mma_qreg_async", pass_), views(pass_)
-    launcher = launch.prepare(Nowhere(), Loaded(chosen, chosen.plan(PROBLEM, DEVICE), {}), PROBLEM)
+    launcher = launch.prepare(Nowhere(), Loaded(chosen, planner.plan(chosen, PROBLEM, DEVICE), {}), PROBLEM)
     spaces = [(5 << 40) + i for i in range(len(launcher.loaded.plan.workspaces))]
     calls = [step for step in launcher.steps(given, spaces) if isinstance(step, Call)]
     assert [call[:4] for call in calls] == [(p.entry, p.grid, p.block, p.shared) for p in launcher.loaded.plan.launches]
@@ -81,7 +79,7 @@ def test_args_hold_each_value_in_its_field(pass_: str) -> None:
 def test_a_workspace_that_starts_as_zero_is_filled_before_the_launches() -> None:
     """And only such a one: every pass zeroes it, at its address, with its bytes."""
     chosen = find("mma_qreg_async", "backward")
-    launcher = launch.prepare(Nowhere(), Loaded(chosen, chosen.plan(PROBLEM, DEVICE), {}), PROBLEM)
+    launcher = launch.prepare(Nowhere(), Loaded(chosen, planner.plan(chosen, PROBLEM, DEVICE), {}), PROBLEM)
     spaces = launcher.loaded.plan.workspaces
     steps = launcher.steps(views("backward"), [1000 * i for i in range(len(spaces))])
     fills = [(1000 * i, space.elements * 4) for i, space in enumerate(spaces) if space.init == "zero"]
@@ -95,7 +93,7 @@ def test_plain_parameters(tmp_path: Path, dtype: str, form: str) -> None:
     asked = ["O", "scale", "seq_kv", "Q"]
     chosen = planted.kernel(tmp_path, dtypes=f'["{dtype}"]', block=f"32\n// args = {asked}".replace("'", '"'))
     problem = Problem.of(1, 1, 8, 64, dtype=dtype)
-    launcher = launch.prepare(Nowhere(), Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(Nowhere(), Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     given = views("forward")
     (call,) = launcher.steps(given)
     address = [given[name].address.to_bytes(8, "little") for name in ("O", "Q")]
@@ -106,14 +104,14 @@ def test_a_plain_parameter_of_the_other_pass_is_refused_when_prepared(tmp_path: 
     chosen = planted.kernel(tmp_path, block='32\n// args = ["dQ"]')
     problem = Problem.of(1, 1, 8, 64)
     with pytest.raises(KernelFault, match="asks for dQ"):
-        launch.prepare(Nowhere(), Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+        launch.prepare(Nowhere(), Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
 
 
 def test_calls_share_nothing_that_changes() -> None:
     """What was made for one call is as it was after another: several may be in flight."""
     chosen = find("fa2", "forward")
     problem = Problem.of(1, 2, 64, 64)
-    launcher = launch.prepare(Nowhere(), Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(Nowhere(), Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     first = launcher.steps(views("forward"))
     kept = [bytes(p) for step in first for p in step.parameters]  # type: ignore[union-attr]
     launcher.steps(views("forward", first=7 << 40))
@@ -126,7 +124,7 @@ def test_fixed_strides_give_the_steps_of_a_call(name: str, pass_: str) -> None:
     """The same bytes and fills, call after call, whatever the order of the addresses; what is repeated is prepared once."""
     chosen, backend = find(name, pass_), Repeats()
     problem = PROBLEM if name != "naive" else PROBLEM.with_(dtype="float32")
-    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(backend, Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     names = list(reversed([*READS[pass_], *WRITES[pass_]]))
     fixed = launcher.fixed({name: views(pass_)[name][1:] for name in names})
     for turn in range(3):
@@ -140,7 +138,7 @@ def test_a_call_has_its_parameters_alone() -> None:
     """One that begins while another enqueues is given others: the first one's stay as they are."""
     chosen, backend = find("fa2", "forward"), Repeats()
     problem = Problem.of(1, 2, 64, 64)
-    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(backend, Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     fixed = launcher.fixed(dict.fromkeys((*READS["forward"], *WRITES["forward"]), (0, 0, 0)))
     backend.between = lambda: fixed([7] * 5)
     fixed([5] * 5)
@@ -155,7 +153,7 @@ def test_a_warm_call_loads_plans_and_parses_nothing(tmp_path: Path, monkeypatch:
     """Equal values are enough: another Problem object, tiles in another order."""
     backend, chosen = Nowhere(), planted.kernel(tmp_path, tile='BLOCK = "32 if causal else 64"\n// OTHER = 4')
     launch.launcher(backend, chosen, Problem.of(1, 2, 64, 64), {"BLOCK": 16, "OTHER": 2})(views("forward"), stream=0x77)
-    for owner, name in [(Kernel, "_plan"), (Kernel, "names"), (choice, "evaluate")]:
+    for owner, name in [(planner, "refuse"), (planner, "names"), (planner, "choose"), (choice, "evaluate")]:
         monkeypatch.setattr(owner, name, lambda *given, what=name: pytest.fail(f"a warm call uses {what}"))
     for module in ("np", "struct"):  # launch.py's own names: other threads of the test runner use these modules
         monkeypatch.setattr(launch, module, None)
@@ -182,5 +180,5 @@ def test_other_values_are_loaded_anew(tmp_path: Path) -> None:
 
 
 def test_the_caches_are_bounded() -> None:
-    for cache in (launch._kept, kernels._kept_plan):
+    for cache in (launch._kept, planner._kept_plan):
         assert 0 < (cache.cache_info().maxsize or 0) <= 4096

@@ -12,7 +12,7 @@ import planted
 import pytest
 
 from harness.fault import DiskFault, UsageFault
-from harness.kernel.kernel import KERNELS, Kernel, catalogue, find
+from harness.kernel import KERNELS, Kernel, catalogue, find, planner
 from harness.kernel.new import new
 from harness.problem import Problem
 
@@ -152,10 +152,12 @@ def test_a_folder_that_cannot_be_written_is_a_disk_fault(tmp_path: Path) -> None
 
 def test_the_copy_plans_like_its_source(tmp_path: Path) -> None:
     """What the copy would launch is what its source launches."""
-    from harness.kernel.kernel import Device
+    from harness.kernel import Device
 
     problem, device = Problem.of(1, 2, 65, 40), Device("cpu", "test")
-    assert Kernel.read(new("mine", "fa1", folder=tmp_path)).plan(problem, device) == find("fa1", "forward").plan(problem, device)
+    assert planner.plan(Kernel.read(new("mine", "fa1", folder=tmp_path)), problem, device) == planner.plan(
+        find("fa1", "forward"), problem, device
+    )
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

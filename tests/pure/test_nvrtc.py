@@ -14,7 +14,7 @@ import pytest
 import harness.kernel
 from harness.backends import CompileError, nvrtc
 from harness.fault import EnvironmentFault
-from harness.kernel.kernel import Device, Kernel, Plan
+from harness.kernel import Device, Kernel, Plan, planner
 from harness.problem import Problem
 
 LOG_12 = """\
@@ -59,7 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan_of(kernel: Kernel, causal: bool = False) -> Plan:
-    return kernel.plan(Problem.of(1, 1, 64, 64, causal=causal), Device("cuda", "test"))
+    return planner.plan(kernel, Problem.of(1, 1, 64, 64, causal=causal), Device("cuda", "test"))
 
 
 def test_options_hold_macros_hash_include_and_arch_and_no_fast_math(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_edited_header_changes_the_options(tmp_path: Path, monkeypatch: pytes
     """CuPy's cache key leaves out included files: only this option keeps it from running a stale kernel."""
     include = tmp_path / "include"
     shutil.copytree(harness.kernel.INCLUDE, include)
-    monkeypatch.setattr(harness.kernel.kernel, "INCLUDE", include)
+    monkeypatch.setattr(harness.kernel.tree, "INCLUDE", include)
     kernel = planted.kernel(tmp_path)
     before = nvrtc.options(kernel, plan_of(kernel), None)
     header = include / "fa" / "types.cuh"  # reached through warp.cuh and math.cuh

@@ -18,7 +18,7 @@ from rows import row
 
 from harness.check.contender import Contender
 from harness.fault import UsageFault
-from harness.kernel.kernel import find
+from harness.kernel import find
 from harness.problem import Problem
 from harness.row import Rows
 from harness.verbs import experiment, run

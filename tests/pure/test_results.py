@@ -13,7 +13,7 @@ from rows import plain
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.check.moments import Moments
-from harness.kernel.kernel import Kernel, find
+from harness.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
 from harness.problem import Problem
 from harness.verbs import results

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.fault import UsageFault
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.kernel.new import new as new_kernel
 from harness.kernel.signature import check_parameters
 from harness.verbs import compile as compiling

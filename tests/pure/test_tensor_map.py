@@ -15,7 +15,7 @@ from harness.backends import Loaded, launch, tensor_map
 from harness.backends.launch import View
 from harness.backends.tensor_map import HOST, for_cuda, for_host
 from harness.fault import KernelFault, UsageFault
-from harness.kernel.kernel import Device, Kernel
+from harness.kernel import Device, Kernel, planner
 from harness.kernel.plan import TensorMap
 from harness.kernel.signature import check_parameters
 from harness.problem import Problem
@@ -71,7 +71,7 @@ def mapped(folder: Path, text: str = MAPPED) -> Kernel:
 
 def test_tensor_maps_are_planned(tmp_path: Path) -> None:
     """Dims of the tensor itself or as given; strides once the tensor's own are known; and which launch is passed which."""
-    plan = mapped(tmp_path).plan(Problem.of(3, 4, 100, 60, dtype="float16", causal=True), DEVICE)
+    plan = planner.plan(mapped(tmp_path), Problem.of(3, 4, 100, 60, dtype="float16", causal=True), DEVICE)
     k, packed, sums = plan.tensor_maps
     assert (k.tensor, k.dtype, k.dims, k.box, k.swizzle) == ("K", "float16", (60, 100, 4, 3), (32, 32, 1, 1), 64)
     assert k.byte_strides(4 * 6400, 6400, 64) == (128, 12800, 51200)
@@ -106,7 +106,7 @@ def test_wrong_tensor_maps(tmp_path: Path, old: str, new: str, word: str) -> Non
     """What no TMA descriptor holds is refused before any launch."""
     assert old in MAPPED
     with pytest.raises(UsageFault, match=word) as caught:
-        mapped(tmp_path, MAPPED.replace(old, new, 1)).plan(Problem.of(3, 4, 100, 60, dtype="float16", causal=True), DEVICE)
+        planner.plan(mapped(tmp_path, MAPPED.replace(old, new, 1)), Problem.of(3, 4, 100, 60, dtype="float16", causal=True), DEVICE)
     assert caught.value.exit_code == 2 and (str(tmp_path) in caught.value.what or "cluster" in new)
 
 
@@ -152,7 +152,7 @@ def test_tensor_maps_follow_the_tensors(tmp_path: Path) -> None:
     """After fa::Args, in the header's order, with address and strides of the call's tensors; also where strides are fixed."""
     chosen, backend = planted.kernel(tmp_path, deterministic=MAPS), Keeps()
     problem = Problem.of(2, 6, 70, 60, heads_kv=3, seq_kv=131)
-    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(backend, Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     names = ["O", "K", "Q", "V", "logsumexp"]
     strides = {name: (65536 + 4 * i, 4096 + 4 * i, 64 + 4 * i) for i, name in enumerate(names)}
     fixed = launcher.fixed(strides)
@@ -173,7 +173,7 @@ def test_what_tma_cannot_address_is_told(tmp_path: Path) -> None:
     """An address or a stride that is no multiple of 16 bytes; the stride of a dimension of one element does not matter."""
     chosen, backend = planted.kernel(tmp_path, deterministic=MAPS), Keeps()
     problem = Problem.of(1, 2, 70, 60)
-    launcher = launch.prepare(backend, Loaded(chosen, chosen.plan(problem, DEVICE), {}), problem)
+    launcher = launch.prepare(backend, Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     given = {name: View(1 << 40, 3, 4096, 64) for name in ("Q", "K", "V", "O", "logsumexp")}
     launcher.steps(given)
     with pytest.raises(KernelFault, match="TMA cannot read K through tensor_map k\nits address 0x10000000008 is not 16-byte"):

@@ -13,7 +13,8 @@ from harness.check.contender import run_kernel
 from harness.check.oracle import Oracle
 from harness.dataset import generate
 from harness.fault import UsageFault
-from harness.kernel import Device, Kernel, find
+from harness.kernel import Device, Kernel, find, planner
+from harness.kernel.catalogue import with_variants
 from harness.problem import Problem
 from harness.terminal import debugger
 
@@ -39,22 +40,22 @@ def test_the_file_that_runs(dim: int, seq: int, causal: bool, fast: str, determi
     """By head dim, length, mask and form; its plan is the kernel's, and it stands for no other."""
     problem = Problem.of(1, 1, seq, dim, dtype="bfloat16", causal=causal)
     for form, name in ((HOPPER, fast), (HOPPER.made_deterministic(), deterministic)):
-        runs = form.on(problem)
+        runs = planner.variant(form, problem)
         assert (runs.name, runs.deterministic, runs.variants) == (name, form.deterministic, ())
-        assert form.plan(problem, DEVICE) is runs.plan(problem, DEVICE) and runs.on(problem) is runs
+        assert planner.plan(form, problem, DEVICE) is planner.plan(runs, problem, DEVICE) and planner.variant(runs, problem) is runs
 
 
 def test_a_kernel_takes_what_its_variants_take() -> None:
     """Its name has all their head dims and files; a path is one file. What none of them takes is refused in its name."""
     assert HOPPER.head_dims == (64, 128, 256) and [path.name[:2] for path in HOPPER.files] == ["19", "21", "18"]
     wide = Problem.of(1, 1, 64, 256, dtype="bfloat16")
-    HOPPER.refuse(wide)
+    planner.refuse(HOPPER, wide)
     with pytest.raises(UsageFault, match="hopper_backward does not take head dim 256\nits widest compiled head dim is 128"):
-        Kernel.read(HOPPER.path).refuse(wide)
+        planner.refuse(Kernel.read(HOPPER.path), wide)
     with pytest.raises(UsageFault, match="hopper_backward does not take head dim 257\nits widest compiled head dim is 256"):
-        HOPPER.refuse(Problem.of(1, 1, 64, 257, dtype="bfloat16"))
+        planner.refuse(HOPPER, Problem.of(1, 1, 64, 257, dtype="bfloat16"))
     with pytest.raises(UsageFault, match="hopper_backward does not take float32"):
-        HOPPER.refuse(Problem.of(1, 1, 64, 64))
+        planner.refuse(HOPPER, Problem.of(1, 1, 64, 64))
 
 
 def test_the_first_whose_when_holds(tmp_path: Path) -> None:
@@ -63,11 +64,15 @@ def test_the_first_whose_when_holds(tmp_path: Path) -> None:
     few, any_ = (
         replace(own, name=name, variant_of="planted", when=when) for name, when in (("few", "seq_q < 64"), ("any", "head_dim > 8"))
     )
-    kernel = own.with_variants([few, any_, replace(any_, name="backward", pass_="backward"), own])
+    kernel = with_variants(own, [few, any_, replace(any_, name="backward", pass_="backward"), own])
     assert kernel.variants == (few, any_, own)
-    assert [kernel.on(Problem.of(1, 1, seq, dim)).name for seq, dim in ((63, 16), (64, 16), (64, 8))] == ["few", "any", "planted"]
+    assert [planner.variant(kernel, Problem.of(1, 1, seq, dim)).name for seq, dim in ((63, 16), (64, 16), (64, 8))] == [
+        "few",
+        "any",
+        "planted",
+    ]
     with pytest.raises(UsageFault, match="unknown name 'sequence'"):
-        own.with_variants([replace(few, when="sequence < 64")]).on(Problem.of())
+        planner.variant(with_variants(own, [replace(few, when="sequence < 64")]), Problem.of())
 
 
 @pytest.mark.parametrize(("dim", "file"), [(64, "19_hopper_atomic_backward.cu"), (136, "21_hopper_keys_backward.cu")])

@@ -13,7 +13,7 @@ from harness.backends import Backend, pick
 from harness.check import choose
 from harness.check.oracle import Oracle, oracle_for
 from harness.check.request import Request
-from harness.kernel.kernel import KERNELS
+from harness.kernel import KERNELS
 from harness.problem import MODES, Problem
 from harness.ring import program, rank, timing
 from harness.ring.partition import Partition

@@ -11,8 +11,7 @@ from harness.backends.host.backend import Host
 from harness.backends.host.build import compiler
 from harness.backends.host.report import asan_environment
 from harness.files import child
-from harness.kernel import Device, Plan
-from harness.kernel.kernel import Kernel, catalogue
+from harness.kernel import Device, Kernel, Plan, catalogue, planner
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.verify.covering import covering
@@ -75,7 +74,7 @@ def largest_tile(chosen: Kernel, plan: Plan) -> int:
 
 def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str) -> Plan:
     """The plan for so many queries and keys."""
-    return chosen.plan(Problem.of(1, 1, rows, dim, dtype=dtype), H200)
+    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype), H200)
 
 
 def judged(check: str, wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:

@@ -28,7 +28,7 @@ from harness.backends.host import build
 from harness.backends.host.backend import Host
 from harness.fault import Fault
 from harness.files import environment
-from harness.kernel.kernel import Kernel, find
+from harness.kernel import Kernel, find, planner
 from harness.problem import Problem
 from harness.terminal import errors
 
@@ -307,7 +307,7 @@ def read_cache(folder: Path, _number: int) -> tuple[int, str]:
 def read_header(folder: Path, _number: int) -> tuple[int, str]:
     """Read a kernel's file and plan its launches."""
     device = Host().device()
-    return _said(lambda: Kernel.read(folder / "mine_forward.cu").plan(Problem.of(1, 2, 8, 16, causal=True), device))
+    return _said(lambda: planner.plan(Kernel.read(folder / "mine_forward.cu"), Problem.of(1, 2, 8, 16, causal=True), device))
 
 
 def _said(act: Callable[[], object]) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from word_kernel import Given
 
 from harness.backends import Backend
 from harness.check.tensors import Bound
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.problem import Problem
 
 HEADER = """\

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.backends import CompileError, ContextLost
 from harness.fault import DataFault
-from harness.kernel.kernel import find
+from harness.kernel import find
 from harness.ring.mpi import Mpi
 from harness.ring.place import Folder, Place
 

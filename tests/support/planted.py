@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 
 HEADER = """\
 // /// kernel

@@ -11,7 +11,7 @@ import numpy as np
 from harness.backends import Backend
 from harness.backends.launch import ARGS
 from harness.check.tensors import Bound
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.problem import Problem
 
 SOURCE = """\

@@ -21,7 +21,7 @@ import numpy as np
 from ...array import ArrayModule, Bytes
 from ...fault import UsageFault
 from ...files import Json
-from ...kernel.kernel import Device, Kernel
+from ...kernel import Device, Kernel, planner
 from ...kernel.plan import TensorMap
 from ...problem import Problem
 from .. import tensor_map
@@ -97,8 +97,8 @@ class Host(Backend):
 
     def load(self, kernel: Kernel, problem: Problem, overrides: Mapping[str, int] | None = None) -> Loaded:
         """Compile (or fetch from the cache) a kernel for a problem. Raises CompileError with file and line."""
-        kernel = kernel.on(problem)
-        plan = kernel.plan(problem, self.device(), overrides)
+        kernel = planner.variant(kernel, problem)
+        plan = planner.plan(kernel, problem, self.device(), overrides)
         crowded = next(
             (c for c in plan.launches if self.check == "race" and math.prod(c.cluster) > 1 and math.prod(c.cluster) * c.block > 1024), None
         )

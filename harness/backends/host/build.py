@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...fault import EnvironmentFault
-from ...kernel.kernel import INCLUDE, Kernel, Plan, include_closure
+from ...kernel import INCLUDE, Kernel, Plan, include_closure
 from . import cache
 from .library import checks_accesses
 from .machine import tensor_core

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ...fault import DiskFault, EnvironmentFault
 from ...files import JSON_LIMIT, exposed, private_again, replaceable
-from ...kernel.kernel import Kernel
+from ...kernel import Kernel
 from ..protocol import CompileError, cache_dir
 from .library import check_library
 

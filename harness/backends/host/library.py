@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernel.kernel import Kernel
+from ...kernel import Kernel
 from ...kernel.signature import user_files, without_comments
 from ..protocol import CompileError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...fault import EnvironmentFault, Fault, KernelFault, clipped
 from ...files import child
-from ...kernel.kernel import Kernel
+from ...kernel import Kernel
 from .build import places
 from .library import same_code
 

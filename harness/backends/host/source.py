@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ...kernel import KERNELS, Kernel, include_closure
 from ...kernel.header import SIZES
-from ...kernel.kernel import KERNELS, Kernel, include_closure
 from ...kernel.signature import check_parameters, without_comments
 from ..instead import HEADERS
 from ..protocol import CompileError

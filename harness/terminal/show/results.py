@@ -15,7 +15,7 @@ from .report import error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
-    from ...kernel.kernel import Kernel
+    from ...kernel import Kernel
     from ...row import Row
     from ...verbs.doctor import Check
     from ...verbs.experiment import Outcome

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...kernel.kernel import INCLUDE, Kernel, catalogue
+from ...kernel import INCLUDE, Kernel, catalogue
 from ...problem import Problem
 
 _INCLUDE = re.compile(r"^#include <(fa/\w+\.cuh)>", re.M)

@@ -17,7 +17,7 @@ from ...check import budget
 from ...check.contender import PassResult, run_kernel
 from ...check.oracle import oracle_for
 from ...fault import Fault, UsageFault
-from ...kernel.kernel import Kernel
+from ...kernel import Kernel
 from ...measure.sampling import POLICY, measure
 from ...problem import Problem
 from .mutant import Mutant, mutants

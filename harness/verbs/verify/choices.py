@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from ...fault import Fault
-from ...kernel import Device, Kernel
+from ...kernel import Device, Kernel, planner
 from ...problem import Problem
 
 #: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq"), ("choice", "CONSUMERS if …").
@@ -61,7 +61,7 @@ def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None)
     """What a header chooses for a problem; nothing where it refuses it."""
     form = chosen.made_deterministic() if deterministic and len(chosen.forms) > 1 else chosen
     with suppress(Fault):
-        plan = form.plan(problem, Device("cpu", "", sms=sms or Device.sms))
+        plan = planner.plan(form, problem, Device("cpu", "", sms=sms or Device.sms))
         values = {(name, value) for name, value in plan.macros if not name.startswith("WORKSPACE_")}
         rows = {("choice", row.name) for row in plan.choices}
         return frozenset({*values, *rows, ("launches", " ".join(launch.entry for launch in plan.launches))})

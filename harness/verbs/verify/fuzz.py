@@ -11,7 +11,7 @@ from dataclasses import replace
 from ...check.oracle import Oracle
 from ...fault import UsageFault
 from ...files.child import Ended
-from ...kernel import Kernel
+from ...kernel import Kernel, planner
 from ...problem import Problem
 from .cases import Case, in_form
 from .inputs import DRAWN
@@ -77,7 +77,7 @@ def takes(chosen: Kernel, case: Case) -> bool:
         if max(case.input_scale, factor) * case.input_scale * abs(p.scale) * math.sqrt(p.head_dim) > STEEPEST:
             return False
     try:
-        chosen.refuse(p)
+        planner.refuse(chosen, p)
     except UsageFault:
         return False
     return True

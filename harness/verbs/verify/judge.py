@@ -26,7 +26,7 @@ from ...dataset import generate
 from ...dataset.folder import check_size
 from ...fault import Fault
 from ...files.child import Ended, survived
-from ...kernel import Kernel
+from ...kernel import Kernel, planner
 from ...problem import DTYPE_BYTES, Problem
 from ...row import rounded
 from ..run import open_backend
@@ -131,7 +131,7 @@ def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]], of: Ca
             continue
         seen.add(key)
         with suppress(Fault):
-            macros = form.plan(case.problem, own.device()).macros
+            macros = planner.plan(form, case.problem, own.device()).macros
             wanted.setdefault((str(chosen.path), form.deterministic, getattr(own, "check", None), macros), (own, form, case))
 
     def work(job: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ from ...check.choose import kernels
 from ...check.request import Request, with_options
 from ...fault import UsageFault
 from ...files.child import Ended
-from ...kernel import Kernel
+from ...kernel import Kernel, planner
 from .cases import Case, matrix
 from .choices import known, made
 from .fuzz import draw, fuzz, takes
@@ -107,7 +107,7 @@ def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone
     taken, refused = list[Case](), list[UsageFault]()
     for each in every:
         try:
-            chosen.refuse(each.problem)
+            planner.refuse(chosen, each.problem)
             taken.append(each)
         except UsageFault as fault:
             refused.append(fault)

@@ -1,0 +1,85 @@
+"""Finds kernels. There is no registry: the catalogue is the listing of kernels_cu/, and a path may stand for a name."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ..fault import UsageFault, clipped
+from ..problem import PASSES
+from .kernel import Kernel
+from .tree import FILE, KERNELS
+
+
+class NoSuchPass(UsageFault):
+    """A kernel that has no file for a pass."""
+
+
+@functools.cache
+def catalogue() -> tuple[Kernel, ...]:
+    """Every kernel of the tree, in ladder order, forward before backward."""
+    kernels = [Kernel.read(path) for path in sorted(KERNELS.glob("*.cu"))]
+    kernels = [with_variants(kernel, kernels) for kernel in kernels]
+    return tuple(sorted(kernels, key=lambda k: (k.number if k.number is not None else 999, k.name, PASSES.index(k.pass_))))
+
+
+def with_variants(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel:
+    """A kernel with those of the kernels that run in its place for some problems. It then takes what one of them takes."""
+    own = tuple(k for k in kernels if (k.variant_of, k.pass_) == (kernel.name, kernel.pass_))
+    widths = {width for k in (kernel, *own) for width in k.head_dims}
+    return replace(kernel, variants=(*own, kernel), head_dims=tuple(sorted(widths))) if own else kernel
+
+
+def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
+    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked. Of "a+b" the forward pass is
+    a's, the backward pass b's.
+
+    Raises UsageFault, which lists the kernels, where there is none; NoSuchPass where the kernel has no such pass.
+    """
+    found = _find(spec, pass_)
+    return found.made_deterministic() if deterministic else found
+
+
+def is_path(spec: str) -> bool:
+    """Whether a spec is the path of a kernel file, not a name."""
+    return spec.endswith(".cu") or "/" in spec
+
+
+def _find(spec: str, pass_: str) -> Kernel:
+    if is_path(spec):
+        return _from_path(Path(spec), pass_)
+    parts = [_of_name(part) for part in spec.split("+", 1)]  # also of the part that this pass does not need
+    same = parts[-1 if pass_ == "backward" else 0]
+    if found := next((k for k in same if k.pass_ == pass_), None):
+        return found
+    other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
+    hint = f"use --mode {same[0].pass_}, or {other}: fa-cli list"
+    raise NoSuchPass(f"{same[0].name} has no {pass_} pass", f"it has: {', '.join(k.pass_ for k in same)}", hint)
+
+
+def _of_name(spec: str) -> list[Kernel]:
+    """The passes of a name, number or alias. Raises UsageFault where there is none."""
+    wanted, number = spec.lower().replace("-", "_"), int(spec) if re.fullmatch("[0-9]{1,9}", spec) else -1
+    same = [k for k in catalogue() if k.number == number or wanted in (a.lower().replace("-", "_") for a in (k.name, *k.aliases))]
+    if not same:
+        names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
+        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+    return same
+
+
+def _from_path(path: Path, pass_: str) -> Kernel:
+    match = FILE.match(path.stem)
+    if not match:
+        raise UsageFault(
+            f"{clipped(path.name, 80)} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu"
+        )
+    stem_pass = match["pass"] or "forward"
+    file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
+    if len(file.name) > 255 or not file.is_file():
+        write = f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
+        hint = write if file != path else "fa-cli list shows the kernels there are"
+        raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(str(path))} needs it for the {pass_} pass", hint)
+    return Kernel.read(file.resolve())

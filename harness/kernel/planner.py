@@ -1,0 +1,145 @@
+"""Plans a kernel's launches for a problem on a device: what it refuses, which file runs, the names of its header, the plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from ..fault import UsageFault
+from ..problem import DTYPE_BYTES, Problem
+from .choice import Names, choose
+from .header import Choice, Launch
+from .kernel import Kernel
+from .plan import Device, LaunchPlan, Plan, Workspace, cluster_macro
+from .tensor_map import tensor_maps
+
+
+def refuse(kernel: Kernel, problem: Problem) -> None:
+    """Raise UsageFault where the header does not cover a problem: it is refused before launch, never computed wrongly."""
+    if problem.dtype not in kernel.dtypes and not (problem.dtype == "float32" and "tf32" in kernel.dtypes):
+        raise UsageFault(
+            f"{kernel.label} does not take {problem.dtype}",
+            f"its header promises {', '.join(kernel.dtypes)}",
+            f"use --dtype {kernel.dtypes[0]}, or another kernel: fa-cli list",
+        )
+    if problem.head_dim > kernel.head_dims[-1]:
+        raise UsageFault(
+            f"{kernel.label} does not take head dim {problem.head_dim}",
+            f"its widest compiled head dim is {kernel.head_dims[-1]}",
+            "use a smaller --dim, or another kernel: fa-cli list",
+        )
+    if problem.head_dim not in kernel.head_dims and not kernel.takes_any_width:
+        raise UsageFault(
+            f"{kernel.label} does not take head dim {problem.head_dim}",
+            f"its args name no head_dim, so it computes with a listed width only: {', '.join(map(str, kernel.head_dims))}",
+            f"use --dim {next(w for w in kernel.head_dims if w >= problem.head_dim)}, or give it the parameter head_dim",
+        )
+    for wanted, promised, what in (
+        (problem.causal, kernel.causal, "the causal mask (--causal)"),
+        (problem.heads_kv != problem.heads_q, kernel.gqa, "grouped heads (--kv-heads)"),
+        (problem.seq_kv != problem.seq_q, kernel.cross, "unequal lengths (--seq-kv)"),
+        # one without the parameter may compute it from the lengths
+        (problem.causal_shift != problem.default_shift, kernel.takes_shift, "a causal_shift but seq_kv - seq_q"),
+        (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+    ):
+        if wanted and not promised:
+            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+    if kernel.variants:
+        refuse(variant(kernel, problem), problem)
+
+
+def variant(kernel: Kernel, problem: Problem) -> Kernel:
+    """The kernel of one file, in this form, that runs a problem: the first variant whose `when` holds, else this file's own."""
+    if not kernel.variants:
+        return kernel
+    *forms, own = (k.made_deterministic() if kernel.deterministic else k for k in kernel.variants if kernel.deterministic in k.forms)
+    return next((k for k in forms if _runs_instead(k, problem)), own)
+
+
+def _runs_instead(kernel: Kernel, problem: Problem) -> bool:
+    fits = problem.head_dim <= kernel.head_dims[-1]
+    return fits and bool(names(kernel, problem, Device("cpu", "")).number(kernel.when, "when"))
+
+
+def names(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Names:
+    """Every name of a kernel's expressions, with its value for a problem. Raises UsageFault for an unknown or taken tile name."""
+    return _chosen(kernel, problem, device, tiles or {})[0]
+
+
+def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int]) -> tuple[Names, tuple[Choice, ...]]:
+    """The names, and the rows of choice that gave tiles their values."""
+    if unknown := set(tiles) - set(kernel.tile):
+        raise UsageFault(
+            f"{kernel.label} has no tile value {', '.join(sorted(unknown))}",
+            f"its [tile] has {', '.join(kernel.tile) or 'nothing'}",
+            "--tile takes NAME=VALUE for a name of the header's [tile]",
+        )
+    values = {
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "head_dim": problem.head_dim,
+        "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.head_dim),
+        "causal": int(problem.causal),
+        "deterministic": int(kernel.deterministic),
+        "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+        "sms": device.sms,
+        "l2_bytes": device.l2_bytes,
+        "shared_optin": device.shared_optin,
+    }
+    known = Names(kernel.path, values)
+    return known, choose(kernel, known, tiles)
+
+
+def for_auto(kernel: Kernel, problem: Problem, device: Device) -> bool:
+    """Whether --compute auto may take a kernel for a problem that it takes."""
+    return bool(names(kernel, problem, device).number(kernel.auto, "auto"))
+
+
+def plan(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Plan:
+    """Macros, launches and workspaces for a problem on a device. Raises UsageFault where it cannot be launched.
+
+    Plans are cached: the same values give the same object.
+    """
+    return _kept_plan(variant(kernel, problem), problem, device, tuple(sorted((tiles or {}).items())))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tuple[str, int], ...]) -> Plan:
+    """A plan depends on these values only: the kernel's header is compared, the rest of its file has no effect."""
+    refuse(kernel, problem)
+    known, choices = _chosen(kernel, problem, device, dict(tiles))
+    macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
+    macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
+    macros += [(name, str(known[name])) for name in kernel.tile]
+    macros += cluster_macro(kernel.label, {_cluster(launch, known) for launch in kernel.launches if launch.cluster}, dict(macros))
+    macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
+    spaces = tuple(
+        Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
+        for name, space in kernel.workspace.items()
+    )
+    maps = tensor_maps(kernel, problem, known, spaces)
+    launches = tuple(
+        _launch(kernel, launch, known).checked(kernel.label, problem.folder, device)
+        for launch in kernel.launches
+        if known.number(launch.when, "when")
+    )
+    if not launches:
+        what = f"{kernel.label} launches nothing on {problem.describe()}"
+        raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
+    return Plan(tuple(macros), launches, spaces, maps, choices)
+
+
+def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:
+    x, y, z = [known.number(size, "grid") for size in launch.grid] + [1] * (3 - len(launch.grid))
+    cluster = _cluster(launch, known)
+    block, shared = known.number(launch.block, "block"), known.number(launch.shared, "shared")
+    maps = tuple(list(kernel.tensor_map).index(name) for name in launch.maps)
+    return LaunchPlan(launch.entry, (x, y, z), block, shared, launch.args, maps, cluster)
+
+
+def _cluster(launch: Launch, known: Names) -> tuple[int, int, int]:
+    x, y, z = [known.number(size, "cluster") for size in launch.cluster] + [1] * (3 - len(launch.cluster))
+    return x, y, z
