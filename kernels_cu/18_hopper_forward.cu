@@ -122,7 +122,8 @@
 //
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
 #include <fa/accumulator.cuh>
-#include <fa/schedule.cuh>
+#include <fa/key_tiles.cuh>
+#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -133,218 +134,211 @@ constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
-constexpr uint32_t Q_PIECE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB;
 
 template <class T> constexpr bool wide_exponent = false;
 template <> constexpr bool wide_exponent<fa::bfloat16> = true;
 constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
-constexpr float SLACK = 8;  // of the lazy maximum: P is at most 2^8
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 
-// A tile of queries of one head. The producer leaves it in shared memory: its divisions are done once.
-struct Work {
-    int q_first, head, batch, tiles;  // tiles of keys, at least one; 0: there is no more work
+using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Work = Tiles::Work;  // tiles: 0 where there is no more work
+
+// The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
+// warps have read it.
+struct Shared {
+    unsigned char q[PIECES][SLABS * Q_SLAB];  // each [SLABS][64][64]; O in the end
+    unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
+    uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Work works[PIECES];  // whose Q is there: the producer's divisions are done once
 };
 
-// Tiles of keys that the queries before q_end see; one where they see none, so that every work has the same course.
-__device__ __forceinline__ int key_tiles(const fa::Args& args, int q_end) {
-    const int keys = fa::visible_keys(args, min(q_end, args.seq_q) - 1);
-    return max(1, (keys + BLOCK_K - 1) / BLOCK_K);
-}
+// Tile n of K or V lies in a stage of the ring, and its arrival and its release end phases of this parity. A block counts the tiles of all
+// its works: of a work's tile n it is `before` + n.
+__device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
+__device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
 
-// The work of a number. Neighbouring numbers run at the same time, so they share K and V in the L2 cache.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
-    Work work;
-#if CAUSAL
-    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
-    const int kv_heads = max(1, min(args.heads_kv * args.batch, int((SECTION << 20) / (4ll * HEAD_DIM * args.seq_kv))));
-    const int heads = kv_heads * (args.heads_q / args.heads_kv);
-    const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
-    const int q_tile = q_tiles - 1 - place.tile, row = place.head;
-#else
-    const int row = number / q_tiles, q_tile = number - row * q_tiles;
-#endif
-    work.q_first = q_tile * BLOCK_Q;
-    work.batch = row / args.heads_q;
-    work.head = row - work.batch * args.heads_q;
-    work.tiles = key_tiles(args, work.q_first + BLOCK_Q);
-    return work;
-}
+// Starts the copies: one thread's task.
+struct Producer {
+    Shared& shared;
+    const fa::TensorMap &q_map, &k_map, &v_map;
+    Work work = {};
+    int kv_head = 0, before = 0;  // before: tiles of keys of the works before
+    fa::Ring<Q_STAGES> q = {};
 
-// A position in a ring of N stages, and the parity of its round.
-template <int N> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == N) stage = 0, parity ^= 1;
+    // The barrier of a tile is told how many bytes are to come, before they do.
+    template <uint32_t Slab>
+    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
+        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+    }
+    // A piece for each consumer, and the work with it; where there is no more work, that alone.
+    __device__ __forceinline__ void load_q() {
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            const int piece = q.stage() * CONSUMERS + consumer;
+            fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity() ^ 1);
+            shared.works[piece] = work;
+            if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
+            else fa::mbarrier_arrive(&shared.q_full[piece]);
+        }
+        q.next();
+    }
+    // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
+    __device__ __forceinline__ void load_k(int n) {
+        const int at = before + n;
+        fa::mbarrier_wait_parity(&shared.k_empty[stage_of(at)], parity_of(at) ^ 1);
+        load<K_SLAB>(shared.k[stage_of(at)], k_map, shared.k_full[stage_of(at)], n * BLOCK_K, kv_head);
+    }
+    __device__ __forceinline__ void load_v(int n) {
+        const int at = before + n;
+        fa::mbarrier_wait_parity(&shared.v_empty[stage_of(at)], parity_of(at) ^ 1);
+        load<K_SLAB>(shared.v[stage_of(at)], v_map, shared.v_full[stage_of(at)], n * BLOCK_K, kv_head);
+    }
+    // All works of the block: its own number first, then what the counter gives. A number is fetched one work ahead: the counter's answer
+    // takes a microsecond.
+    __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
+        int number = blockIdx.x;
+        while (number < Tiles::works(args)) {
+            work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, number), kv_head = fa::kv_head_of(args, work.head);
+            if (!K_FIRST) load_q();
+            number = gridDim.x + atomicAdd(counters, 1);
+#pragma unroll 1  // the producer has few registers
+            for (int n = 0; n < work.tiles; ++n) {
+                load_k(n);
+                if (K_FIRST && n == 0) load_q();
+                load_v(n);
+            }
+            before += work.tiles;
+        }
+        work = {};
+        load_q();
+        // The last block to finish leaves the counters as it found them, for the next launch.
+        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
     }
 };
 
-// Loads a tile of Rows rows, slab by slab.
-template <uint32_t Slab>
-__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head,
-                                          int batch) {
-    fa::mbarrier_arrive_expect_tx(full, SLABS * Slab);
+// Sends the O of one consumer: one thread's task. Q's piece, which holds O by then, is empty when the store has read it.
+struct Storer {
+    Shared& shared;
+    const fa::TensorMap& o_map;
+    int index;  // of the consumer
+    fa::Ring<Q_STAGES> q = {};
+
+    __device__ __forceinline__ void store_works() {
+        for (;; q.next()) {
+            const int piece = q.stage() * CONSUMERS + index;
+            fa::mbarrier_wait_parity(&shared.q_full[piece], q.parity());
+            const Work work = shared.works[piece];
+            if (work.tiles == 0) break;
+            fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity());
 #pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
-            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
-    unsigned char* q_smem = fa::dynamic_shared_1024();  // [Q_STAGES][CONSUMERS][SLABS][64][64]; O in the end
-    unsigned char* k_smem = q_smem + PIECES * Q_PIECE;  // [STAGES][SLABS][BLOCK_K][64]
-    unsigned char* v_smem = k_smem + STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_K][64]
-    uint64_t* q_full = reinterpret_cast<uint64_t*>(v_smem + STAGES * K_TILE);
-    uint64_t* q_empty = q_full + PIECES;
-    uint64_t* o_full = q_empty + PIECES;
-    uint64_t* k_full = o_full + PIECES;
-    uint64_t* k_empty = k_full + STAGES;
-    uint64_t* v_full = k_empty + STAGES;
-    uint64_t* v_empty = v_full + STAGES;
-    Work* works_smem = reinterpret_cast<Work*>(v_empty + STAGES);  // [PIECES]: whose Q is there
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < PIECES; ++i) {
-            fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(o_full + i, 4);
-            fa::mbarrier_init(q_empty + i, 1);
+            for (int slab = 0; slab < SLABS; ++slab)
+                fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
+            fa::bulk_commit();
+            fa::bulk_wait_read<0>();
+            fa::mbarrier_arrive(&shared.q_empty[piece]);
         }
-        for (int i = 0; i < STAGES; ++i) {
-            fa::mbarrier_init(k_full + i, 1), fa::mbarrier_init(k_empty + i, 4 * CONSUMERS);  // each warp arrives
-            fa::mbarrier_init(v_full + i, 1), fa::mbarrier_init(v_empty + i, 4 * CONSUMERS);
-        }
-        fa::mbarrier_init_fence();
     }
-    __syncthreads();
+};
 
-    const int warpgroup = fa::warpgroup_index();
-    Ring<Q_STAGES> q;
-    Ring<STAGES> k, v;
-    if (warpgroup == 0) {
-        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
-        if (threadIdx.x == 0) {
-            // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
-            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
-            const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
-            auto hand_over = [&](const Work& work) {
-                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    const int piece = q.stage * CONSUMERS + consumer, row = work.q_first + 64 * consumer;
-                    fa::mbarrier_wait_parity(q_empty + piece, q.parity ^ 1);
-                    works_smem[piece] = work;
-                    if (work.tiles) load_tile<Q_SLAB>(q_smem + piece * Q_PIECE, q_map, q_full + piece, row, work.head, work.batch);
-                    else fa::mbarrier_arrive(q_full + piece);
-                }
-                q.next();
-            };
-            int number = blockIdx.x;
-            while (number < works) {
-                const Work work = work_of(args, number);
-                const int kv_head = fa::kv_head_of(args, work.head);
-                if (!K_FIRST) hand_over(work);
-                number = gridDim.x + atomicAdd(counters, 1);
-                for (int n = 0; n < work.tiles; ++n) {
-                    fa::mbarrier_wait_parity(k_empty + k.stage, k.parity ^ 1);
-                    load_tile<K_SLAB>(k_smem + k.stage * K_TILE, k_map, k_full + k.stage, n * BLOCK_K, kv_head, work.batch);
-                    k.next();
-                    if (K_FIRST && n == 0) hand_over(work);
-                    fa::mbarrier_wait_parity(v_empty + v.stage, v.parity ^ 1);
-                    load_tile<K_SLAB>(v_smem + v.stage * K_TILE, v_map, v_full + v.stage, n * BLOCK_K, kv_head, work.batch);
-                    v.next();
-                }
-            }
-            hand_over(Work{});
-            // The last block to finish leaves the counters as it found them, for the next launch.
-            if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) {
-            // A storer. Q's stage, which holds O by then, is empty when the store has read it.
-            const int consumer = threadIdx.x / 32 - 1;
-            while (true) {
-                const int piece = q.stage * CONSUMERS + consumer;
-                fa::mbarrier_wait_parity(q_full + piece, q.parity);
-                const Work work = works_smem[piece];
-                if (work.tiles == 0) break;
-                fa::mbarrier_wait_parity(o_full + piece, q.parity);
-                const unsigned char* out_smem = q_smem + piece * Q_PIECE;
-#pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
-                    fa::tma_store_4d(&o_map, out_smem + slab * Q_SLAB, 64 * slab, work.q_first + 64 * consumer, work.head, work.batch);
-                fa::bulk_commit();
-                fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(q_empty + piece);
-                q.next();
-            }
-        }
-        return;
-    }
-
-    // A consumer
-    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
-    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+// Attention of 64 queries of each work: a warpgroup's task. A thread has parts of two rows, `row` and row + 8.
+struct Consumer {
+    Shared& shared;
+    const fa::Args& args;
+    int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
     // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in Q.
-    const float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
-    float reference[2], row_sum[2];  // of this thread's two rows: P = 2^(scale_log2e S - reference)
+    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
+    float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
+    bool grows;
     Work work;
-    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys its warpgroup needs, 0 to work.tiles
+    int first, row, tiles;  // first: of the 64 queries; tiles: those of work.tiles that they see
+    int before = 0;  // tiles of keys of the works before
+    fa::Ring<Q_STAGES> q = {};
 
-    auto piece = [&]() { return q.stage * CONSUMERS + consumer; };
-    auto own_q = [&]() { return q_smem + piece() * Q_PIECE; };
-    auto release = [&](uint64_t* empty) {
-        if (lane == 0) fa::mbarrier_arrive(empty);
-    };
-    auto take_work = [&]() {
-        fa::mbarrier_wait_parity(q_full + piece(), q.parity);
-        work = works_smem[piece()];
+    __device__ __forceinline__ int piece() const { return q.stage() * CONSUMERS + index; }
+    __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
+
+    // Waits for the next work and its Q; false: there is none. The mask ends the first consumers' keys earlier, and where a head's last tile
+    // has too few queries a consumer has none, and no tile of keys.
+    __device__ __forceinline__ bool take_work() {
+        fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity());
+        work = shared.works[piece()];
         if (work.tiles == 0) return false;
-        row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
-        tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
-        if (work.q_first + 64 * consumer >= args.seq_q) tiles = 0;  // it has no queries
-        if (args.scale <= 0) {
-            for (int slab = 0; slab < SLABS; ++slab)
-                for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
-                    uint32_t& two = reinterpret_cast<uint32_t*>(own_q() + slab * Q_SLAB)[i];
-                    two = args.scale < 0 ? two ^ 0x80008000u : 0u;
-                }
-            fa::fence_proxy_async_shared();
-            fa::bar_sync(1 + consumer, 128);
-        }
+        first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
+        tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + 64));
+        if (args.scale <= 0) apply_sign();
         return true;
-    };
-    auto begin_turn = [&]() {
-        if (PINGPONG) fa::bar_sync(4 + consumer, 256);
-    };
-    auto end_turn = [&]() {
-        if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
-    };
-    auto issue_scores = [&]() {
-        const uint64_t q_operand = fa::smem_descriptor_k_major(own_q());
-        const uint64_t k_operand = fa::smem_descriptor_k_major(k_smem + k.stage * K_TILE);
-        fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
+    }
+    __device__ __forceinline__ void apply_sign() {
+        for (int slab = 0; slab < SLABS; ++slab)
+            for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
+                uint32_t& two = reinterpret_cast<uint32_t*>(q_smem() + slab * Q_SLAB)[i];
+                two = args.scale < 0 ? two ^ 0x80008000u : 0u;
+            }
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1 + index, 128);
+    }
+
+    // Starts S = Q K(n)^T.
+    __device__ __forceinline__ void issue_scores(int n) {
+        const int at = before + n;
+        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem());
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[stage_of(at)]);
+        fa::mbarrier_wait_parity(&shared.k_full[stage_of(at)], parity_of(at));
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)
             fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
-    };
-    auto issue_output = [&](bool accumulate) {
-        const uint64_t v_operand = fa::smem_descriptor_mn_major(v_smem + v.stage * K_TILE, K_SLAB);
-        fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
+    }
+    // Starts O += P V(n); a work's first one begins O.
+    __device__ __forceinline__ void issue_output(int n) {
+        const int at = before + n;
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[stage_of(at)], K_SLAB);
+        fa::mbarrier_wait_parity(&shared.v_full[stage_of(at)], parity_of(at));
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
-            fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), accumulate || step > 0);
+            fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), n > 0 || step > 0);
         fa::wgmma_commit();
-    };
-    auto mask = [&](int n) {
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, work.q_first + 64 * consumer)) return;
+    }
+    __device__ __forceinline__ void wait_scores() { fa::wgmma_wait<1>(score_reg); }  // O's product still runs
+    __device__ __forceinline__ void wait_first_scores() { fa::wgmma_wait<0>(score_reg); }
+    __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
+
+    // This warp has read tile n. Its products are complete; the producer waits for all warps.
+    __device__ __forceinline__ void release_k(int n) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[stage_of(before + n)]);
+    }
+    __device__ __forceinline__ void release_v(int n) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[stage_of(before + n)]);
+    }
+    // O lies in Q's shared memory. Without tiles it does not, and the storer sends nothing that exists, but gives the piece back.
+    __device__ __forceinline__ void release_o() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.o_full[piece()]);
+    }
+
+    // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the one before passes it on.
+    __device__ __forceinline__ void begin_turn() {
+        if (PINGPONG) fa::bar_sync(4 + index, 256);
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (PINGPONG) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
+    }
+
+    // -inf for keys that a query does not see.
+    __device__ __forceinline__ void mask(int n) {
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
-    };
-    // Raises the references to the row maxima of the tile, where those are larger.
-    auto raise = [&](float (&factor)[2], const float (&maximum)[2]) {
+    }
+    // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
+    __device__ __forceinline__ void raise(const float (&maximum)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
@@ -352,14 +346,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             reference[half] = larger;
             row_sum[half] *= factor[half];
         }
-    };
-    auto first_tile = [&]() {
-        begin_turn();
-        issue_scores();
-        end_turn();
-        fa::wgmma_wait<0>(score_reg);
-        mask(0);
+    }
+    // The first tile of a work: its row maximum is the reference.
+    __device__ __forceinline__ void first_softmax() {
         float maximum[2];
+        mask(0);
         fa::local_row_max(maximum, score_reg);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -367,94 +358,137 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             reference[half] = largest == -fa::infinity() ? 0.0f : largest;  // a row that sees no key
         }
         fa::exponentiate(score_reg, row_sum, scale_log2e, reference);
-        release(k_empty + k.stage);
-        k.next();
-        fa::pack_operand<scalar>(p_reg, score_reg);
-    };
-    auto next_tile = [&](int n) {
-        begin_turn();
-        issue_scores();
-        issue_output(n > 1);
-        end_turn();
-        fa::wgmma_wait<1>(score_reg);
+    }
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily.
+    __device__ __forceinline__ void softmax(int n) {
         mask(n);
-        float sum[2], maximum[2], factor[2];
-        bool grows = false;
+        grows = false;
         if constexpr (!NO_MAXIMUM) {
+            float maximum[2];
             fa::local_row_max(maximum, score_reg);
             grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
             grows = __any_sync(fa::full_warp, grows);
-            if (grows) raise(factor, maximum);
+            if (grows) raise(maximum);
         }
         fa::exponentiate(score_reg, sum, scale_log2e, reference);
         if (PIN) fa::schedule_fence();
-        fa::wgmma_wait<0>(out_reg, p_reg);
-        release(v_empty + v.stage);
-        v.next();
-        if constexpr (NO_MAXIMUM) {
-            grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
-            if (grows) {
-                fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(own_q()) + warp * 16 * 128, Q_SLAB,
-                                                      fa::smem_u32(k_smem + k.stage * K_TILE), K_SLAB);
-                __syncwarp();  // all lanes have read K when the first one releases it
-                mask(n);
-                fa::local_row_max(maximum, score_reg);
-                raise(factor, maximum);
-                fa::exponentiate(score_reg, sum, scale_log2e, reference);
-            }
-        }
+    }
+    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
+    __device__ __forceinline__ void check_sum(int n) {
+        grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
+        if (!grows) return;
+        fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB,
+                                              fa::smem_u32(shared.k[stage_of(before + n)]), K_SLAB);
+        __syncwarp();  // all lanes have read K when the first one releases it
+        float maximum[2];
+        mask(n);
+        fa::local_row_max(maximum, score_reg);
+        raise(maximum);
+        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+    }
+    // O's product is complete: O is rescaled where a reference has been raised.
+    __device__ __forceinline__ void rescale() {
         if (grows) fa::scale_rows(out_reg, factor);
-        release(k_empty + k.stage);
-        k.next();
         row_sum[0] += sum[0], row_sum[1] += sum[1];
-        fa::pack_operand<scalar>(p_reg, score_reg);
-    };
-
-    auto all_tiles = [&]() {
-        first_tile();
-        for (int n = 1; n < tiles; ++n) next_tile(n);
-        issue_output(tiles > 1);
-        fa::wgmma_wait<0>(out_reg, p_reg);
-        release(v_empty + v.stage);
-        v.next();
-    };
-    auto skip_tile = [&]() {  // that only other consumers need
-        begin_turn();
-        end_turn();
-        fa::mbarrier_wait_parity(k_full + k.stage, k.parity);
-        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-        release(k_empty + k.stage);
-        k.next();
-        fa::mbarrier_wait_parity(v_full + v.stage, v.parity);
-        __syncwarp();
-        release(v_empty + v.stage);
-        v.next();
-    };
-    // O / row sum goes to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
-    auto epilogue = [&]() {
-        float sum[2], inverse[2];
+    }
+    __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
+    // O / row sum to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
+    __device__ __forceinline__ void store() {
+        float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            sum[half] = fa::group_sum<4>(row_sum[half]);
-            inverse[half] = sum[half] == 0 ? 0.0f : 1.0f / sum[half];
+            row_sum[half] = fa::group_sum<4>(row_sum[half]);
+            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
         }
-        fa::store_rows<scalar>(own_q() + warp * 16 * 128, Q_SLAB, out_reg, inverse);
+        fa::store_rows<scalar>(q_smem() + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(o_full + piece());
+        release_o();
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (lane % 4 == 0 && row + 8 * half < args.seq_q)
-                logsumexp[row + 8 * half] = sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(sum[half]);
-    };
+            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
+                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+    }
+    // A tile that only other consumers need.
+    __device__ __forceinline__ void skip_tile(int n) {
+        const int at = before + n;
+        begin_turn();
+        end_turn();
+        fa::mbarrier_wait_parity(&shared.k_full[stage_of(at)], parity_of(at));
+        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+        release_k(n);
+        fa::mbarrier_wait_parity(&shared.v_full[stage_of(at)], parity_of(at));
+        __syncwarp();
+        release_v(n);
+    }
+};
 
-    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
-    while (take_work()) {
-        if (tiles > 0) all_tiles();
-        for (int n = tiles; n < work.tiles; ++n) skip_tile();
-        if (tiles > 0) epilogue();
-        else release(o_full + piece());  // the storer still gives Q's stage back
-        q.next();
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
+    Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PIECES; ++i)
+            fa::mbarrier_init(&shared.q_full[i], 1), fa::mbarrier_init(&shared.o_full[i], 4), fa::mbarrier_init(&shared.q_empty[i], 1);
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(&shared.k_full[i], 1), fa::mbarrier_init(&shared.v_full[i], 1);
+        for (int i = 0; i < STAGES; ++i)  // each warp of each consumer arrives
+            fa::mbarrier_init(&shared.k_empty[i], 4 * CONSUMERS), fa::mbarrier_init(&shared.v_empty[i], 4 * CONSUMERS);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (fa::warpgroup_index() == 0) {
+        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x == 0) {
+            Producer producer{shared, q_map, k_map, v_map};
+            producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
+        } else if (threadIdx.x % 32 == 0 && warp <= CONSUMERS) {
+            Storer storer{shared, o_map, warp - 1};
+            storer.store_works();
+        }
+        return;
+    }
+    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    Consumer consumer{shared, args, fa::warpgroup_index() - 1};
+
+    if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
+    while (consumer.take_work()) {
+        if (consumer.tiles > 0) {
+            // Prologue: S(0) = Q K(0)^T
+            consumer.begin_turn();
+            consumer.issue_scores(0);
+            consumer.end_turn();
+            consumer.wait_first_scores();
+            consumer.first_softmax();
+            consumer.release_k(0);
+            consumer.pack();
+
+            // Main loop over tiles of keys
+            for (int n = 1; n < consumer.tiles; ++n) {
+                consumer.begin_turn();
+                consumer.issue_scores(n);
+                consumer.issue_output(n - 1);
+                consumer.end_turn();
+                consumer.wait_scores();
+                consumer.softmax(n);
+                consumer.wait_output();
+                consumer.release_v(n - 1);
+                if constexpr (NO_MAXIMUM) consumer.check_sum(n);
+                consumer.rescale();
+                consumer.release_k(n);
+                consumer.pack();
+            }
+
+            // Epilogue: the last product, O / row sum and the logsumexp
+            consumer.issue_output(consumer.tiles - 1);
+            consumer.wait_output();
+            consumer.release_v(consumer.tiles - 1);
+        }
+        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile(n);
+        if (consumer.tiles > 0) consumer.store();
+        else consumer.release_o();
+        consumer.before += consumer.work.tiles, consumer.q.next();
     }
 }
