@@ -71,6 +71,7 @@
 // energy. All warps meet at a __syncthreads a tile, because thread 0 may not overwrite a stage that another warp still reads. And the
 // warps that compute the softmax also start the copies. Step 16 gives each task warps of its own.
 #include <fa/accumulator.cuh>
+#include <fa/key_tiles.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -81,6 +82,9 @@ constexpr int BLOCK_Q = 64, THREADS = 128;
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+
+using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Work = Tiles::Work;
 
 // The block's shared memory: tiles, and for each an mbarrier whose phase ends when the tile has arrived.
 struct Shared {
@@ -93,25 +97,11 @@ struct Shared {
 __device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
 __device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
 
-// A tile of queries of one head, and the tiles of keys that its queries see.
-struct Work {
-    int q_first, head, kv_head, batch, tiles;
-};
-
-__device__ __forceinline__ Work work_of(const fa::Args& args) {
-    Work work;
-    // Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
-    work.q_first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_Q;
-    work.head = blockIdx.y, work.batch = blockIdx.z, work.kv_head = fa::kv_head_of(args, work.head);
-    const int keys = fa::visible_keys(args, min(work.q_first + BLOCK_Q, args.seq_q) - 1);  // what the last query sees
-    work.tiles = max(1, (keys + BLOCK_K - 1) / BLOCK_K);  // queries that see no key take a tile too, and mask all of it
-    return work;
-}
-
 // Starts the copies: one thread's task.
 struct Producer {
     Shared& shared;
     const Work& work;
+    int kv_head;
     const fa::TensorMap &q_map, &k_map, &v_map;
 
     // The barrier of a tile is told how many bytes are to come, before they do.
@@ -123,10 +113,10 @@ struct Producer {
     }
     __device__ __forceinline__ void load_q() { load<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head); }
     __device__ __forceinline__ void load_k(int n) {
-        if (n < work.tiles) load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+        if (n < work.tiles) load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, kv_head);
     }
     __device__ __forceinline__ void load_v(int n) {
-        if (n < work.tiles) load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+        if (n < work.tiles) load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, kv_head);
     }
 };
 
@@ -238,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
 
-    const Work work = work_of(args);
-    Producer producer{shared, work, q_map, k_map, v_map};
+    const Work work = Tiles::of_block(args);
+    Producer producer{shared, work, fa::kv_head_of(args, work.head), q_map, k_map, v_map};
     Consumer consumer{shared, work, args};
 
     // Prologue: the copies of Q and of the first tiles; S(0) = Q K(0)^T

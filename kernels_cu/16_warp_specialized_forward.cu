@@ -67,6 +67,7 @@
 // do. Both begin with the same tile at the same time, and nothing but chance makes them alternate. Step 17 makes them take turns. And a
 // consumer's softmax still waits for all of its own products: step 18.
 #include <fa/accumulator.cuh>
+#include <fa/key_tiles.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -78,6 +79,9 @@ constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+
+using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Work = Tiles::Work;
 
 // The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
 // warps have read it.
@@ -91,25 +95,11 @@ struct Shared {
 __device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
 __device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
 
-// A tile of queries of one head, and the tiles of keys that its queries see.
-struct Work {
-    int q_first, head, kv_head, batch, tiles;
-};
-
-__device__ __forceinline__ Work work_of(const fa::Args& args) {
-    Work work;
-    // Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
-    work.q_first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_Q;
-    work.head = blockIdx.y, work.batch = blockIdx.z, work.kv_head = fa::kv_head_of(args, work.head);
-    const int keys = fa::visible_keys(args, min(work.q_first + BLOCK_Q, args.seq_q) - 1);  // what the last query sees
-    work.tiles = max(1, (keys + BLOCK_K - 1) / BLOCK_K);  // queries that see no key take a tile too, and mask all of it
-    return work;
-}
-
 // Starts the copies: one thread's task.
 struct Producer {
     Shared& shared;
     const Work& work;
+    int kv_head;
     const fa::TensorMap &q_map, &k_map, &v_map;
 
     // The barrier of a tile is told how many bytes are to come, before they do.
@@ -123,11 +113,11 @@ struct Producer {
     // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
     __device__ __forceinline__ void load_k(int n) {
         fa::mbarrier_wait_parity(&shared.k_empty[stage_of(n)], parity_of(n) ^ 1);
-        load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+        load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, kv_head);
     }
     __device__ __forceinline__ void load_v(int n) {
         fa::mbarrier_wait_parity(&shared.v_empty[stage_of(n)], parity_of(n) ^ 1);
-        load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, work.kv_head);
+        load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, kv_head);
     }
 };
 
@@ -249,11 +239,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
 
-    const Work work = work_of(args);
+    const Work work = Tiles::of_block(args);
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<40>();
         if (threadIdx.x != 0) return;
-        Producer producer{shared, work, q_map, k_map, v_map};
+        Producer producer{shared, work, fa::kv_head_of(args, work.head), q_map, k_map, v_map};
         producer.load_q();
         for (int n = 0; n < work.tiles; ++n) producer.load_k(n), producer.load_v(n);
         return;

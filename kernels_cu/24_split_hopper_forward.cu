@@ -120,8 +120,8 @@
 //
 // Inputs that are not finite: as in step 23.
 #include <fa/accumulator.cuh>
+#include <fa/key_tiles.cuh>
 #include <fa/split.cuh>
-#include <fa/schedule.cuh>
 #include <fa/tma.cuh>
 
 using fa::float16;
@@ -129,6 +129,8 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Work = Tiles::Work;  // tiles: 0 where there is no more work
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns, each [high, low][rows][64]
 constexpr int SLICE = HEAD_DIM == 256 ? 64 : HEAD_DIM, SLICES = HEAD_DIM / SLICE;  // columns of P V that are summed at a time
 constexpr bool LATE = SLICES == 1;  // P V is added to O under the next product
@@ -190,36 +192,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
         part[i].store_plain(to + (own + i * step) * HEAD_DIM * 2, low_bytes, scale);
         if (threadIdx.x % Row::lanes == 0) factors[own + i * step] = factor;
     }
-}
-
-// A tile of queries of one head. The producer leaves it in shared memory: its divisions are done once.
-struct Work {
-    int q_first, head, batch, tiles;  // tiles of keys, at least one; 0: there is no more work
-};
-
-// Tiles of keys that the queries before q_end see; one where they see none, so that every work has the same course.
-__device__ __forceinline__ int key_tiles(const fa::Args& args, int q_end) {
-    return max(1, tiles_of(fa::visible_keys(args, min(q_end, args.seq_q) - 1)));
-}
-
-// The work of a number. Neighbouring numbers run at the same time, so they share K and V in the L2 cache.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    const int q_tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q;
-    Work work;
-#if CAUSAL
-    // Sections of heads with at most SECTION MB of K and V; in a section the tiles that see the most keys first, over all its heads.
-    const int kv_heads = max(1, min(args.heads_kv * args.batch, int((SECTION << 20) / (8ll * HEAD_DIM * args.seq_kv))));
-    const int heads = kv_heads * (args.heads_q / args.heads_kv);
-    const fa::Place place = fa::place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
-    const int q_tile = q_tiles - 1 - place.tile, row = place.head;
-#else
-    const int row = number / q_tiles, q_tile = number - row * q_tiles;
-#endif
-    work.q_first = q_tile * BLOCK_Q;
-    work.batch = row / args.heads_q;
-    work.head = row - work.batch * args.heads_q;
-    work.tiles = key_tiles(args, work.q_first + BLOCK_Q);
-    return work;
 }
 
 // Loads a tile of both parts, slab by slab. more: bytes that other copies bring to the same barrier.
@@ -289,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
             int* counter = static_cast<int*>(args.workspace[WORKSPACE_COUNTER]);
-            const int works = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q * args.heads_q * args.batch;
+            const int works = Tiles::works(args);
             auto hand_over = [&](const Work& work) {
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     const int row = work.q_first + 64 * consumer, head = work.batch * args.heads_q + work.head;
@@ -302,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             };
             int number = blockIdx.x;
             while (number < works) {
-                const Work work = work_of(args, number);
+                const Work work = Tiles::of_number<SECTION, 8 * HEAD_DIM>(args, number);
                 const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
                 number = gridDim.x + atomicAdd(counter, 1);
                 for (int n = 0; n < work.tiles; ++n) {
@@ -339,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         work = works_smem[consumer];
         if (__any_sync(fa::full_warp, work.tiles == 0)) return false;  // a vote: the compiler sees that the warp stays together
         row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
-        tiles = min(work.tiles, key_tiles(args, work.q_first + 64 * consumer + 64));
+        tiles = min(work.tiles, Tiles::seen(args, work.q_first + 64 * consumer + 64));
         const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
         v_factors = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS]) + kv_head * tiles_of(args.seq_kv);
         const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
