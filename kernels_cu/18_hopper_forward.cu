@@ -74,38 +74,43 @@
 // Step 18, read against step 17. The tasks are divided as there, and the consumers take turns. Four things are new: blocks are persistent,
 // storers send O, a consumer's softmax runs under its own second product, and the softmax has no maximum.
 //
-//     producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
+//     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
-//     consumers    two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
-//     storers      a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
+//     Consumer     two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
+//     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
-// Blocks are persistent: one on each multiprocessor takes tiles of queries from a counter. While the last products of one tile run, Q, K
-// and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that
-// K and V stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet.
-// Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone.
-// Where a head's last tile has too few queries, a consumer that has none of them computes nothing, and the others have the tensor cores.
+// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. While the last products of one work run, Q,
+// K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
+// stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet. Each consumer's 64 queries are a
+// piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone. Where a head's last tile has too few
+// queries, a consumer that has none of them computes nothing, and the others have the tensor cores. At head dim 256 shared memory has room
+// for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The next tile's first keys, whose stage is
+// empty earlier, go ahead of it (K_FIRST).
 //
-// At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The
-// next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
+// Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
+// issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:
+// where a reference has grown, O is rescaled then, and P(n) is packed then, because P(n - 1) is an operand until then. The compiler would
+// move exponentials behind the wait, where nothing hides them; PIN (fa::schedule_fence) holds them. Time runs downwards, n is a tile of
+// keys:
 //
-// One step of a consumer, over a tile of keys n:
+//     producer                      consumer (each of two or three)                    tensor cores, of this consumer
+//     wait for K's release,         turn: wait for K(n), issue S(n) = Q K(n)^T         S(n)
+//       start K(n + STAGES)           wait for V(n - 1), issue O += P(n - 1) V(n - 1)  S(n)
+//                                   end of the turn; wait for S(n)                     S(n)
+//                                   softmax: P(n), row sum                             O
+//     wait for V's release,         wait for O; release V(n - 1)                       the other consumer's products
+//       start V(n - 1 + STAGES)     rescale O where needed; release K(n); pack P(n)    the other consumer's products
+//     behind the last tile: Q, K,   wait for the last O; O / row sum to Q's place;     the other consumer's products
+//       V of the next work            the storer sends it; take the next work
 //
-//     issue   S(n) = Q K(n)^T             wait for S(n)
-//     issue   O += P(n - 1) V(n - 1)      P(n) = exp2(S(n) - reference), row sum      <- under the product
-//                                         wait for O; pack P(n)
-//
-// The products run in the order of issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. The
-// compiler would move them behind the wait, where nothing hides them; PIN (fa::schedule_fence) holds them. PINGPONG hides more: the
-// consumers issue in turn, so that one computes exponentials while the other has the tensor cores.
-//
-// The softmax has no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference m with exp2(S - m) in range; the
-// row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of 2^-100 or 2^30 is as exact as P of 1. So
-// the first tile's row maximum is the reference of the whole row, and no later tile computes one: a maximum a score, two shuffles a
-// row, a multiplication of all of O, and the wait of the first exponential for the last score are gone. The row sum, which is needed
-// anyway, tells when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and
-// K, still in shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of
-// a model. The row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of
-// exponent, so there the maximum stays, taken lazily as in step 14.
+// The softmax has no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference m with exp2(S - m) in range;
+// the row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of 2^-100 or 2^30 is as exact as P of 1. So
+// the first tile's row maximum is the reference of the whole row, and no later tile computes one: a maximum a score, two shuffles a row, a
+// multiplication of all of O, and the wait of the first exponential for the last score are gone. The row sum, which is needed anyway, tells
+// when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and K, still in
+// shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of a model. The
+// row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent, so
+// there the maximum stays, taken lazily as in step 14.
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
@@ -247,7 +252,8 @@ struct Consumer {
     Shared& shared;
     const fa::Args& args;
     int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
-    // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in Q.
+    // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in
+    // Q.
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
@@ -262,8 +268,8 @@ struct Consumer {
     __device__ __forceinline__ int piece() const { return q.stage() * CONSUMERS + index; }
     __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
 
-    // Waits for the next work and its Q; false: there is none. The mask ends the first consumers' keys earlier, and where a head's last tile
-    // has too few queries a consumer has none, and no tile of keys.
+    // Waits for the next work and its Q; false: there is none. The mask ends the first consumers' keys earlier, and where a head's last
+    // tile has too few queries a consumer has none, and no tile of keys.
     __device__ __forceinline__ bool take_work() {
         fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity());
         work = shared.works[piece()];

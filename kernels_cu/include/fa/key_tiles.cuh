@@ -1,4 +1,5 @@
-// The forward passes on Hopper, which keep a tile of queries and stream the tiles of keys that it sees (steps 15 to 18, and 24): whose queries.
+// The forward passes on Hopper, which keep a tile of queries and stream the tiles of keys that it sees (steps 15 to 18, and 24): whose
+// queries.
 #pragma once
 
 #include <fa/schedule.cuh>
@@ -12,7 +13,8 @@ template <int BlockQ, int BlockK> struct KeyTiles {
         int q_first, head, batch, tiles;
     };
 
-    // Tiles of keys that the queries before q_end see. One where they see none: such a tile is masked whole, and every work has the same course.
+    // Tiles of keys that the queries before q_end see. One where they see none: such a tile is masked whole, and every work has the same
+    // course.
     static __device__ __forceinline__ int seen(const Args& args, int q_end) {
         const int keys = visible_keys(args, min(q_end, args.seq_q) - 1);  // what the last query sees
         return max(1, (keys + BlockK - 1) / BlockK);
@@ -28,8 +30,8 @@ template <int BlockQ, int BlockK> struct KeyTiles {
     static __device__ __forceinline__ int works(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ * args.heads_q * args.batch; }
 
     // The work of a number from 0 to works(). Neighbouring numbers run at the same time, so they share K and V in the L2 cache. Under the
-    // causal mask: sections of heads with at most Section MB of K and V, KeyBytes a key; in a section the tiles that see the most keys first,
-    // over all its heads.
+    // causal mask: sections of heads with at most Section MB of K and V, KeyBytes a key; in a section the tiles that see the most keys
+    // first, over all its heads.
     template <int Section, int KeyBytes> static __device__ __forceinline__ Work of_number(const Args& args, int number) {
         const int q_tiles = (args.seq_q + BlockQ - 1) / BlockQ;
         Work work;
