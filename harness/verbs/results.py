@@ -168,7 +168,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "dtype": p.dtype,
         "causal": p.causal,
         "scale": p.scale,
-        "repro": _repro(spec, mode, p, deterministic),
+        "repro": repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
     }
@@ -244,7 +244,7 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
     """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
     p = problem
     if p.causal_shift != p.default_shift:
