@@ -161,4 +161,3 @@ def _ratios(cells: Iterable[dict[str, Row]], time: str) -> tuple[list[Ratio], in
         if ours and best:
             found.append(Ratio(ours, best, milliseconds(best, time) / milliseconds(ours, time)))
     return sorted(found, key=lambda each: each.ratio), without_ours, without_peer
-

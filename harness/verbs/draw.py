@@ -159,7 +159,7 @@ def _part(table: Mapping[str, Any], wrong: Wrong, names: Callable[[Mapping[str, 
         raise wrong(f"share is {share!r:.60}; it is from 1 to {LARGEST_SHARE}")
     if not isinstance(dtype, list) or not dtype or not all(isinstance(each, str) for each in dtype):
         raise wrong(f"dtype is {dtype!r:.60}; it is a list of types")
-    types = tuple(SPELLINGS.get(each, each) for each in dtype)
+    types = tuple(str(SPELLINGS.get(each, each)) for each in dtype)
     if unknown := set(types) - set(DTYPE_BYTES):
         raise wrong(f"unknown dtype {min(unknown)!r:.60}; known: {', '.join(DTYPE_BYTES)}")
     tokens, seq = (_range(table, key, wrong) for key in ("tokens", "seq"))

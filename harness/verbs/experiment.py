@@ -52,8 +52,8 @@ class Outcome:
     rows: list[Row]
     files: list[Path]
     notes: list[str] = field(default_factory=list)
-    seed: int | None = None
     speeds: list[Speed] = field(default_factory=list)  # of a sweep of trainings, which has no rows
+    seed: int | None = None
 
 
 class _Lost(Exception):
@@ -117,7 +117,7 @@ def run_sweep(
         with files.locked(folder, "use another --output-dir"):
             drawn = _draw(folder, pictures, sweep, options, progress)
     progress("")
-    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes, sweep.seed)
+    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes, seed=sweep.seed)
 
 
 def _measured(

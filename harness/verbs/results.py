@@ -8,6 +8,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from ..backends import Backend
 from ..check.budget import UNIT, Verdict
 from ..check.contender import Contender, PassResult, arithmetic_of
 from ..dataset.generate import recipe
+from ..fault import UsageFault
 from ..files import Json
-from ..kernel import Kernel
+from ..kernel import Kernel, catalogue
 from ..measure.sampling import TIMINGS, Timing, together
 from ..problem import PASSES, Problem
 from ..row import CEILING, SHAPE, TYPES, Row, read_records, rounded
@@ -152,9 +154,11 @@ def rows_without(
     ]
 
 
-def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool) -> Json:
+def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool, spec: str = "") -> Json:
+    """The columns of a row that its test, kernels and mode say. spec: of all passes of the result, where kernels are those of one."""
     p = problem
-    spec = shlex.quote(kernels[0].spec) if kernels else name
+    kernels = [kernel.on(p) for kernel in kernels]
+    spec = spec or _spec(name, kernels, p)
     return {
         "Test": test,
         "Kernel": name,
@@ -172,6 +176,26 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
     }
+
+
+def _spec(name: str, kernels: Sequence[Kernel], problem: Problem) -> str:
+    """The text for --compute that runs kernels again; of a backward pass alone with a forward pass, whose O it reads."""
+    if not kernels or not kernels[0].in_tree:
+        return shlex.quote(kernels[0].spec) if kernels else name
+    names = list(dict.fromkeys(kernel.variant_of or kernel.name for kernel in kernels))
+    forward = [kernel for kernel in catalogue() if kernel.pass_ == "forward"]
+    if all(kernel.pass_ == "backward" for kernel in kernels) and names[0] not in [kernel.name for kernel in forward]:
+        arithmetic = arithmetic_of(problem, kernels[0])
+        able = [k.name for k in forward if k.number is not None and _takes(k, problem) and arithmetic_of(problem, k) == arithmetic]
+        names = [*able[-1:], *names]
+    return "+".join(names)
+
+
+def _takes(kernel: Kernel, problem: Problem) -> bool:
+    with suppress(UsageFault):
+        kernel.refuse(problem)
+        return True
+    return False
 
 
 def _passes(result: Result, mode: str) -> list[PassResult]:
@@ -196,9 +220,11 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
+    every = [p.kernel for p in result.passes.values() if p.kernel]
+    spec = _spec(result.compute, every, problem)
     of_tensors: Json = {f"MaxError_{name}": rounded(v.max_abs) for name, v in verdicts.items()}
     row = Row(
-        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic),
+        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic, spec),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
         MaxError=rounded(worst.max_abs),
         MeanError=rounded(worst.mean_abs),

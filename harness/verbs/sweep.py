@@ -168,7 +168,9 @@ def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
         raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
     for option, given, least, most in (("--seed", seed, 0, 2**32 - 1), ("--cases", cases, 1, draw.MOST)):
         if given is not None and "draw" not in data:
-            raise UsageFault(f"{spec} takes no {option}", "it states its shapes", f"leave out {option}, or fa-cli experiment mixed {option} …")
+            raise UsageFault(
+                f"{spec} takes no {option}", "it states its shapes", f"leave out {option}, or fa-cli experiment mixed {option} …"
+            )
         if given is not None and not least <= given <= most:
             raise UsageFault(f"{option} {given}", f"it is from {least} to {most}", f"use {option} {least}")
     return _parse(path, data, SEED if seed is None else seed, cases)
@@ -185,7 +187,7 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
             raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
     own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
-    def names(where: Table, key: str) -> tuple[str, ...]:
+    def names(where: Mapping[str, Any], key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise wrong(f"{key} is a name, a range or a list of them; is {value!r:.60}")
