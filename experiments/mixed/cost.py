@@ -5,6 +5,8 @@
 --usual: with the samples of other sweeps instead of sampling.MANY.
 """
 
+import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -13,9 +15,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from cli import main
-from harness.measure import sampling
-from harness.verbs import experiment, run
+from cli import main  # noqa: E402
+from harness.measure import sampling  # noqa: E402
+from harness.verbs import experiment, run  # noqa: E402
 
 spent: dict[str, list[float]] = {}
 
@@ -42,10 +44,10 @@ timed(experiment, "oracle_for", lambda *given: "references")
 timed(run, "check_in_memory", lambda contender, *given: f"checks {contender.name}")
 timed(run, "time_together", lambda good, *given: "times " + ", ".join(each.compute for each in good))
 begun = time.perf_counter()
-try:
+with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what was measured until then is counted
     main(["experiment", "mixed", *sys.argv[1:]], standalone_mode=False)
-except (KeyboardInterrupt, SystemExit) as end:
-    print(f"ended: {end!r}")
-print(f"{time.perf_counter() - begun:.1f} s in all")
+lines = [f"{time.perf_counter() - begun:.1f} s in all"]
 for name, seconds in sorted(spent.items(), key=lambda item: -sum(item[1])):
-    print(f"{sum(seconds):8.1f} s  {len(seconds):4} x  most {max(seconds):6.2f}  median {sorted(seconds)[len(seconds) // 2]:6.2f}  {name}")
+    each = f"most {max(seconds):6.2f}  median {statistics.median(seconds):6.2f}"
+    lines.append(f"{sum(seconds):8.1f} s  {len(seconds):4} x  {each}  {name}")
+sys.stdout.write("\n".join([*lines, ""]))
