@@ -224,9 +224,12 @@ mask = options(
 )
 drawn = options(
     click.option(
-        "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Of a sweep that draws its problems, as mixed: which.  [default: 42]"
+        "--seed",
+        type=click.IntRange(0, 2**32 - 1),
+        metavar="N",
+        help="Of the problems, for a sweep that draws them, as mixed.  [default: 42]",
     ),
-    click.option("--cases", type=click.IntRange(1, 10_000), metavar="N", help="How many problems it draws.  [default: the sweep's]"),
+    click.option("--cases", type=click.IntRange(1, 10_000), metavar="N", help="Problems that such a sweep draws.  [default: the sweep's]"),
 )
 sampled = options(
     click.option(

@@ -17,17 +17,17 @@
 over their logarithm. So is a length, and half of the lengths are powers of two. The models of a part come in rounds: each once, in an
 order of its own, before any comes again.
 
-The same seed draws the same problems on every machine, and case number n does not depend on how many follow it: a numpy RandomState,
-whose stream never changes, is seeded with (seed, part, n) for it, and gives uniform numbers that only exact arithmetic is done with.
+The same seed draws the same problems on every machine, and case number n does not depend on how many follow it: a generator of its own
+is seeded with the text "seed, part, n". Python promises the sequence of Random.random(), and only exact arithmetic is done with it. (numpy's
+RandomState promises as much, but `fa-cli list` reads sweeps and loads no numpy.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..fault import DataFault, Fault
 from ..problem import DTYPE_BYTES, LARGEST, SPELLINGS, Problem
@@ -78,18 +78,25 @@ class Draw:
 
         A test's name has the seed, the case's number, the model and the problem.
         """
+        orders: dict[int, list[Model]] = {}
         cycle = [which for which, part in enumerate(self.parts) for _ in range(part.share)]
         for number in range(self.cases if cases is None else cases):
             round_, within = divmod(number, len(cycle))
             which = cycle[within]
             part = self.parts[which]
             turn, place = divmod(round_ * part.share + within - cycle.index(which), len(self.models))
-            order = np.random.RandomState((seed, which, turn, 1)).permutation(len(self.models))
-            model = self.models[int(order[place])]
-            problem = _problem(model, part, np.random.RandomState((seed, which, number)).random_sample)
+            if place == 0:
+                orders[which] = self._order(Random(f"{seed}, {which}, round {turn}").random)
+            model = orders[which][place]
+            problem = _problem(model, part, Random(f"{seed}, {which}, {number}").random)
             dtype = "_float32" if problem.dtype == "float32" else ""  # the other types are in the folder's name
             words = f"seed{seed}-{number:03}-{model.name}-{problem.folder}{dtype}" + "-causal" * problem.causal
             yield words, problem, part.own
+
+    def _order(self, uniform: Callable[[], float]) -> list[Model]:
+        """The models in a random order."""
+        ranks = [uniform() for _ in self.models]
+        return [self.models[place] for place in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
 
 def _problem(model: Model, part: Part, uniform: Callable[[], float]) -> Problem:
