@@ -18,7 +18,7 @@ from ..check.contender import Contender, PassResult, arithmetic_of
 from ..dataset.generate import recipe
 from ..fault import UsageFault
 from ..files import Json
-from ..kernel import Kernel, catalogue
+from ..kernel import Kernel, catalogue, planner
 from ..measure.sampling import TIMINGS, Timing, together
 from ..problem import PASSES, Problem
 from ..row import CEILING, SHAPE, TYPES, Row, read_records, rounded
@@ -157,7 +157,7 @@ def rows_without(
 def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool, spec: str = "") -> Json:
     """The columns of a row that its test, kernels and mode say. spec: of all passes of the result, where kernels are those of one."""
     p = problem
-    kernels = [kernel.on(p) for kernel in kernels]
+    kernels = [planner.variant(kernel, p) for kernel in kernels]
     spec = spec or _spec(name, kernels, p)
     return {
         "Test": test,
@@ -193,7 +193,7 @@ def _spec(name: str, kernels: Sequence[Kernel], problem: Problem) -> str:
 
 def _takes(kernel: Kernel, problem: Problem) -> bool:
     with suppress(UsageFault):
-        kernel.refuse(problem)
+        planner.refuse(kernel, problem)
         return True
     return False
 

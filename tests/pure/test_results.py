@@ -28,12 +28,6 @@ def result(passed: bool = True, mode: str = "both") -> Any:
             for n in names
         }
 
-    def of(kernel: SimpleNamespace, first: str) -> SimpleNamespace:
-        vars(kernel).update(
-            name="fa2", spec="fa2", in_tree=True, variant_of="", pass_="forward" if first == "O" else "backward", on=lambda _: kernel
-        )
-        return kernel
-
     def one(names: tuple[str, ...], error: float, seconds: tuple[float, ...], registers: int | None) -> Any:
         timings = {"warm": Timing("warm", seconds, (1e-5,) * len(seconds)), "cold": Timing("cold", tuple(2 * s for s in seconds), (1e-5,))}
         return SimpleNamespace(
@@ -43,7 +37,12 @@ def result(passed: bool = True, mode: str = "both") -> Any:
             passed=passed,
             broken="" if passed else "it broke a rule",
             ran=None,
-            kernel=of(SimpleNamespace(deterministic=True, source_hash=str(registers), arithmetic_for=lambda dtype: "f32"), names[0]),
+            kernel=SimpleNamespace(
+                **{"name": "fa2", "pass_": "forward" if "O" in names else "backward", "in_tree": True, "variant_of": "", "variants": ()},
+                deterministic=True,
+                source_hash=str(registers),
+                arithmetic_for=lambda dtype: "f32",
+            ),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
         )
 
