@@ -8,17 +8,16 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ..backends import Backend
 from ..check.budget import UNIT, Verdict
+from ..check.choose import forward_for
 from ..check.contender import Contender, PassResult, arithmetic_of
 from ..dataset.generate import recipe
-from ..fault import UsageFault
 from ..files import Json
-from ..kernel import Kernel, catalogue, planner
+from ..kernel import Kernel, planner
 from ..measure.sampling import TIMINGS, Timing, together
 from ..problem import PASSES, Problem
 from ..row import CEILING, SHAPE, TYPES, Row, read_records, rounded
@@ -183,19 +182,9 @@ def _spec(name: str, kernels: Sequence[Kernel], problem: Problem) -> str:
     if not kernels or not kernels[0].in_tree:
         return shlex.quote(kernels[0].spec) if kernels else name
     names = list(dict.fromkeys(kernel.variant_of or kernel.name for kernel in kernels))
-    forward = [kernel for kernel in catalogue() if kernel.pass_ == "forward"]
-    if all(kernel.pass_ == "backward" for kernel in kernels) and names[0] not in [kernel.name for kernel in forward]:
-        arithmetic = arithmetic_of(problem, kernels[0])
-        able = [k.name for k in forward if k.number is not None and _takes(k, problem) and arithmetic_of(problem, k) == arithmetic]
-        names = [*able[-1:], *names]
+    if all(kernel.pass_ == "backward" for kernel in kernels) and (forward := forward_for(kernels[0], problem)):
+        names = list(dict.fromkeys([forward.name, *names]))
     return "+".join(names)
-
-
-def _takes(kernel: Kernel, problem: Problem) -> bool:
-    with suppress(UsageFault):
-        planner.refuse(kernel, problem)
-        return True
-    return False
 
 
 def _passes(result: Result, mode: str) -> list[PassResult]:
