@@ -122,6 +122,7 @@ def run(
         "fa-cli experiment --seqlen",
         "fa-cli experiment forward --compute fa2,fa1 --device cpu",
         "fa-cli experiment my_sweep.toml --mode both",
+        "fa-cli experiment mixed --seed 7 --cases 100",
     )
 )
 @click.argument("name", required=False, metavar="[NAME|FILE.toml]")
@@ -138,6 +139,7 @@ def run(
     show_default=True,
     help="The run goes into SWEEP/ there, a second one into SWEEP-2/.",
 )
+@options.drawn
 @options.sampled
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
 @click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
@@ -168,7 +170,7 @@ def experiment(
     wanted = harness.verbs.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     outcome = harness.verbs.experiment.run_sweep(
-        wanted, step, lambda rows: None if json else harness.terminal.show.results.rows(rows, context.obj["verbosity"])
+        wanted, step, lambda rows, seed: None if json else harness.terminal.show.results.rows(rows, context.obj["verbosity"], seed)
     )
     return harness.terminal.show.results.experiment(outcome, json, context.obj["verbosity"])
 

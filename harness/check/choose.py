@@ -17,7 +17,7 @@ from .. import peers
 from ..fault import UsageFault
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, planner
 from ..problem import Problem
-from .contender import Contender
+from .contender import Contender, arithmetic_of
 from .request import Request
 
 _RANGE = re.compile("([0-9]{1,2})-([0-9]{1,2})")
@@ -84,6 +84,17 @@ def contender(spec: str, asked: Request) -> Contender:
     kernels = {pass_: find(spec, pass_, asked.deterministic) for pass_ in asked.passes}
     name = "+".join(dict.fromkeys(kernel.name for kernel in kernels.values()))
     return Contender(name, kernels, tiles=dict(asked.tiles or {}), deterministic=asked.deterministic)
+
+
+def forward_for(backward: Kernel, problem: Problem) -> Kernel | None:
+    """The kernel whose O a backward pass reads where nobody names one: that of its name, else the highest step of its arithmetic.
+
+    It takes the problem; None where there is none.
+    """
+    arithmetic, name = arithmetic_of(problem, backward), backward.variant_of or backward.name
+    able = [k for k in catalogue() if k.pass_ == "forward" and k.number is not None and arithmetic_of(problem, k) == arithmetic]
+    able = [k for k in able if not _cannot(k.name, ("forward",), (problem,), False)]
+    return next((k for k in able if k.name == name), able[-1] if able else None)
 
 
 def kernels(asked: Request, wanted: Sequence[str] = ()) -> tuple[list[Kernel], list[str]]:

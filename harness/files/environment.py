@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..fault import Dropped
-from . import OBJECTS, TEXT, TEXTS, Json, Kind, json_bytes, or_null, read_exact, read_json, write_files
+from . import OBJECTS, TEXT, TEXTS, WHOLE, Json, Kind, json_bytes, or_null, read_exact, read_json, write_files
 
 #: Packages whose versions a measurement depends on. Their metadata is read; they are not imported.
 PACKAGES = ("fa-harness", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch")
@@ -25,6 +25,7 @@ _KINDS: dict[str, Kind] = {
     "earlier": OBJECTS,
     "run_id": or_null(TEXT),
     "sweep": TEXT,
+    "seed": or_null(WHOLE),
     "git_commit": or_null(TEXT),
     "device_name": or_null(TEXT),
     "python": or_null(TEXT),

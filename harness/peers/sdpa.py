@@ -18,11 +18,13 @@ class Sdpa(TorchPeer):
     """One backend of scaled_dot_product_attention. backend is torch's SDPBackend name ("" leaves the choice to torch).
 
     operator: the one that must have run; "" for math, which is composed of others, and for no forced backend. Torch's is_causal is
-    aligned top-left, which is causal_shift 0. Any other mask is passed as a tensor, or refused.
+    aligned top-left, which is causal_shift 0. Any other mask is passed as a tensor, or refused. repeats_heads: it has no grouped heads,
+    so K and V are repeated for each query head of a group, as Transformers does (repeat_kv); the copies are part of the run.
     """
 
     backend: str
     operator: str = ""
+    repeats_heads: bool = False
     modules: tuple[str, ...] = ("torch",)
     install: str = TORCH
 
@@ -34,9 +36,12 @@ class Sdpa(TorchPeer):
         if problem.causal and problem.causal_shift:
             mask = torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool, device=device).tril(problem.causal_shift)
         options = {"attn_mask": mask, "is_causal": problem.causal and mask is None, "scale": problem.scale}
-        if problem.heads_q != problem.heads_kv:
-            options["enable_gqa"] = True
+        group = problem.heads_q // problem.heads_kv
         run = torch.nn.functional.scaled_dot_product_attention
+        if group > 1 and self.repeats_heads:
+            return lambda q, k, v: (run(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), **options),)
+        if group > 1:
+            options["enable_gqa"] = True
         return lambda q, k, v: (run(q, k, v, **options),)
 
     def forced(self) -> contextlib.AbstractContextManager[object]:
@@ -78,7 +83,7 @@ PEERS = (
         operator="aten::_scaled_dot_product_efficient_attention",
         widest=None,
         row_bytes=16,
-        gqa=False,
+        repeats_heads=True,
         causal="seen",
     ),
     Sdpa(

@@ -15,7 +15,8 @@ import pandas as pd
 from ..fault import DataFault, DiskFault
 from ..files import Json, environment, make_folder, settle, write_files
 from ..row import TYPES, read_rows, table_at
-from . import figures, ladder
+from . import figures, ladder, ratios
+from .distribution import TIMES, distributions
 from .page import page
 from .style import drawn, plain, save
 from .summary import commit_of, dates_of, summary
@@ -59,14 +60,17 @@ def draw(
 
     The files are [name_][BACKWARD_|BOTH_]FIGURE[_what tells them apart][_cpu].png; plots/README.md lists the figures. What `name` says
     is not said again. A figure has the six kernels of View.picked, and no two figures show one number; CPU and GPU rows, dtypes and
-    masks never share an axis. Raises DiskFault.
+    masks never share an axis. Of problems that a seed drew (env has it) there is one figure, of ratios. Raises DiskFault.
     """
     if isinstance(source, Path):
         source, record = read(source)
         env = record if env is None else env
     rows, title = with_texts(source, plain), plain(title)
+    every = views(rows)
+    if (env or {}).get("seed") is not None:
+        return _ratios(rows, every[:1], out_dir, name, title, env or {}, progress)
     made: list[Path] = []
-    every, tables = views(rows), ladders(rows)
+    tables = ladders(rows)
     several = [view for view in every if _compares(view, every)]
     total = len(several) + len(tables)
     for number, view in enumerate(several):
@@ -104,6 +108,19 @@ def draw(
         draws = partial(ladder.draw, panels, _title(title or name, PASS_WORDS[first.type]), _footer(first, env or {}))
         made += _saved(draws, out_dir, _name(name, first.type, "ladder") + "_causal" * first.causal + "_cpu" * first.cpu)
     return made
+
+
+def _ratios(
+    rows: Sequence[Row], first: Sequence[View], out_dir: Path, name: str, title: str, env: Json, progress: Callable[[str], None]
+) -> list[Path]:
+    """The figure of problems that a seed drew: ours over the best peer by device time."""
+    found = [each for each in distributions(rows) if each.time == TIMES[0]]
+    if not found or not first:
+        return []
+    progress("0/1 draws the ratios")
+    footer = _footer(first[0].only(rows), env)
+    draws = partial(ratios.draw, found, f"{title or name}, seed {env['seed']}", footer)
+    return _saved(draws, out_dir, "_".join(filter(None, (name, "ratios"))) + "_cpu" * first[0].cpu)
 
 
 def _compares(view: View, others: Sequence[View]) -> bool:

@@ -53,13 +53,18 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """A figure and its axes, row by row. Above them the title, then what is timed: pass, problem, dtype and mask, where the title
     does not say it; in grey the footer. CPU times are called so."""
-    sns.set_theme(style="whitegrid", rc=RC)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
-    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.02, rect=(0, FOOT / size[1], 1, 1 - FOOT / size[1]))
     parts = (what, view.dtype, "causal" if view.causal else "not causal")
     said = ", ".join(part for part in parts if part and part.lower() not in title.lower().split(", "))
     head = f"{title}, {said}" if len(title) + len(said) < 48 else f"{title}\n{said}"
-    figure.suptitle(head + f"\n{HOST_TIME}" * view.cpu, fontsize=7.5, linespacing=1.25)
+    return blank(head + f"\n{HOST_TIME}" * view.cpu, footer, size, rows, columns, **how)
+
+
+def blank(head: str, footer: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **how: Any) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row, under a head that is written as it is; in grey the footer."""
+    sns.set_theme(style="whitegrid", rc=RC)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **how)
+    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.02, rect=(0, FOOT / size[1], 1, 1 - FOOT / size[1]))
+    figure.suptitle(head, fontsize=7.5, linespacing=1.25)
     figure.text(0.01, 0.02 / size[1], footer, fontsize=5, color=GREY)
     return figure, list(axes.flat)
 

@@ -8,12 +8,24 @@ from collections.abc import Mapping, Sequence
 from ..fault import printable
 from ..files import Json
 from ..row import CEILING, Row
+from .distribution import COLUMNS, TIMES, Distribution, distributions, line_of, missing
 from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, views, with_texts
+
+DISTRIBUTION = (
+    "The best peer's time over ours: above 1 ours is faster. mean is geometric; 10 % is what a tenth of the problems are below, 50 % the "
+    "median. kernel is device time, in a CUDA graph where the host is slower than the device; call is that of a plain call, the longer of "
+    "device time and the host's to enqueue it: ours by fa-cli's own launch, peers by their Python functions."
+)
 
 
 def summary(rows: Sequence[Row], env: Json, title: str = "Results") -> str:
-    """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command."""
+    """Markdown: for each view and timing the times by shape, the best in bold; geometric means; what limits; machine; command.
+
+    Before them, of problems that a seed drew: the distribution of ours over the best peer, and the worst.
+    """
     parts, rows = [f"# {_markdown(title)}"], with_texts(rows, _markdown)
+    if env.get("seed") is not None:
+        parts += _distributions(distributions(rows), int(env["seed"]))
     for view in views(rows):
         timings: list[str | None] = [timing for timing in TIMINGS if any(row.timing == timing for row in view.rows)]
         parts += [_section(view, timing) for timing in timings or [view.timing]]
@@ -59,6 +71,24 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 def _markdown(text: str) -> str:
     """A text that is no HTML in Markdown, and no escape sequence where it is printed."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text))
+
+
+def _distributions(found: Sequence[Distribution], seed: int) -> list[str]:
+    """The table of distributions, and the worst problems of each by GPU time with the commands that run them."""
+    if not found:
+        return [f"Seed {seed}: no problem has a time of ours and of a peer."]
+    parts = [f"## Ours over the best peer, seed {seed}", DISTRIBUTION, markdown_table(COLUMNS, list(map(line_of, found))), missing(found)]
+    for each in found:
+        if each.time == TIMES[0]:
+            lines = []
+            for one in each.worst:
+                ours, theirs = one.rates()
+                lines.append(
+                    f"- {one.ratio:.3f}: {one.ours.Kernel} {ours:.3g} TFLOP/s, {one.best.Kernel} {theirs:.3g}: "
+                    + (f"`{one.command.replace('`', '')}`" if one.command else f"{one.ours.Test}")
+                )
+            parts.append(f"The lowest of {PASS_WORDS[each.Type]}, {each.dtype}:\n\n" + "\n".join(lines))
+    return [part for part in parts if part]
 
 
 def _section(view: View, timing: str | None) -> str:

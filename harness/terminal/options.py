@@ -222,6 +222,15 @@ mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
 )
+drawn = options(
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**32 - 1),
+        metavar="N",
+        help="Of the problems, for a sweep that draws them, as mixed.  [default: 42]",
+    ),
+    click.option("--cases", type=click.IntRange(1, 10_000), metavar="N", help="Problems that such a sweep draws.  [default: the sweep's]"),
+)
 sampled = options(
     click.option(
         "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"

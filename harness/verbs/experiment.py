@@ -29,7 +29,7 @@ from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from ..files import child, environment
 from ..kernel import catalogue
 from ..measure import ceilings
-from ..measure.sampling import POLICY, Policy, Ready
+from ..measure.sampling import MANY, POLICY, Policy, Ready
 from ..peers.base import installed
 from ..problem import MODES, Problem
 from ..row import CEILING, Row, Rows, read_rows
@@ -47,12 +47,13 @@ _LOST = ("illegal memory access", "unspecified launch failure", "misaligned addr
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep gave: its rows, the files written, and notes on the choice of shapes and contenders."""
+    """What a sweep gave: its rows, the files written, and notes on the choice of shapes and contenders. seed: the one that drew them."""
 
     rows: list[Row]
     files: list[Path]
     notes: list[str] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)  # of a sweep of trainings, which has no rows
+    seed: int | None = None
 
 
 class _Lost(Exception):
@@ -66,11 +67,14 @@ def experiment(options: Options) -> Rows:
 
 
 def run_sweep(
-    options: Options, progress: Callable[[str], None] = lambda text: None, measured: Callable[[list[Row]], None] = lambda rows: None
+    options: Options,
+    progress: Callable[[str], None] = lambda text: None,
+    measured: Callable[[list[Row], int | None], None] = lambda rows, seed: None,
 ) -> Outcome:
     """Run a sweep and write results.csv and samples.jsonl (a shape at a time), env.json, summary.md and figures.
 
-    progress is told what is being done, with N/M before it; measured is given the rows before the figures are drawn, which takes a while.
+    progress is told what is being done, with N/M before it; measured is given the rows, and the seed that drew their problems if one did,
+    before the figures are drawn, which takes a while.
 
     What fails its check, does not launch, refuses a shape or is absent is a row that says so, and the sweep goes on. On Ctrl-C
     the finished rows stay. Raises UsageFault for an unknown sweep, kernel or peer, EnvironmentFault and DiskFault for what
@@ -79,7 +83,7 @@ def run_sweep(
     if not (options.samples >= 0 and 0 <= options.min_time < math.inf):
         what = f"samples={options.samples}, min_time={options.min_time}"
         raise UsageFault(what, "both are at least 0, and finite", "0 is until the median is steady")
-    sweep = load(options.name)
+    sweep = load(options.name, options.seed, options.cases)
     if sweep.training:
         return _train(sweep, options, progress)
     options = replace(options, deterministic=options.deterministic or sweep.deterministic)
@@ -95,25 +99,25 @@ def run_sweep(
     contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
     if options.dry_run:
-        return Outcome([], [], [*notes, *_plan(shapes, contenders, mode)])
+        return Outcome([], [], [*notes, *_plan(shapes, contenders, mode, options.deterministic, sweep.seed is not None)])
     folder, pictures = runs.place(sweep.name, options, backend)
     notes += _another(folder, sweep)
     shaped = list(zip(shapes, contenders, strict=True))
     try:
         with files.locked(folder, "use another --output-dir"):
             rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
-            measured(rows)
+            measured(rows, sweep.seed)
             drawn = _draw(folder, pictures, sweep, options, progress)
     except KeyboardInterrupt as stop:
         stop.add_note("resume")  # the command line knows its words
         raise
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
-        measured(rows)
+        measured(rows, sweep.seed)
         with files.locked(folder, "use another --output-dir"):
             drawn = _draw(folder, pictures, sweep, options, progress)
     progress("")
-    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes)
+    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes, seed=sweep.seed)
 
 
 def _measured(
@@ -129,7 +133,8 @@ def _measured(
     run_id, rows = runs.begin(folder, sweep, backend, options)
     if sweep.ceilings and backend.name == "cuda" and not any(row.Kernel.startswith(CEILING) for row in rows):
         rows = runs.keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
-    policy = replace(POLICY[backend.name], asked_samples=options.samples, asked_seconds=options.min_time)
+    usual = MANY if sweep.seed is not None and backend.name == "cuda" else POLICY[backend.name]
+    policy = replace(usual, asked_samples=options.samples, asked_seconds=options.min_time)
     fork = _may_fork(backend, [computes for _, computes in shaped])
     timings = [("warm", *(sweep.measures(test) if backend.name == "cuda" else ())) for (test, _), _ in shaped]
     lefts = [[c for c in some if not _done(rows, *at, c, mode, times)] for (at, some), times in zip(shaped, timings, strict=True)]
@@ -334,14 +339,17 @@ def _peers(named: Sequence[str] | None, device: str) -> Sequence[str]:
     return found if found or named == () else peers.usual(device)
 
 
-def _plan(shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[Contender]], mode: str) -> list[str]:
-    """What --dry-run says: each shape with its memory, its work and its contenders."""
+def _plan(
+    shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[Contender]], mode: str, deterministic: bool, commands: bool
+) -> list[str]:
+    """What --dry-run says: each shape with its memory, its work and its contenders; and where asked for the command that runs it alone."""
     several = [[each.name for each in some] for some in contenders]
     every = list(dict.fromkeys(name for names in several for name in names))
     lines = [f"{len(shapes)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"]
     for (test, p), names in zip(shapes, several, strict=True):
         some = f" by {', '.join(names)}" if names != every else ""
         lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run{some}")
+        lines += [f"    {results.repro(','.join(names), mode, p, deterministic)}"] * commands
     return lines
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from ..backends import Backend
 from ..check.budget import UNIT, Verdict
+from ..check.choose import forward_for
 from ..check.contender import Contender, PassResult, arithmetic_of
 from ..dataset.generate import recipe
 from ..files import Json
-from ..kernel import Kernel
+from ..kernel import Kernel, planner
 from ..measure.sampling import TIMINGS, Timing, together
 from ..problem import PASSES, Problem
 from ..row import CEILING, SHAPE, TYPES, Row, read_records, rounded
@@ -152,9 +153,11 @@ def rows_without(
     ]
 
 
-def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool) -> Json:
+def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, problem: Problem, deterministic: bool, spec: str = "") -> Json:
+    """The columns of a row that its test, kernels and mode say. spec: of all passes of the result, where kernels are those of one."""
     p = problem
-    spec = shlex.quote(kernels[0].spec) if kernels else name
+    kernels = [planner.variant(kernel, p) for kernel in kernels]
+    spec = spec or _spec(name, kernels, p)
     return {
         "Test": test,
         "Kernel": name,
@@ -168,10 +171,20 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "dtype": p.dtype,
         "causal": p.causal,
         "scale": p.scale,
-        "repro": _repro(spec, mode, p, deterministic),
+        "repro": repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
     }
+
+
+def _spec(name: str, kernels: Sequence[Kernel], problem: Problem) -> str:
+    """The text for --compute that runs kernels again; of a backward pass alone with a forward pass, whose O it reads."""
+    if not kernels or not kernels[0].in_tree:
+        return shlex.quote(kernels[0].spec) if kernels else name
+    names = list(dict.fromkeys(kernel.variant_of or kernel.name for kernel in kernels))
+    if all(kernel.pass_ == "backward" for kernel in kernels) and (forward := forward_for(kernels[0], problem)):
+        names = list(dict.fromkeys([forward.name, *names]))
+    return "+".join(names)
 
 
 def _passes(result: Result, mode: str) -> list[PassResult]:
@@ -196,9 +209,11 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     def most(name: str) -> int | None:
         return max((value for value in (getattr(one, name) for one in loaded) if value is not None), default=None)
 
+    every = [p.kernel for p in result.passes.values() if p.kernel]
+    spec = _spec(result.compute, every, problem)
     of_tensors: Json = {f"MaxError_{name}": rounded(v.max_abs) for name, v in verdicts.items()}
     row = Row(
-        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic),
+        **_of_problem(test, result.compute, kernels, mode, problem, result.deterministic, spec),
         Status="PASS" if all(p.passed for p in passes) else "FAIL",
         MaxError=rounded(worst.max_abs),
         MeanError=rounded(worst.mean_abs),
@@ -244,7 +259,7 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
     )
 
 
-def _repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
+def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
     """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
     p = problem
     if p.causal_shift != p.default_shift:

@@ -17,7 +17,7 @@ from ..array import Array
 from ..backends import Backend, pick
 from ..check import budget, choose, memory
 from ..check.ahead import ahead
-from ..check.contender import Contender, PassResult, arithmetic_of
+from ..check.contender import Contender, PassResult, arithmetic_of, run_kernel
 from ..check.oracle import Oracle, oracle_for, small
 from ..check.request import Request, with_options
 from ..dataset.generate import INPUTS
@@ -282,13 +282,19 @@ def check_in_memory(
     contender: Contender, mode: str, problem: Problem, backend: Backend, seed: int = 42, oracle: Oracle | None = None
 ) -> Result:
     """Check a contender on data made in memory, with the reference's O and logsumexp for a kernel's backward pass; nothing is
-    written, and it is not timed (:func:`time_together`).
+    written, and it is not timed (:func:`time_together`). Where the reference is of a sample of rows, a kernel's backward pass reads what a
+    forward pass wrote: its own, or in mode backward that of choose.forward_for.
 
     oracle: one made by :func:`oracle_for` may be given to save computing it again for another contender.
     """
     oracle = oracle or oracle_for(problem, backend, mode, seed)
     contender.refuse(problem, MODES[mode], backend)
-    return _result(contender, mode, backend, oracle, contend(backend, contender, mode, oracle), seed)
+    sample = oracle.reference.rows is not None and not contender.peer
+    forward = None
+    if sample and mode == "backward" and (kernel := choose.forward_for(contender.kernels["backward"], problem)):
+        forward = run_kernel(backend, kernel, oracle, oracle.inputs_of("forward")).outputs
+    passes = contend(backend, contender, mode, oracle, forward, chained=sample and mode == "both")
+    return _result(contender, mode, backend, oracle, passes, seed)
 
 
 def _result(

@@ -54,6 +54,9 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
         before = read_rows(table) if table.exists() else []
         encoded(table, [])  # before any work is done: a file of another version is not appended to
         last = environment.env_beside(table)
+        if last and (drawn := last.get("seed")) != sweep.seed:
+            why = f"its problems were drawn by {f'seed {drawn}' if drawn is not None else 'none'}; these are of seed {sweep.seed}"
+            raise UsageFault(f"{folder} cannot be resumed", why, "leave out --resume" if drawn is None else f"add --seed {drawn}")
         named = last.get("run_id") or (before[-1].run_id if before else None)
         if isinstance(named, str):
             rows = [row for row in before if row.run_id == named]
@@ -137,4 +140,5 @@ def _refuse_another(folder: Path, name: str, backend: Backend) -> None:
 
 
 def _environment(sweep: Sweep, backend: Backend, run_id: str) -> bytes:
-    return files.json_bytes(environment.environment(run_id=run_id, sweep=sweep.name, **backend.environment(), title=sweep.title))
+    facts = {"seed": sweep.seed} if sweep.seed is not None else {}
+    return files.json_bytes(environment.environment(run_id=run_id, sweep=sweep.name, **backend.environment(), title=sweep.title, **facts))

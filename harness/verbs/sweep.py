@@ -15,7 +15,7 @@
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
 
 A sweep of trainings has no shapes, but a model: [training] with the keys of TRAINING_KEYS, and a smaller [cpu.training]
-(experiments/training/sweep.toml).
+(experiments/training/sweep.toml). A sweep of problems that a seed draws has [draw], which draw.py documents (experiments/mixed/sweep.toml).
 
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
 `peers` of a shape are for that shape in place of the sweep's, and for a shape of [cpu] with its name that has none. `cold`, `burst` and
@@ -40,6 +40,7 @@ from ..files import JSON_LIMIT, TEXT, Kind, read_text
 from ..kernel import KERNELS, is_path
 from ..kernel.header import Table
 from ..problem import PASSES, SPELLINGS, Problem
+from . import draw
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,13 +48,14 @@ R = TypeVar("R")
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
 MEASURES = ("cold", "burst", "energy")  # what may be taken beside warm times, in this order
-KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", *MEASURES, "shapes", "training", "cpu")
+KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", *MEASURES, "shapes", "training", "draw", "cpu")
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _SOME: Kind = (
     lambda v: isinstance(v, bool | str) or (isinstance(v, list) and all(isinstance(each, str) for each in v)),
     "true, false, or patterns of tests",
 )
+_ASKED = ("shapes", "training", "draw")  # what a sweep is of: one of these
 _TABLE: Kind = (lambda v: isinstance(v, dict), "a table")
 _KINDS: dict[str, Kind] = {
     "title": TEXT,
@@ -62,8 +64,10 @@ _KINDS: dict[str, Kind] = {
     "deterministic": _FLAG,
     **dict.fromkeys(MEASURES, _SOME),
     "training": _TABLE,
-    "cpu": (lambda v: isinstance(v, dict) and set(v) in ({"shapes"}, {"training"}), "a table with shapes, or with training"),
+    "cpu": (lambda v: isinstance(v, dict) and set(v) in [{kind} for kind in _ASKED], "a table with shapes, training or draw"),
 }
+#: Of a sweep with [draw], unless --seed says otherwise.
+SEED = 42
 #: The most shapes that the lists of one shape may stand for: more is a mistake, and would not end in a week.
 MOST_SHAPES = 10_000
 LONGEST_TEST = 200  # characters of a shape's `test`, which is a cell of results.csv
@@ -78,7 +82,7 @@ class Options:
 
     peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
     least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
-    summary.md only.
+    summary.md only. seed, cases: of a sweep with [draw], which problems, and how many; None: SEED, and what the sweep says.
     """
 
     name: str = "forward"
@@ -97,6 +101,8 @@ class Options:
     samples: int = 0
     min_time: float = 0.0
     no_figures: bool = False
+    seed: int | None = None
+    cases: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("computes", "peers", "only", "skip"):
@@ -107,7 +113,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read and checked. shapes and cpu_shapes are (test name, problem)."""
+    """A sweep file, read and checked. shapes and cpu_shapes are (test name, problem); seed is the one that drew them, None: none did."""
 
     name: str
     title: str
@@ -122,6 +128,7 @@ class Sweep:
     training: Mapping[str, Any] | None = None  # the sizes of a model, TRAINING_KEYS, in place of shapes
     cpu_training: Mapping[str, Any] | None = None
     taken: Mapping[str, bool | str | list[str]] = field(default_factory=dict)  # MEASURES that the file names -> for which tests
+    seed: int | None = None
 
     def measures(self, test: str) -> tuple[str, ...]:
         """What a GPU measures of a test's contenders beside warm times, of MEASURES: cold unless the sweep says otherwise."""
@@ -145,8 +152,11 @@ def sweeps() -> dict[str, str]:
     return {path.parent.name: load(path.parent.name).title for path in sorted(SWEEPS.glob("*/sweep.toml"))}
 
 
-def load(spec: str) -> Sweep:
-    """The sweep a name or a .toml path means. Raises UsageFault for an unknown name, DataFault for a file that is no sweep."""
+def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
+    """The sweep a name or a .toml path means; with [draw], the problems of a seed, and as many as `cases` says (see Options).
+
+    Raises UsageFault for an unknown name, for a seed or cases that draw nothing or are none, DataFault for a file that is no sweep.
+    """
     own = spec.endswith(".toml")
     path = Path(spec) if own else SWEEPS / spec / "sweep.toml"
     if not own and (not path.is_file() or Path(spec).name != spec):
@@ -156,10 +166,17 @@ def load(spec: str) -> Sweep:
         data = tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT))
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
-    return _parse(path, data)
+    for option, given, least, most in (("--seed", seed, 0, 2**32 - 1), ("--cases", cases, 1, draw.MOST)):
+        if given is not None and "draw" not in data:
+            raise UsageFault(
+                f"{spec} takes no {option}", "it states its shapes", f"leave out {option}, or fa-cli experiment mixed {option} …"
+            )
+        if given is not None and not least <= given <= most:
+            raise UsageFault(f"{option} {given}", f"it is from {least} to {most}", f"use {option} {least}")
+    return _parse(path, data, SEED if seed is None else seed, cases)
 
 
-def _parse(path: Path, data: Table) -> Sweep:
+def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
     def wrong(why: str) -> DataFault:
         return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
 
@@ -170,7 +187,7 @@ def _parse(path: Path, data: Table) -> Sweep:
             raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
     own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
-    def names(where: Table, key: str) -> tuple[str, ...]:
+    def names(where: Mapping[str, Any], key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise wrong(f"{key} is a name, a range or a list of them; is {value!r:.60}")
@@ -190,9 +207,19 @@ def _parse(path: Path, data: Table) -> Sweep:
             found += some
         return tuple(found)
 
+    def drawn(table: object) -> tuple[tuple[str, Problem], ...]:
+        found = []
+        for test, problem, mine in draw.parse(table, wrong, names).drawn(seed, cases):
+            own[test] = mine
+            found.append((test, problem))
+        return tuple(found)
+
+    if len(kinds := [kind for kind in _ASKED if kind in data]) > 1:
+        raise wrong(f"it has {' and '.join(kinds)}")
     models = _models(data, wrong)
-    stated = shapes(data.get("shapes")) if not models[0] else ()
-    cpu = shapes(data["cpu"].get("shapes")) if "cpu" in data and not models[0] else stated
+    read, key = (drawn, "draw") if "draw" in data else (shapes, "shapes")
+    stated = read(data.get(key)) if not models[0] else ()
+    cpu = read(data["cpu"].get(key)) if "cpu" in data and not models[0] else stated
     name = path.resolve().parent.name if path.name == "sweep.toml" else path.stem.strip(".") or "sweep"
     peers = names(data, "peers") if "peers" in data else None
     kernels = names(data, "kernels") if "kernels" in data else ()
@@ -209,6 +236,7 @@ def _parse(path: Path, data: Table) -> Sweep:
         own,
         *models,
         {name: data[name] for name in MEASURES if name in data},
+        seed if "draw" in data else None,
     )
 
 
@@ -216,8 +244,6 @@ def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str
     """The model of a sweep of trainings, and the CPU's; None where it has shapes."""
     if "training" not in data:
         return None, None
-    if "shapes" in data:
-        raise wrong("it has both shapes and a [training]")
     found = []
     for model in (data["training"], data.get("cpu", {}).get("training", data["training"])):
         if isinstance(model, dict) and isinstance(model.get("dtype"), str):

@@ -19,6 +19,7 @@ from click.testing import Result
 
 from harness.backends import ContextLost, pick
 from harness.backends.host import library
+from harness.check import oracle, reference
 from harness.check.choose import contender
 from harness.check.contender import Contender
 from harness.check.request import Request
@@ -393,3 +394,16 @@ def test_a_kernel_that_ends_the_process_costs_its_own_row(
     wrong = [each for each in cases if not each["passed"]]
     assert result.exit_code == 5 and 0 < len(wrong) < len(cases) and all("ended without a result" in each["message"] for each in wrong)
     assert {each["case"]["problem"]["seq_q"] for each in wrong} == {129}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("computes", "mode"), [("fa2", "backward"), ("fa2", "both"), ("fa2+split", "both"), ("split", "backward")])
+def test_long_sequences_have_a_backward_pass(monkeypatch: pytest.MonkeyPatch, computes: str, mode: str) -> None:
+    """Where the reference is of a sample of rows, it has no O to read: the pass reads a kernel's, and is judged and timed."""
+    monkeypatch.setattr(reference, "DENSE_SCORES", 1 << 10)
+    monkeypatch.setattr(oracle, "PART", 1 << 10)  # it is a fourth of that
+    problem, backend = Problem.of(1, 2, 400, 16, heads_kv=1, causal=True), pick("cpu")
+    found = run.check_in_memory(contender(computes, Request(computes, mode)), mode, problem, backend)
+    assert 0 < found.share < 1 and found.passed
+    (timed,) = run.time_together([found], backend, "warm")
+    assert timed.passed and timed.time_ms["backward"]

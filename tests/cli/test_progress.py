@@ -145,5 +145,5 @@ def test_the_table_comes_before_the_figures(tmp_path: Path, monkeypatch: pytest.
     order: list[object] = []
     monkeypatch.setattr("harness.report.redraw", lambda *given, **more: order.append(more["figures"]) or [])
     wanted = experiment.Options(str(tmp_path / "mine.toml"), device="cpu", output_dir=tmp_path / "out", only=("S8",))
-    experiment.run_sweep(wanted, measured=lambda rows: order.append([row.Test for row in rows]))
+    experiment.run_sweep(wanted, measured=lambda rows, seed: order.append([row.Test for row in rows]))
     assert order == [["S8", "S8"], True]

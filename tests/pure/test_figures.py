@@ -383,5 +383,6 @@ def test_every_figure_is_in_the_table_of_plots(drawn: dict[str, plt.Figure], tmp
     rows += [row("fa2", f"D{d}", 1.0, Problem.of(1, 1, 64, d)) for d in (8, 16, 32, 64)]
     report.draw([*rows, row("fa2", "x", 1.0, Problem.of(7, 7, 7, 7))], tmp_path)
     report.draw(rows[:2], tmp_path)
+    report.draw([rows[0], row("fa4", "S128", 1.0)], tmp_path, env={"seed": 1})
     table = re.findall(r"(?m)^\| `(\w+)` \|", (ROOT / "plots" / "README.md").read_text())
     assert sorted(path.removesuffix(".png") for path in drawn) == sorted(table)

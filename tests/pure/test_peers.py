@@ -178,7 +178,6 @@ def test_torch_has_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: s
         ("fa4", {"dim": 264, "dtype": "bfloat16"}, "forward", "widest head dim is 256"),
         ("fa4", {"dim": 60, "dtype": "bfloat16"}, "forward", "multiple of 8 in bfloat16"),
         ("torch-efficient", {"dim": 59}, "forward", "multiple of 4 in float32"),
-        ("torch-efficient", {"heads_kv": 2}, "forward", "no grouped-query attention"),
         ("xformers", {"heads_kv": 2}, "forward", "no grouped-query attention"),
         ("torch-flash", {"dtype": "bfloat16", "causal": True, "seq_kv": 600}, "forward", "top-left"),
         ("torch-efficient", {"causal": True, "seq_kv": 400}, "backward", "sees no key"),
@@ -207,6 +206,7 @@ def test_refusals(name: str, shape: dict[str, Any], pass_: str, why: str) -> Non
         ("numpy", {"dim": 300, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-math", {"dim": 59, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-efficient", {"dim": 60, "causal": True, "seq_kv": 600}),
+        ("torch-efficient", {"heads_kv": 2}),
         ("torch-efficient", {"causal": True, "seq_kv": 400, "causal_shift": 0}),
         ("torch-cudnn", {"dtype": "float16", "causal": True, "seq_kv": 400, "causal_shift": 17}),
         ("torch-flash", {"dtype": "float16", "seq_kv": 400, "causal_shift": 17}),  # no mask: no shift

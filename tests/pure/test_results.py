@@ -15,7 +15,7 @@ from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.check.moments import Moments
 from harness.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
-from harness.problem import Problem
+from harness.problem import PASSES, Problem
 from harness.verbs import results
 
 
@@ -37,7 +37,12 @@ def result(passed: bool = True, mode: str = "both") -> Any:
             passed=passed,
             broken="" if passed else "it broke a rule",
             ran=None,
-            kernel=SimpleNamespace(deterministic=True, source_hash=str(registers), spec="fa2", arithmetic_for=lambda dtype: "f32"),
+            kernel=SimpleNamespace(
+                **{"name": "fa2", "pass_": "forward" if "O" in names else "backward", "in_tree": True, "variant_of": "", "variants": ()},
+                deterministic=True,
+                source_hash=str(registers),
+                arithmetic_for=lambda dtype: "f32",
+            ),
             loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
         )
 
@@ -76,6 +81,28 @@ def test_rows_of_a_result() -> None:
     assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC", "BAC"]
     moved = SimpleNamespace(**vars(result()) | {"problem": problem.with_(causal_shift=7)})
     assert {r.repro for r in results.rows_of(moved, "case", "run")} == {None}  # no option sets a shift
+
+
+@pytest.mark.parametrize(
+    ("kernels", "mode", "command"),
+    [
+        ("hopper+hopper_cluster", "both", "hopper+hopper_cluster --mode both"),
+        ("hopper+hopper_cluster", "forward", "hopper --mode forward"),
+        ("hopper_cluster", "backward", "hopper+hopper_cluster --mode both"),  # it has no forward pass, which run needs
+        ("hopper", "backward", "hopper --mode both"),  # hopper_atomic runs in its place
+    ],
+)
+def test_the_command_runs_the_kernels_of_the_row(kernels: str, mode: str, command: str) -> None:
+    """Of a pair both, of a backward pass one of the same arithmetic before it, and never a variant, which has no other pass."""
+    of = Contender(kernels, {pass_: find(kernels, pass_) for pass_ in (PASSES if mode == "both" else (mode,))})
+    problem, backend = (
+        Problem.of(1, 2, 32, 64, heads_kv=1, dtype="bfloat16"),
+        SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a")),
+    )
+    for row in results.rows_without("test", of, mode, problem, backend, "run", 42, "ABSENT", "why"):  # type: ignore[arg-type]
+        passes = {"FOR": "forward"}.get(row.Type, "both")
+        assert row.repro and row.repro.startswith(f"fa-cli run --compute {command.partition(' ')[0]} --mode {passes} --batch 1")
+        assert results.is_of(row, "test", of, {"FOR": "forward", "BAC": "backward", "BOT": "both"}[row.Type], problem)
 
 
 def test_samples_of_a_row() -> None:

@@ -76,6 +76,21 @@ def test_math_backend_is_right(shape: dict[str, Any]) -> None:
     check(here("torch-math"), problem(**shape))
 
 
+def test_repeated_key_heads_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch-efficient does with grouped heads, run on the CPU: torch is given as many key heads as query heads; gradients are summed."""
+    run, heads = torch.nn.functional.scaled_dot_product_attention, list[int]()
+
+    def seen(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        assert "enable_gqa" not in options
+        heads.append(k.shape[1])
+        return run(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    made = problem(heads=6, heads_kv=2, causal=True)
+    check(dataclasses.replace(SDPA["torch-cpu"], repeats_heads=peers.find("torch-efficient").repeats_heads), made)
+    assert set(heads) == {6}
+
+
 @pytest.mark.parametrize(
     ("seq_kv", "shift", "masked"), [(30, 0, False), (70, 0, False), (40, None, False), (70, None, True), (40, 3, True)]
 )

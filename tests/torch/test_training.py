@@ -104,7 +104,7 @@ def test_the_plan_names_the_model_and_the_attentions(fa_cli: Run, tmp_path: Path
         (SWEEP.replace("layers = 1", "layers = 0"), "a training has layers"),
         (SWEEP.replace("steps = 8\n", ""), "a training has layers"),
         (SWEEP.replace("float32", "int8"), "the dtype of a training is 'int8'"),
-        ("shapes = [{ batch = 1, heads = 2, seq = 16, dim = 16 }]\n" + SWEEP, "both shapes and a"),
+        ("shapes = [{ batch = 1, heads = 2, seq = 16, dim = 16 }]\n" + SWEEP, "it has shapes and training"),
     ],
 )
 def test_a_model_that_is_none_is_refused(fa_cli: Run, tmp_path: Path, text: str, message: str) -> None:

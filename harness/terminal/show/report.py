@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...check.contender import PassResult
+    from ...row import Row
     from ...verbs.compare import Comparison
+    from ...verbs.experiment import Outcome
     from ...verbs.run import Result
     from ...verbs.tune import Tuned, Variant
 
@@ -37,6 +39,34 @@ def watched(check: str, seen: Sequence[tuple[str, int | None, bool]], one: str, 
         line(f"{check} {found} in {len(cases)} {one if len(cases) == 1 else many}: {total:,} {unit}")
     if blind := [label for label, count, _ in seen if count == 0]:
         line(f"{check} watched nothing in {len(blind)} {one if len(blind) == 1 else many}: {nothing} in {', '.join(dict.fromkeys(blind))}")
+
+
+def distributed(rows: Sequence[Row], seed: int) -> None:
+    """experiment of problems that a seed drew: the distributions of ours over the best peer, and the worst problems with their commands."""
+    from ...report import distribution as of  # numpy: not for list and --help
+
+    if not (found := of.distributions(rows)):
+        return
+    print(f"ours over the best peer, seed {seed}: above 1 ours is faster")
+    table(of.COLUMNS, list(map(of.line_of, found)))
+    if text := of.missing(found):
+        print(text)
+    for each in found:
+        if each.time == of.TIMES[0]:
+            print(f"\nthe lowest of {each.Type}, {each.dtype}:")
+            for one in each.worst:
+                ours, theirs = one.rates()
+                rates = f"{one.ours.Kernel} {ours:.3g} TFLOP/s, {one.best.Kernel} {theirs:.3g}"
+                line(f"{one.ratio:.3f}  {rates}: {one.command or one.ours.Test}")
+
+
+def distributions_json(outcome: Outcome) -> dict[str, object]:
+    """The keys that JSON has of problems that a seed drew; none of others."""
+    if outcome.seed is None:
+        return {}
+    from ...report.distribution import distributions
+
+    return {"seed": outcome.seed, "distributions": [each.json() for each in distributions(outcome.rows)]}
 
 
 def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..printing import QUIET, VERBOSE, document, line, near, note, table
-from .report import error_pictures, times_as_fast, watched
+from .report import distributed, distributions_json, error_pictures, times_as_fast, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
@@ -135,10 +135,18 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))
 
 
-def rows(found: Sequence[Row], verbosity: int) -> None:
-    """experiment: a line a row, before the figures are drawn."""
-    if verbosity <= QUIET:
-        return
+def rows(found: Sequence[Row], verbosity: int, seed: int | None = None) -> None:
+    """experiment: a line a row, before the figures are drawn; of problems that a seed drew their distribution, and the rows with -v."""
+    if verbosity > QUIET and (seed is None or verbosity >= VERBOSE):
+        _row_table(found)
+    if verbosity > QUIET and seed is not None:
+        distributed(found, seed)
+    if verbosity > QUIET and any(row.device == "cpu" for row in found):
+        print(f"({HOST_TIME})")
+    sys.stdout.flush()
+
+
+def _row_table(found: Sequence[Row]) -> None:
     table(
         ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
         [
@@ -158,9 +166,6 @@ def rows(found: Sequence[Row], verbosity: int) -> None:
             for r in found
         ],
     )
-    if any(row.device == "cpu" for row in found):
-        print(f"({HOST_TIME})")
-    sys.stdout.flush()
 
 
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -169,7 +174,7 @@ def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
         return _trainings(outcome, as_json, verbosity)
     passed = not any(row.Status in ("FAIL", "ERROR") for row in outcome.rows)
     if as_json:
-        document({"passed": passed, "rows": outcome.rows})
+        document({"passed": passed, "rows": outcome.rows, **distributions_json(outcome)})
         return 0 if passed else 1
     if not outcome.files:  # --dry-run: the plan is the result
         print("\n".join(outcome.notes))

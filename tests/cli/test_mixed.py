@@ -1,0 +1,102 @@
+"""Experiments whose problems a seed draws, as a user runs them: on the CPU, end to end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from harness.row import read_rows
+
+Run = Callable[..., Result]
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
+SWEEP = """
+kernels = ["naive"]
+peers = ["numpy"]
+[draw]
+cases = 3
+models = [{ name = "a", heads = 4, heads_kv = 2, dim = 16 }, { name = "b", heads = 2, dim = 8, causal = false }]
+[[draw.part]]
+share = 1
+dtype = ["float16", "float32"]
+tokens = [16, 64]
+seq = [8, 32]
+causal = 0.5
+longer = 0.2
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    (tmp_path / "s.toml").write_text(SWEEP)
+    return tmp_path / "s.toml"
+
+
+def test_mixed_on_the_cpu(fa_cli: Run, tmp_path: Path) -> None:
+    """Rows, the distribution, the commands of the worst, the figure and the seed's record; such a command runs."""
+    result = fa_cli("experiment", "mixed", "--seed", "16", "--cases", "3", "--device", "cpu", "--peers", "numpy", "--mode", "both")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "experiment_results" / "mixed"
+    rows = read_rows(folder / "results.csv")
+    assert (
+        len(rows) == 3 * 2 * 3 and {row.Status for row in rows} == {"PASS"} and all(str(row.Test).startswith("seed16-00") for row in rows)
+    )
+    assert json.loads((folder / "env.json").read_text())["seed"] == 16
+    assert "ours over the best peer, seed 16" in result.stdout and "the lowest of BAC, float32:" in result.stdout
+    assert "mean" in result.stdout and "max |error|" not in result.stdout  # the rows with -v only
+    assert "## Ours over the best peer, seed 16" in (folder / "summary.md").read_text()
+    assert [path.name for path in folder.glob("*.png")] == ["ratios_cpu.png"]
+    lines = [line.partition(": ")[2] for line in result.stdout.splitlines() if "hopper_cluster" in line and "fa-cli run" in line]
+    assert len(lines) == 3 and all(" --compute hopper+hopper_cluster,numpy --mode " in line for line in lines)
+    assert fa_cli(*shlex.split(lines[0])[1:], "--device", "cpu").exit_code == 0
+
+
+def test_what_is_drawn_is_said(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """A dry run lists problems and commands; --only takes some of them; JSON has the distributions."""
+    plan = fa_cli("experiment", sweep, "--seed", "3", "--cases", "5", "--dry-run").stdout
+    assert "5 shapes x 2 contenders" in plan and plan.count("    fa-cli run --compute naive,numpy --mode forward") == 5
+    some = fa_cli("experiment", sweep, "--seed", "3", "--cases", "5", "--only", "float32", "--json", "--no-figures")
+    found = json.loads(some.stdout)
+    kept = {row["Test"] for row in found["rows"]}
+    assert found["seed"] == 3 and kept and all("float32" in test for test in kept) and all(test in plan for test in kept)
+    (kernel, call) = found["distributions"]
+    assert (kernel["time"], call["time"], kernel["dtype"], kernel["cases"]) == ("kernel", "call", "float32", len(kept))
+    assert len(kernel["tenths"]) == 9 and kernel["least"] <= kernel["tenths"][0] <= kernel["tenths"][8] <= kernel["most"]
+    assert {each["Test"] for each in kernel["worst"]} == kept
+
+
+def test_a_run_of_a_seed_is_resumed(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """With more cases too, which are added to it; not by another seed, whose problems are others."""
+    assert fa_cli("experiment", sweep, "--seed", "3", "--no-figures").exit_code == 0
+    table = tmp_path / "experiment_results" / "s" / "results.csv"
+    before = table.read_bytes()
+    other = fa_cli("experiment", sweep, "--seed", "4", "--resume", "--no-figures")
+    assert other.exit_code == 2 and "add --seed 3" in other.output and table.read_bytes() == before
+    assert fa_cli("experiment", sweep, "--seed", "3", "--resume", "--cases", "4", "--no-figures").exit_code == 0
+    assert table.read_bytes().startswith(before) and len(read_rows(table)) == 4 * 2
+    assert fa_cli("experiment", sweep, "--seed", "4", "--no-figures").exit_code == 0
+    assert (tmp_path / "experiment_results" / "s-2" / "results.csv").exists()
+
+
+def test_a_sweep_of_shapes_draws_nothing(fa_cli: Run) -> None:
+    """Its flags are refused, as they would change nothing."""
+    result = fa_cli("experiment", "--seqlen", "--seed", "1", "--device", "cpu")
+    assert result.exit_code == 2 and "seqlen takes no --seed" in result.output and "experiment mixed --seed" in result.output
+
+
+def test_a_variant_is_not_run_again(fa_cli: Run, tmp_path: Path) -> None:
+    """A resumed run knows the row of a kernel in whose place a variant of it ran; its command names the kernel."""
+    (tmp_path / "v.toml").write_text(
+        'kernels = ["hopper"]\npeers = []\nshapes = [{ batch = 1, heads = 2, heads_kv = 1, seq = 32, dim = 64, dtype = "bfloat16" }]'
+    )
+    command = ("experiment", tmp_path / "v.toml", "--mode", "backward", "--no-figures", "--device", "cpu")
+    assert fa_cli(*command).exit_code == 0
+    table = tmp_path / "experiment_results" / "v" / "results.csv"
+    (row,), before = read_rows(table), table.read_bytes()
+    assert row.repro and "--compute hopper --mode both" in row.repro
+    assert fa_cli(*command, "--resume").exit_code == 0 and table.read_bytes() == before
