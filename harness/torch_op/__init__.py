@@ -12,4 +12,5 @@ from .operator import attention as attention
 from .operator import attention_flash as attention_flash
 from .operator import attention_naive as attention_naive
 from .operator import attention_tiled as attention_tiled
+from .ring import ring_attention as ring_attention
 from .sdpa import sdpa as sdpa
