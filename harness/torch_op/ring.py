@@ -1,4 +1,4 @@
-"""Attention over the ranks of a torch.distributed process group: ring_attention(), its forms, and what all ranks must agree on first.
+"""Attention over the ranks of a torch.distributed process group: ring_attention(), as a ring, by exchange of heads, or both.
 
 Every message is a point-to-point one of the caller's own group, also those of the all-to-all form: no further groups are made.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,10 +19,11 @@ from torch.autograd.function import once_differentiable
 from .. import backends
 from ..check import choose
 from ..check.request import Request
-from ..fault import Fault, UsageFault
+from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, Problem
 from ..ring.partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from .operator import attention
+from .ranks import Arrival, agree, carriers, exchange, members
 
 FORMS = ("auto", "ring", "all_to_all")
 
@@ -122,22 +122,6 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
     return _Exchange.apply(call, False, o)[0] if width > 1 else o
 
 
-# -- what the ranks agree on ------------------------------------------------------------------------------------------
-
-
-def members(group: Any) -> Any:
-    """The process group of a group, a mesh of one dimension, or None for the world. Raises RuntimeError where there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
-        why = "attention over ranks sends messages by torch.distributed"
-        raise _error(RuntimeError, "there is no process group", why, "call torch.distributed.init_process_group(...) below torchrun")
-    if hasattr(group, "get_group"):
-        group = group.get_group()
-    group = group or dist.group.WORLD
-    if dist.get_rank(group) < 0:
-        raise _error(ValueError, "this process is not in the group", "it is a rank of another", "call it on the ranks of the group only")
-    return group
-
-
 def _wrong(q: Any, k: Any, v: Any, group: Any, options: Options) -> str:
     """What is wrong with this rank's tensors and arguments; empty where nothing is."""
     shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
@@ -153,70 +137,10 @@ def _wrong(q: Any, k: Any, v: Any, group: Any, options: Options) -> str:
     for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
         if value not in known:
             return f"unknown {name} {value!r}; known: {', '.join(known)}"
-    by = _backends(group).get(q.device.type)
+    by = carriers(group).get(q.device.type)
     if by is None or (by == "gloo" and q.device.type != "cpu"):
         return f"the process group has no messages for {q.device.type} tensors: init_process_group('gloo') is for cpu, 'nccl' for cuda"
     return ""
-
-
-def _backends(group: Any) -> dict[str, str]:
-    """What moves the tensors of each kind of device."""
-    found = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return {device: by for device, by in found if by != "undefined"}
-
-
-#: Bytes of what a rank tells the others.
-_RECORD = 1024
-
-
-def agree(name: str, mine: Mapping[str, Any], group: Any, free: Sequence[str] = (), wrong: str = "") -> list[dict[str, Any]]:
-    """What each rank says of its call, where only the fields named in free differ. wrong: why this rank cannot take part.
-
-    Raises ValueError on all ranks where one of them cannot or where others differ, RuntimeError where one does not answer.
-    """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    said = json.dumps({**mine, "wrong": wrong[:300]}, default=str).encode()
-    if len(said) > _RECORD:  # a long path of a kernel
-        said = json.dumps({"wrong": wrong[:300], **{key: _short(value) for key, value in mine.items()}}, default=str).encode()
-    device = "cpu" if "cpu" in _backends(group) else torch.device("cuda", torch.cuda.current_device())
-    record = torch.tensor(list(said.ljust(_RECORD)), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(record) for _ in range(size)]
-    try:
-        dist.all_gather(every, record, group)
-        found = [json.loads(bytes(each.tolist())) for each in every]
-    except RuntimeError as error:
-        raise _lost(name, group, error) from error
-    if wrong:
-        raise ValueError(wrong)
-    if others := [f"rank {each}: {found[each]['wrong']}" for each in range(size) if found[each]["wrong"]]:
-        raise _error(ValueError, f"{name} cannot begin on rank {rank}", "; ".join(others), "all ranks take part or none")
-    for field in dict.fromkeys(key for each in found for key in each if key not in free):
-        values: dict[str, list[int]] = {}
-        for each, record in enumerate(found):
-            values.setdefault(json.dumps(record.get(field)), []).append(each)
-        if len(values) > 1:
-            kinds = ", ".join(f"{value} on rank {' and '.join(map(str, ranks))}" for value, ranks in values.items())
-            why = f"all ranks call it with the same arguments{' and shapes but for the rows' if 'rows' in free else ''}"
-            raise _error(ValueError, f"the ranks of {name} differ in {field}: {kinds}", why, f"give {field} the same value on all ranks")
-    return found
-
-
-def _short(value: Any) -> Any:
-    """A long text by its end and checksum."""
-    return f"...{value[-80:]} {zlib.crc32(value.encode()):08x}" if isinstance(value, str) and len(value) > 100 else value
-
-
-def _error(kind: type[Exception], what: str, why: str, hint: str) -> Exception:
-    return kind(str(Fault(what, why, hint)))
-
-
-def _lost(name: str, group: Any, error: Exception) -> Exception:
-    """A rank that has ended, or that the group has waited for too long."""
-    what = f"{name} cannot go on: rank {dist.get_rank(group)} of {dist.get_world_size(group)} has lost another rank"
-    why = f"a rank ended, or did not answer within the timeout of the process group: {str(error).partition(chr(10))[0]}"
-    return _error(
-        RuntimeError, what, why, "read what the other ranks have printed; init_process_group(timeout=...) sets how long ranks wait"
-    )
 
 
 # -- who computes what ------------------------------------------------------------------------------------------------
@@ -225,7 +149,7 @@ def _lost(name: str, group: Any, error: Exception) -> Exception:
 def sent(width: int, ranks: int, heads_q: int, heads_kv: int, size: int) -> float:
     """Bytes that a rank sends in a forward and a backward pass, for each local row and head dim: teams of `width` ranks in a ring."""
     exchange = (width - 1) / width * 2 * (heads_q + heads_kv) * size
-    return 2 * exchange + (ranks // width - 1) * 2 * heads_kv * (size + size + 4)
+    return 2 * exchange + (ranks // width - 1) * 2 * heads_kv * (size + size + max(4, size))
 
 
 def _width(form: str, ranks: int, heads_q: int, heads_kv: int, size: int) -> int:
@@ -298,24 +222,7 @@ def _check_kernel(plan: _Plan, kernel: str, deterministic: bool, trains: bool, d
     _checked.add(key)
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-class _Arrival:
-    """Messages on their way: what is sent stays as it is, and what is received is not read, before wait()."""
-
-    def __init__(self, group: Any, works: list[Any], held: list[Any], received: list[Any]) -> None:
-        self._group, self._works, self._held, self._received = group, works, held, received
-
-    def wait(self) -> list[Any]:
-        """What was received. On a GPU the current stream waits. Raises RuntimeError where a rank has ended."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise _lost("ring_attention", self._group, error) from error
-        self._works, self._held = [], []
-        return self._received
+# -- a call on a rank ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -334,19 +241,7 @@ class _Call:
         """The team of this rank, by its place in the ring."""
         return self.rank // self.plan.width
 
-    def exchange(self, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> _Arrival:
-        """Begin to send (rank, contiguous tensor) and to receive (rank, tensor to fill). Those without elements are not sent."""
-        ways = [(dist.isend, each) for each in messages] + [(dist.irecv, each) for each in expected]
-        operations = [
-            dist.P2POp(way, tensor, dist.get_global_rank(self.group, rank), self.group) for way, (rank, tensor) in ways if tensor.numel()
-        ]
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise _lost("ring_attention", self.group, error) from error
-        return _Arrival(self.group, works, [tensor for _, tensor in messages], [tensor for _, tensor in expected])
-
-    def pass_on(self, mine: Any, step: int) -> _Arrival:
+    def pass_on(self, mine: Any, step: int) -> Arrival:
         """Send what belongs to the keys of a step to the next team, and receive what belongs to those of the next step.
 
         mine: (2, batch, heads_kv, rows of the keys, head_dim).
@@ -354,7 +249,7 @@ class _Call:
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
         after, before = ((self.place + by) % ring.ranks * width + inside for by in (1, -1))
         theirs = mine.new_empty((*mine.shape[:3], rows(ring.keys[ring.source(self.place, step + 1)]), mine.shape[4]))
-        return self.exchange([(after, mine)], [(before, theirs)])
+        return exchange(self.group, [(after, mine)], [(before, theirs)])
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
@@ -378,7 +273,7 @@ def _to_heads(call: _Call, tensors: Sequence[Any]) -> tuple[Any, ...]:
     others = [rank for rank in team if rank != call.rank]
     messages = [(rank, part[rank - team[0]].contiguous()) for rank in others for part in parts]
     expected = [(rank, part[0].new_empty((*part[0].shape[:2], plan.lengths[rank], part[0].shape[3]))) for rank in others for part in parts]
-    received = call.exchange(messages, expected).wait()
+    received = exchange(call.group, messages, expected).wait()
     made = []
     for index, part in enumerate(parts):
         of = dict(zip(others, received[index :: len(parts)], strict=True)) | {call.rank: part[call.rank - team[0]]}
@@ -394,7 +289,7 @@ def _to_rows(call: _Call, tensors: Sequence[Any]) -> tuple[Any, ...]:
     cut = [_cut(call, tensor) for tensor in tensors]
     messages = [(rank, parts[rank]) for rank in others for parts in cut]
     expected = [(rank, torch.empty_like(parts[call.rank])) for rank in others for parts in cut]
-    received = call.exchange(messages, expected).wait()
+    received = exchange(call.group, messages, expected).wait()
     made = []
     for index, parts in enumerate(cut):
         of = dict(zip(others, received[index :: len(cut)], strict=True)) | {call.rank: parts[call.rank]}
@@ -447,7 +342,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         call, (q, k, v, o, lse) = ctx.call, ctx.saved_tensors
         ring, wide = call.plan.ring, lse.dtype
         dq, own, held = q.new_zeros(q.shape, dtype=wide), k.new_zeros((2, *k.shape), dtype=wide), torch.stack((k, v))
-        travelling: _Arrival | None = None  # dK and dV
+        travelling: Arrival | None = None  # dK and dV
 
         def add(tasks: Sequence[Task], held: Any, dkv: Any) -> None:
             for task in tasks:
