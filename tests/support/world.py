@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a rank gives up waiting for another, and after which a world is ended.
-TIMEOUT, LIMIT = 60, 150
+TIMEOUT, LIMIT = 120, 300
 
 
 def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -22,7 +22,7 @@ def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout:
     job: a function of a module that other processes can import. folder: where the ranks find each other, empty.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ring_jobs"])  # imported once for all worlds
+    context.set_forkserver_preload(["torch._dynamo", "harness.torch_op.training"])  # imported once for all worlds
     started = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
