@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +132,16 @@ def test_a_training_over_four_ranks_has_the_same_losses(tmp_path: Path) -> None:
     for mine in world.run(4, ring_jobs.trained, tmp_path, size):
         assert mine == pytest.approx(alone, abs=1e-4), mine
     assert alone[-1] < alone[0]
+
+
+@pytest.mark.slow
+def test_the_script_below_torchrun(tmp_path: Path) -> None:
+    """Two ranks write one file, of both trainings, whose losses agree."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/train.py")]
+    more = ["--device", "cpu", "--steps", "3", "--output-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "loss_ranks_cpu.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["over_ranks"]) for row in rows] == pytest.approx([float(row["alone"]) for row in rows], abs=1e-4) and len(rows) == 3
+    assert json.loads((tmp_path / "loss_ranks_env_cpu.json").read_text())["ranks"] == 2
