@@ -1,7 +1,7 @@
 """fa-cli as a package: `from fa_cli import run, experiment, attention`. A name loads what it needs when it is first used (PEP 562).
 
 run and experiment are the verbs of that name, Problem is what run takes, frame makes a DataFrame of experiment's rows; attention and sdpa
-are PyTorch operators.
+are PyTorch operators, ring_attention and context_parallel the same over the ranks of a process group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .harness.torch_op import attention_flash as attention_flash
     from .harness.torch_op import attention_naive as attention_naive
     from .harness.torch_op import attention_tiled as attention_tiled
+    from .harness.torch_op import context_parallel as context_parallel
+    from .harness.torch_op import ring_attention as ring_attention
     from .harness.torch_op import sdpa as sdpa
     from .harness.verbs.experiment import experiment as experiment
     from .harness.verbs.run import run as run
@@ -35,4 +37,6 @@ else:
 
 
 _HOMES = {"experiment": "verbs.experiment", "Problem": "problem", "frame": "report", "run": "verbs.run"}
-_HOMES |= dict.fromkeys(("attention", "attention_flash", "attention_naive", "attention_tiled", "sdpa"), "torch_op")
+_HOMES |= dict.fromkeys(
+    ("attention", "attention_flash", "attention_naive", "attention_tiled", "context_parallel", "ring_attention", "sdpa"), "torch_op"
+)

@@ -42,9 +42,9 @@ from harness.dataset import generate
 from harness.dataset.storage import widen
 from harness.fault import EnvironmentFault
 from harness.measure import sampling
+from harness.partition import Partition
 from harness.problem import MODES, PASSES, Problem
 from harness.ring import job, peer, place, probe, record, timing
-from harness.ring.partition import Partition
 from harness.ring.program import kernels_of, refuse
 from harness.ring.rank import Rank, run_together
 from harness.ring.transport import Control, Transport

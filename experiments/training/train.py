@@ -4,12 +4,16 @@ One training has harness.torch_op.sdpa in the place of torch.nn.functional.scale
 is the same: initial weights, batches, optimizer. The model is that of sweep.toml. It writes loss.csv and loss_env.json here and draws
 plots/training_loss.png of them (all three into --output-dir); --draw only draws. On a CPU the model is small, and its files end in _cpu.
 What a training step costs is `fa-cli experiment training`.
+
+Below torchrun the ranks share out the rows of each batch (context_parallel), and rank 0 then trains alone: loss_ranks.csv has both losses.
+    torchrun --nproc-per-node 4 experiments/training/train.py --device cpu --steps 200
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +21,7 @@ from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -70,6 +75,28 @@ def draw(end: str, folder: Path = HERE, pictures: Path = ROOT / "plots") -> None
     plt.close(figure)
 
 
+def over_ranks(device: str, size: Size, folder: Path, end: str) -> None:
+    """Train over the ranks that torchrun has started, then on rank 0 alone, and write both losses."""
+    if device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = f"cuda:{torch.cuda.current_device()}"
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    together = losses(size, device, torch_op.sdpa, dist.group.WORLD)
+    dist.destroy_process_group()
+    if rank:
+        return
+    record = environment(**backends.pick(device).environment(), model=size.describe(), ranks=ranks)
+    alone = losses(size, device, torch_op.sdpa)
+    rows = [{"step": i, "alone": a, "over_ranks": b} for i, (a, b) in enumerate(zip(alone, together, strict=True), 1)]
+    write(folder / f"loss_ranks{end}.csv", rows)
+    write_env(folder / f"loss_ranks_env{end}.json", record)
+    apart = max(abs(a - b) for a, b in zip(alone, together, strict=True))
+    click.echo(
+        f"after {size.steps} steps: alone {alone[-1]:.4f}, over {ranks} ranks {together[-1]:.4f}; never further apart than {apart:.2g}"
+    )
+
+
 @click.command()
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--steps", type=int, help="Training steps.  [default: those of sweep.toml]")
@@ -82,6 +109,8 @@ def main(device: str, steps: int | None, output_dir: Path | None, only_draw: boo
         return draw(end, folder, pictures)
     size = size_of(device)
     size = dataclasses.replace(size, steps=steps or size.steps)
+    if "WORLD_SIZE" in os.environ:
+        return over_ranks(device, size, folder, end)
     record = environment(**backends.pick(device).environment(), model=size.describe())
     theirs, ours = losses(size, device, TORCH), losses(size, device, torch_op.sdpa)
     write(folder / f"loss{end}.csv", [{"step": i, "torch": a, "fa_cli": b} for i, (a, b) in enumerate(zip(theirs, ours, strict=True), 1)])

@@ -21,9 +21,9 @@ from ..dataset.folder import check_size
 from ..dataset.storage import widen
 from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
 from ..measure import sampling
+from ..partition import Partition
 from ..problem import MODES, PASSES, WRITES, Problem
 from . import timing
-from .partition import Partition
 from .place import Place, control
 from .program import kernels_of, refuse
 from .rank import Rank

@@ -13,7 +13,7 @@ from ..check.contender import Contender
 from ..check.tensors import row_pitch
 from ..dataset.storage import STORAGE
 from ..kernel import Kernel, planner
-from .partition import Partition, rows
+from ..partition import Partition, rows
 
 _POISON = 0xFF
 

@@ -10,9 +10,9 @@ from ..backends.launch import Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
 from ..kernel import KERNELS, Kernel, planner
+from ..partition import Partition, Task
 from ..problem import Problem
 from .memory import Block, Memory
-from .partition import Partition, Task
 
 MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
 #: Launches in order, each of a kernel that was loaded.

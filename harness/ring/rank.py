@@ -18,9 +18,9 @@ import numpy as np
 
 from ..backends import Backend
 from ..check.contender import Contender
+from ..partition import Partition
 from .memory import Block, Memory
 from .mpi import Mpi, deadline
-from .partition import Partition
 from .program import ADD, MERGE, ROUND, Program, Programs
 from .transport import Arrival, Hangs, Transport
 

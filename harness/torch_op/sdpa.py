@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .operator import attention
 
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
+_instead: Callable[..., Any] | None = None
 _WIDEST = max(kernel.head_dims[-1] for kernel in catalogue())
 _DTYPES = tuple(getattr(torch, name) for name in DTYPE_BYTES)
 
@@ -37,6 +39,8 @@ def sdpa(
     own, which is said once. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
     why = _uncovered(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if why and _instead:
+        raise ValueError(f"{why} inside context_parallel: torch's own would attend to this rank's rows only")
     if why:
         if not torch.compiler.is_compiling():
             say_once(f"sdpa goes to torch's own: {why}")
@@ -45,9 +49,18 @@ def sdpa(
     shape = query.shape
     if query.dim() != 4:  # leading dims are heads of one batch
         query, key, value = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (query, key, value))  # reshape's -1 takes none of 0
-    shift = 0 if is_causal else None
-    o = attention(query, key, value, causal=is_causal, scale=scale, kernel=kernel, deterministic=deterministic, causal_shift=shift)
+    options = {"causal": is_causal, "scale": scale, "kernel": kernel, "deterministic": deterministic}
+    if not _instead:
+        options["causal_shift"] = 0 if is_causal else None
+    o = (_instead or attention)(query, key, value, **options)
     return o if len(shape) == 4 else o.reshape(shape)
+
+
+def put_instead(attend: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Let sdpa call another function in the place of attention, None: attention again. Returns what it called before."""
+    global _instead
+    before, _instead = _instead, attend
+    return before
 
 
 def _uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, gqa: bool) -> str:

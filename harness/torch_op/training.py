@@ -19,11 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..fault import Fault, UsageFault
 from ..kernel import KERNELS
+from .context import context_parallel
 from .operator import attention
 
 Attend = Callable[..., Any]
@@ -110,9 +112,9 @@ class Gpt(torch.nn.Module):  # type: ignore[misc]
         self.blocks = torch.nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm, self.head = torch.nn.LayerNorm(size.width), torch.nn.Linear(size.width, characters)
 
-    def forward(self, text: Any) -> Any:
-        """(batch, rows) characters to (batch, rows, characters)."""
-        x = self.token(text) + self.place.weight[: text.shape[1]]
+    def forward(self, text: Any, places: Any) -> Any:
+        """(batch, rows) characters, and the places (rows) that they have in their text, to (batch, rows, characters)."""
+        x = self.token(text) + self.place(places)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -137,8 +139,11 @@ def attention_by(attend: Attend) -> Iterator[None]:
         functional.scaled_dot_product_attention = before
 
 
-def training(size: Size, device: str, seed: int = 0) -> Callable[[], Any]:
-    """A fresh model and its batches; each call is a training step and returns its loss, on the device."""
+def training(size: Size, device: str, seed: int = 0, group: Any = None) -> Callable[[], Any]:
+    """A fresh model and its batches; each call is a training step and returns its loss, on the device.
+
+    group: ranks that share out the rows of each batch, by context_parallel. All return the loss of all rows, and all have the same model.
+    """
     torch.manual_seed(seed)
     characters, count = text()
     characters, places = characters.to(device), torch.arange(size.seq + 1)
@@ -149,19 +154,26 @@ def training(size: Size, device: str, seed: int = 0) -> Callable[[], Any]:
     def step() -> Any:
         starts = torch.randint(len(characters) - size.seq - 1, (size.batch, 1), generator=random)
         batch = characters[(starts + places).to(device)]
-        with torch.autocast(device.partition(":")[0], size.lower, enabled=size.lower is not None):
-            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        given, wanted, place = batch[:, :-1], batch[:, 1:], places[:-1].to(device)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with context_parallel(group, buffers=[given, wanted, place], seq_dims=[1, 1, 0]) if group else contextlib.nullcontext():
+            with torch.autocast(device.partition(":")[0], size.lower, enabled=size.lower is not None):
+                logits = model(given, place).flatten(0, 1)
+                loss = functional.cross_entropy(logits, wanted.flatten(), reduction="sum") / (size.batch * size.seq)
+            loss.backward()
+        total = loss.detach()
+        if group:
+            for part in (total, *(parameter.grad for parameter in model.parameters())):
+                dist.all_reduce(part, group=group)
         optimizer.step()
-        return loss.detach()
+        return total
 
     return step
 
 
-def losses(size: Size, device: str, attend: Attend) -> list[float]:
-    """The losses of a whole training."""
-    step = training(size, device)
+def losses(size: Size, device: str, attend: Attend, group: Any = None) -> list[float]:
+    """The losses of a whole training; with a group by :func:`context_parallel` over its ranks, which is in attend's place."""
+    step = training(size, device, group=group)
     with attention_by(attend):
         return [float(loss) for loss in [step() for _ in range(size.steps)]]
 

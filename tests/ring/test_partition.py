@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from harness.fault import UsageFault
+from harness.partition import KINDS, Partition, rows
 from harness.problem import Problem
-from harness.ring.partition import KINDS, Partition, rows
 
 SHAPES = [(12, 12, None), (13, 13, None), (7, 7, None), (3, 3, None), (1, 1, None), (9, 17, None), (17, 9, None), (11, 11, -4), (11, 11, 5)]
 

@@ -14,9 +14,9 @@ from harness.check import choose
 from harness.check.oracle import Oracle, oracle_for
 from harness.check.request import Request
 from harness.kernel import KERNELS
+from harness.partition import Partition
 from harness.problem import MODES, Problem
 from harness.ring import program, rank, timing
-from harness.ring.partition import Partition
 from harness.ring.rank import Rank, run_together
 from harness.ring.transport import local
 

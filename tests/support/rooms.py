@@ -16,7 +16,7 @@ FLOORS = (
     ("check",),
     ("report", "measure"),
     ("peers", "backends"),
-    ("row", "dataset", "kernel"),
+    ("row", "dataset", "kernel", "partition"),
     ("problem", "files"),
     ("fault", "array", "doors"),
 )

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 from click.testing import Result
 
 torch = pytest.importorskip("torch")
+import ring_jobs  # noqa: E402
+import world  # noqa: E402
+
 from harness.torch_op import sdpa, training  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,3 +123,25 @@ def test_the_figure_is_drawn_of_the_record(train: Any, tmp_path: Path) -> None:
     assert (train.HERE / "loss_cpu.csv").read_text().startswith("step,torch,fa_cli\n")
     train.draw("_cpu", pictures=tmp_path)
     assert (tmp_path / "training_loss_cpu.png").stat().st_size > 10000
+
+
+def test_a_training_over_four_ranks_has_the_same_losses(tmp_path: Path) -> None:
+    """The rows of each batch shared out, of a length that four ranks do not divide: every rank has the single one's losses."""
+    size = dataclasses.replace(SMALL, layers=2, seq=62, steps=4)
+    alone = training.losses(size, "cpu", sdpa)
+    for mine in world.run(4, ring_jobs.trained, tmp_path, size):
+        assert mine == pytest.approx(alone, abs=1e-4), mine
+    assert alone[-1] < alone[0]
+
+
+@pytest.mark.slow
+def test_the_script_below_torchrun(tmp_path: Path) -> None:
+    """Two ranks write one file, of both trainings, whose losses agree."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/train.py")]
+    more = ["--device", "cpu", "--steps", "3", "--output-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "loss_ranks_cpu.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["over_ranks"]) for row in rows] == pytest.approx([float(row["alone"]) for row in rows], abs=1e-4) and len(rows) == 3
+    assert json.loads((tmp_path / "loss_ranks_env_cpu.json").read_text())["ranks"] == 2

@@ -6,12 +6,13 @@ matrix, a chunk of queries by a chunk of keys. A rectangle is a Problem of its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from ..fault import UsageFault
-from ..problem import Problem
+from .fault import UsageFault
+from .problem import Problem
 
 KINDS = ("contiguous", "zigzag")
 
@@ -48,8 +49,8 @@ class Partition:
             raise UsageFault(f"unknown partition {kind!r}", f"known: {', '.join(KINDS)}", "use --partition zigzag")
         if ranks < 1:
             raise UsageFault(f"a ring of {ranks} ranks", "it has one rank or more", "use --gpus 2")
-        divide = contiguous if kind == "contiguous" else zigzag
-        return cls(problem, kind, divide(problem.seq_q, ranks), divide(problem.seq_kv, ranks))
+        queries, keys = (shards(equal(length, ranks), kind) for length in (problem.seq_q, problem.seq_kv))
+        return cls(problem, kind, queries, keys)
 
     @property
     def ranks(self) -> int:
@@ -74,7 +75,7 @@ class Partition:
         if len(queries) == 1:
             start, stop = queries[0]
             queries = ((start, (start + stop + 1) // 2), ((start + stop + 1) // 2, stop))
-        first, rest = _filled(*queries[:1]), _filled(*queries[1:])
+        first, rest = joined(*queries[:1]), joined(*queries[1:])
         later = _tasks(self.problem, rest, self.keys[rank])
         shifted = tuple(Task(task.q_first + rows(first), task.k_first, task.problem) for task in later)
         return _tasks(self.problem, first, self.keys[rank]), shifted
@@ -91,23 +92,46 @@ class Partition:
         return tuple(dict.fromkeys(task.problem for tasks in (*self._tasks.values(), *own) for task in tasks))
 
 
-def contiguous(length: int, ranks: int) -> tuple[tuple[Chunk, ...], ...]:
-    """Rank r has the r-th of `ranks` runs of rows (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889).
+def equal(length: int, ranks: int) -> list[int]:
+    """How many rows each rank has: lengths that differ by one row at most."""
+    ends = [length * i // ranks for i in range(ranks + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def shards(lengths: Sequence[int], kind: str) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of each rank, of a sequence of which rank r has lengths[r] rows. kind: of KINDS."""
+    return contiguous(lengths) if kind == "contiguous" else zigzag(lengths)
+
+
+def contiguous(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
+    """Rank r has the r-th run of rows (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889).
 
     Under the causal mask rank r has work in r + 1 of the steps, and all wait for the last: efficiency (ranks + 1) / (2 ranks).
     """
-    return tuple(_filled(chunk) for chunk in _equal(length, ranks))
+    return tuple(joined(chunk) for chunk in _side_by_side(lengths))
 
 
-def zigzag(length: int, ranks: int) -> tuple[tuple[Chunk, ...], ...]:
+def zigzag(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
     """Rank r has chunks r and 2 ranks - 1 - r of 2 ranks (Zhu's ring-flash-attention; the head-tail division of Llama 3's context
-    parallelism, arXiv 2407.21783).
+    parallelism, arXiv 2407.21783). The first chunk is half of its rows, rounded up.
 
     Under the causal mask every rank then has the same work in every step: at step 0 its own triangle, later all queries by the
     first half of the keys of a lower rank, or the second half of the queries by all keys of a higher one. Only step 0 is masked.
     """
-    chunks = _equal(length, 2 * ranks)
-    return tuple(_filled(chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
+    ranks = len(lengths)
+    halves = _side_by_side([(length + 1) // 2 for length in lengths] + [length // 2 for length in reversed(lengths)])
+    return tuple(joined(halves[rank], halves[2 * ranks - 1 - rank]) for rank in range(ranks))
+
+
+def joined(*chunks: Chunk) -> tuple[Chunk, ...]:
+    """Chunks in rising order, without empty ones; two that touch are one."""
+    found: list[Chunk] = []
+    for start, stop in chunks:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def rows(chunks: tuple[Chunk, ...]) -> int:
@@ -118,20 +142,9 @@ def rows(chunks: tuple[Chunk, ...]) -> int:
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _equal(length: int, parts: int) -> list[Chunk]:
-    ends = [length * i // parts for i in range(parts + 1)]
-    return list(pairwise(ends))
-
-
-def _filled(*chunks: Chunk) -> tuple[Chunk, ...]:
-    """The chunks that have rows; two that touch are one."""
-    found: list[Chunk] = []
-    for start, stop in chunks:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif stop > start:
-            found.append((start, stop))
-    return tuple(found)
+def _side_by_side(sizes: Sequence[int]) -> list[Chunk]:
+    """Chunks of these sizes, each after the one before."""
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 #: A run of chunks: the index of its first row in the shard, and its chunks.

@@ -1,0 +1,191 @@
+"""What the ranks of test_torch_op_ring.py do: each function is a job of world.run and runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from harness.partition import shards
+from harness.torch_op import context_parallel, ring, ring_attention, sdpa, training
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. lengths: rows of each rank."""
+
+    lengths: tuple[int, ...]
+    heads: int = 2
+    heads_kv: int = 2
+    causal: bool = True
+    partition: str = "zigzag"
+    form: str = "auto"
+    kernel: str = "naive"
+    dtype: str = "float64"
+    dim: int = 4
+    scale: float | None = None
+    rows_first: bool = False  # memory as (batch, rows, heads, head_dim), as projections make it
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of ring_attention."""
+        return {name: getattr(self, name) for name in ("causal", "scale", "partition", "form", "kernel")}
+
+    def whole(self) -> list[Any]:
+        """Q, K, V and dO of all ranks, float64, of values that the dtype has."""
+        random, rows = torch.Generator().manual_seed(sum(self.lengths)), sum(self.lengths)
+        shapes = [(2, heads, rows, self.dim) for heads in (self.heads, self.heads_kv, self.heads_kv, self.heads)]
+        return [torch.randn(shape, generator=random, dtype=torch.float64).to(getattr(torch, self.dtype)).double() for shape in shapes]
+
+    def rows(self, rank: int) -> list[int]:
+        """The rows of a rank."""
+        return [row for chunk in shards(self.lengths, self.partition)[rank] for row in range(*chunk)]
+
+
+def attend(cases: list[Case]) -> list[dict[str, Any]]:
+    """O and the gradients of each case as float64 arrays of this rank's rows, how many bytes it sent, and whether twice is the same."""
+    return [_attend(case) for case in cases]
+
+
+def _attend(case: Case) -> dict[str, Any]:
+    rows = case.rows(dist.get_rank())
+    *inputs, do = (t[:, :, rows].to(getattr(torch, case.dtype)) for t in case.whole())
+    if case.rows_first:
+        inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
+    bytes_, exchange = [0], ring.exchange
+
+    def counted(group: Any, messages: Any, expected: Any) -> Any:
+        bytes_[0] += sum(tensor.numel() * tensor.element_size() for _, tensor in messages)
+        return exchange(group, messages, expected)
+
+    ring.exchange = counted
+    try:
+        found = []
+        for _ in range(2):
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            o = ring_attention(*leaves, **case.options)
+            found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+    finally:
+        ring.exchange = exchange
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    made = dict(zip(("O", "dQ", "dK", "dV"), (t.double().numpy() for t in found[0]), strict=True))
+    return made | {"bytes": bytes_[0] // 2, "same": same, "dtypes": {str(t.dtype) for t in found[0]}}
+
+
+def _told(call: Callable[[], Any]) -> str:
+    """What a call raises, by kind and text; what it returns where it does not."""
+    try:
+        return f"returned {call()}"
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def mistakes() -> dict[str, str]:
+    """Calls that are wrong on one rank or on all, each told on this rank; and a right one after them."""
+    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+
+    def tensors(heads: int = 2, rows: int = 4, dim: int = 4, dtype: Any = torch.float64) -> Any:
+        return torch.ones(1, heads, rows, dim, dtype=dtype)
+
+    def called(q: Any, k: Any = None, **options: Any) -> str:
+        return _told(lambda: tuple(ring_attention(q, q if k is None else k, q if k is None else k, kernel="naive", **options).shape))
+
+    found = {
+        "dtype": called(tensors(dtype=torch.float32 if last else torch.float64)),
+        "heads": called(tensors(heads=4 if last else 2)),
+        "causal": called(tensors(), causal=last),
+        "gradient": called(tensors().requires_grad_(last)),
+        "one rank's shapes": called(tensors(), tensors(rows=3) if last else None),
+        "dimensions": called(tensors()[0]),
+        "partition": called(tensors(), partition="striped"),
+        "form": called(tensors(), form="ulysses"),
+        "too few heads": called(tensors(), form="all_to_all"),
+        "kernel": _told(lambda: ring_attention(*[tensors(dtype=torch.float64, rows=0 if last else 4)] * 3, kernel="fa2")),
+        "no kernel": _told(lambda: ring_attention(*[tensors()] * 3, kernel="nobody")),
+        "scale": called(tensors(), scale=float("nan")),
+        "another group": _told(lambda: ring_attention(*[tensors()] * 3, group=dist.GroupMember.NON_GROUP_MEMBER)),
+        "rows that differ": called(tensors(rows=rank)),
+        "no rows": called(tensors(rows=0)),
+    }
+    return found
+
+
+def dies(when: str) -> str:
+    """The last rank dies, before the forward pass or between both passes, or does not call; what the others are told."""
+    q = torch.ones(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if last and when == "silent":
+        time.sleep(4)
+        return "silent"
+    if last and when == "forward":
+        os._exit(7)
+    try:
+        o = ring_attention(q, q, q, kernel="naive", form="ring")
+        if last:
+            os._exit(7)
+        o.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "it was not told"
+
+
+def in_context(length: int) -> dict[str, Any]:
+    """What buffers are inside and after context_parallel, what each attention gives inside, and what is refused."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, length, 4, generator=random, dtype=torch.float64) for heads in (2, 1, 1))
+    places, table, dropped = torch.arange(length), torch.arange(2 * length).view(length, 2), torch.ones(length)
+    pair = torch.arange(2 * length + 2).view(2, -1)
+    views = [pair[:, :-1], pair[:, 1:]]
+    before, copies = functional.scaled_dot_product_attention, [pair.clone(), q.clone()]
+    buffers, dims = [q, k, v, places, table, *views, dropped], [2, 2, 2, 0, -2, 1, 1, 0]
+    found: dict[str, Any] = {}
+    with context_parallel(buffers=buffers, seq_dims=dims, no_restore_buffers=[dropped]):
+        found["places"], found["rows"] = places.tolist(), [t.shape[d] for t, d in zip(buffers, dims, strict=True)]
+        found["views"], found["table"] = [view.tolist() for view in views], table.tolist()
+        found["by torch's name"] = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).numpy()
+        found["by ours"] = sdpa(q, k, v, is_causal=True, enable_gqa=True).numpy()
+        found["of three dimensions"] = sdpa(q[:, 0], k[:, 0], v[:, 0]).numpy()
+        found["mask"] = _told(lambda: sdpa(q, q, q, attn_mask=torch.ones(1)))
+        found["other rows"] = _told(lambda: sdpa(*[torch.ones(1, 1, length + 1, 4, dtype=torch.float64)] * 3))
+        gathered = torch.ones(length, requires_grad=True)[places].sum()  # its gradient needs places as they are inside
+    found["backward too late"] = _told(gathered.backward)
+    found["restored"] = places.tolist() == list(range(length)) and torch.equal(q, copies[1]) and torch.equal(pair, copies[0])
+    found["restored"] &= torch.equal(views[1], pair[:, 1:]) and views[1].data_ptr() == pair[:, 1:].data_ptr()
+    found["dropped"] = tuple(dropped.shape)
+    try:
+        with context_parallel(buffers=[places], seq_dims=[0]):
+            raise KeyError
+    except KeyError:
+        found["after an error"] = len(places) == length and functional.scaled_dot_product_attention is before
+
+    def entered(buffers: list[Any], dims: list[int], **more: Any) -> str:
+        def enter() -> None:
+            with context_parallel(buffers=buffers, seq_dims=dims, **more):
+                pass
+
+        return _told(enter)
+
+    found["wrong"] = {
+        "seq_dims": entered([q, k], [2]),
+        "twice": entered([q, q], [2, 2]),
+        "no_restore": entered([q], [2], no_restore_buffers=[k]),
+        "gradient": entered([q.clone().requires_grad_()], [2]),
+        "dimensions": entered([places], [1]),
+        "lengths": entered([places, torch.arange(length + 1)], [0, 0]),
+        "length": entered([torch.arange(length + dist.get_rank())], [0]),
+        "partition": entered([places], [0], partition="striped"),
+    }
+    with context_parallel(partition="contiguous"):  # shards that somebody else made
+        found["without buffers"] = sdpa(*[torch.ones(1, 1, 2, 4, dtype=torch.float64)] * 3).shape[2]
+    return found
+
+
+def trained(size: training.Size) -> list[float]:
+    """The losses of a training over the ranks."""
+    return training.losses(size, "cpu", sdpa, dist.group.WORLD)

@@ -1,0 +1,173 @@
+"""ring_attention and context_parallel by processes on the CPU: values and gradients, each form, wrong calls, a rank that dies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_devices import found
+
+torch = pytest.importorskip("torch")
+if "cpu" not in found() or not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("no C++ compiler, or a torch without gloo", allow_module_level=True)
+import ring_jobs  # noqa: E402
+import world  # noqa: E402
+from ring_jobs import Case  # noqa: E402
+
+from harness.torch_op import context_parallel, ring, ring_attention  # noqa: E402
+
+CASES = [
+    Case((3, 4)),
+    Case((4, 4), 4, 2, form="ring"),
+    Case((4, 4), 4, 2, form="all_to_all"),
+    Case((5, 2), causal=False, form="ring", partition="contiguous", scale=-0.3),
+    Case((3, 3, 3)),
+    Case((5, 0, 3), 4, 2, form="ring"),
+    Case((1, 6, 2), 2, 1, partition="contiguous"),
+    Case((1, 6, 2), 6, 3, partition="contiguous", form="all_to_all", rows_first=True),
+    Case((2, 5, 4), 3, 3, causal=False, form="all_to_all"),
+    Case((0, 0, 1), 2, 1),
+    Case((3, 3, 3), 6, 3, form="ring", kernel="fa2", dtype="float32", dim=32),
+    Case((4, 4, 4, 4), 4, 4, form="all_to_all"),
+    Case((4, 4, 4, 4), 4, 2),  # two teams of two
+    Case((4, 4, 4, 4), 4, 2, kernel="fa2", dtype="float32", dim=32),
+    Case((5, 1, 0, 4), 2, 2, rows_first=True),  # the same, uneven
+    Case((0, 0, 3, 2), 2, 2, partition="contiguous"),
+    Case((5, 1, 0, 4), 2, 2, causal=False),
+    Case((5, 1, 3, 4), 3, 1, form="ring", rows_first=True),
+    Case((9, 7, 8, 8), 2, 1, kernel="auto", dtype="bfloat16", dim=32),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    """What each rank has of each case; all cases of as many ranks in one world."""
+    found: dict[Case, list[Any]] = {}
+    for count in (2, 3, 4):
+        cases = [case for case in CASES if len(case.lengths) == count]
+        ranks = world.run(count, ring_jobs.attend, tmp_path_factory.mktemp("world"), cases)
+        assert all(isinstance(each, list) for each in ranks), ranks
+        found |= {case: [each[index] for each in ranks] for index, case in enumerate(cases)}
+    return found
+
+
+def expected(q: Any, k: Any, v: Any, do: Any, causal: bool, scale: float | None) -> list[Any]:
+    """O, dQ, dK and dV by the definition, in float64."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    q, k, v = leaves[0], *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float("-inf"))
+    o = scores.softmax(-1) @ v
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(outcomes: dict[Case, list[Any]], case: Case) -> None:
+    """O and the gradients of every row, put together from all ranks, against one rank in float64; the same bits in both runs."""
+    most = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 4e-2}[case.dtype]
+    for name, right in zip(("O", "dQ", "dK", "dV"), expected(*case.whole(), case.causal, case.scale), strict=True):
+        whole = torch.full_like(right, float("nan"))
+        for rank, made in enumerate(outcomes[case]):
+            whole[:, :, case.rows(rank)] = torch.from_numpy(made[name])
+        assert (whole - right).abs().max() < most, name
+    for made in outcomes[case]:
+        assert made["same"] and made["dtypes"] == {f"torch.{case.dtype}"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if len(set(case.lengths)) == 1], ids=str)
+def test_a_rank_sends_the_bytes_of_the_docstring(outcomes: dict[Case, list[Any]], case: Case) -> None:
+    """Forward and backward pass together; a team's zigzag rows are even where each rank's are."""
+    ranks, size = len(case.lengths), getattr(torch, case.dtype).itemsize
+    width = ring._width(case.form, ranks, case.heads, case.heads_kv, size)
+    each = ring.sent(width, ranks, case.heads, case.heads_kv, size) * 2 * case.lengths[0] * case.dim
+    assert [made["bytes"] for made in outcomes[case]] == [each] * ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "heads_kv", "width"),
+    [(4, 4, 4, 4), (4, 4, 2, 2), (4, 8, 1, 1), (6, 6, 3, 3), (8, 32, 8, 8), (2, 32, 8, 1), (4, 32, 8, 4)],
+)
+def test_auto_sends_the_fewest_bytes(ranks: int, heads: int, heads_kv: int, width: int) -> None:
+    """Exchange where heads suffice and the ring sends more; the ring for two ranks with many query heads a key head."""
+    assert ring._width("auto", ranks, heads, heads_kv, 2) == width
+
+
+def test_wrong_calls_are_told_on_every_rank(tmp_path: Path) -> None:
+    """What, why and hint, on all ranks and without a message; the group works afterwards."""
+    told = world.run(3, ring_jobs.mistakes, tmp_path)
+    assert all(isinstance(each, dict) for each in told), told
+    for each in told:
+        assert 'differ in dtype: "float64" on rank 0 and 1, "float32" on rank 2' in each["dtype"] and "hint: " in each["dtype"]
+        assert "differ in heads_q: 2 on rank 0 and 1, 4 on rank 2" in each["heads"]
+        assert "differ in causal" in each["causal"]
+        assert "differ in requires_grad" in each["gradient"]
+        assert "q, k and v do not belong together: (1, 2, 4, 4), (1, 2, 3, 4)" in each["one rank's shapes"]
+        assert "takes (batch, heads, local rows, head_dim), not (2, 4, 4)" in each["dimensions"]
+        assert "unknown partition 'striped'; known: contiguous, zigzag" in each["partition"]
+        assert "unknown form 'ulysses'; known: auto, ring, all_to_all" in each["form"]
+        assert "2 key heads cannot be shared out evenly to 3 ranks" in each["too few heads"]
+        assert "fa2_forward does not take float64" in each["kernel"]
+        assert "unknown kernel 'nobody'" in each["no kernel"]
+        assert "scale" in each["scale"]
+        assert "this process is not in the group" in each["another group"]
+        assert all(text.startswith("ValueError: ") for name, text in each.items() if "rows" not in name), each
+    assert [each["rows that differ"] for each in told] == [f"returned (1, 2, {rank}, 4)" for rank in range(3)]
+    assert [each["no rows"] for each in told] == ["returned (1, 2, 0, 4)"] * 3
+    assert "rank 2: q, k and v do not belong" in told[0]["one rank's shapes"]
+
+
+@pytest.mark.parametrize("call", [lambda q: ring_attention(q, q, q), lambda q: context_parallel(buffers=[q], seq_dims=[2]).__enter__()])
+def test_without_a_process_group(call: Any) -> None:
+    """It says what to call."""
+    with pytest.raises(RuntimeError, match=r"there is no process group\n.*\nhint: call torch.distributed.init_process_group"):
+        call(torch.ones(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize(("when", "timeout"), [("forward", 60), ("backward", 60), ("silent", 2)])
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path, when: str, timeout: int) -> None:
+    """By the closed connection, or by the group's timeout where the rank is there and does not answer."""
+    began = time.monotonic()
+    told = world.run(3, ring_jobs.dies, tmp_path, when, timeout=timeout)
+    assert told[2] == ("silent" if when == "silent" else None)
+    for rank, text in enumerate(told[:2]):
+        assert text.startswith(f"ring_attention cannot go on: rank {rank} of 3 has lost another rank\na rank ended, or did not"), told
+        assert "hint: read what the other ranks have printed" in text
+    assert time.monotonic() - began < 30
+
+
+def test_a_context_shards_buffers_and_attention(tmp_path: Path) -> None:
+    """Zigzag rows in place, rows of all ranks attended to by both names, everything as it was afterwards; mistakes on every rank."""
+    length = 11
+    told = world.run(3, ring_jobs.in_context, tmp_path, length)
+    assert all(isinstance(each, dict) for each in told), told
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, length, 4, generator=random, dtype=torch.float64) for heads in (2, 1, 1))
+    masked, plain = (expected(q[:, :heads], k, v, q[:, :heads], causal, None)[0] for causal, heads in ((True, 2), (False, 1)))
+    assert [each["places"] for each in told] == [[0, 1, 10], [2, 3, 8, 9], [4, 5, 6, 7]]
+    for each in told:
+        rows = each["places"]
+        assert each["rows"] == [len(rows)] * 8
+        assert each["table"] == [[2 * row, 2 * row + 1] for row in rows]
+        assert each["views"] == [[[first + row for row in rows] for first in (start, start + length + 1)] for start in (0, 1)]
+        for name in ("by torch's name", "by ours"):
+            assert abs(each[name] - masked[:, :, rows].numpy()).max() < 1e-13
+        assert abs(each["of three dimensions"] - plain[:, 0, rows].numpy()).max() < 1e-13
+        assert "attn_mask is not covered inside context_parallel" in each["mask"]
+        assert f"ValueError: q has {length + 1} rows" in each["other rows"] and f"has {len(rows)}\n" in each["other rows"]
+        assert "modified by an inplace operation" in each["backward too late"]
+        assert each["restored"] and each["after an error"] and each["dropped"] == (len(rows),)
+        assert each["without buffers"] == 2
+        for name, text in {
+            "seq_dims": "2 buffers and 1 seq_dims",
+            "twice": "a buffer is there twice",
+            "no_restore": "no_restore_buffers has a tensor that buffers has not",
+            "gradient": "a buffer wants a gradient",
+            "dimensions": "a buffer has fewer dimensions",
+            "lengths": "buffers of 11 and 12 rows",
+            "length": "differ in length: 11 on rank 0, 12 on rank 1, 13 on rank 2",
+            "partition": "unknown partition 'striped'",
+        }.items():
+            assert text in each["wrong"][name] and each["wrong"][name].startswith("ValueError: "), each["wrong"]
