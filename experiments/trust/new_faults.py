@@ -4,7 +4,9 @@ Each fault is planted in the older tree's own text of its kernel (steps were ren
 harness judges it; then the same here. Both on the CPU backend.
 
     git worktree add --detach OLD 3870942
-    nice python experiments/trust/new_faults.py OLD      # adds to new_faults.csv what is not in it, and prints the table by class
+    nice python experiments/trust/new_faults.py OLD > experiments/trust/new_faults.txt
+
+new_faults.csv has a row a fault; what stands in it is not judged again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,8 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 from harness.verbs.selftest.mutant import Mutant, edited, mutants  # noqa: E402
 
-RECORD = Path(__file__).with_suffix(".csv")
-COLUMNS = ["class", "fault", "kernel", "run before", "verify before", "run", "verify", "what it is said to be"]
+SAID = "what is said of it now"
+COLUMNS = ["class", "fault", "kernel", "run before", "verify before", "run", "verify", SAID]
+#: Kernels whose cases take long, which come first.
+LONGEST = ["hopper_backward", "naive_backward", "split_forward", "naive_forward", "hopper_forward", "mma_qreg_async_forward"]
 #: The classes of wrong kernels that an outside review found to pass, and the faults of each.
 CLASSES = {
     "several works a block, registers": (
@@ -70,53 +73,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout of the older commit")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--record", type=Path, default=Path(__file__).with_suffix(".csv"))
     asked = parser.parse_args()
     (toml,) = asked.old.glob("harness/**/selftest/faults.toml")
     known = {table["name"] for table in tomllib.loads(toml.read_text())["fault"]}
     younger = [name for name in mutants() if name not in known and not any(name in names for names in CLASSES.values())]
-    rows = list(csv.DictReader(RECORD.open())) if RECORD.exists() else []
-    done = {row["fault"] for row in rows}
-    todo = [(kind, name) for kind, names in CLASSES.items() for name in names if name not in done]
+    found: dict[str, dict[str, str]] = {row["fault"]: row for row in csv.DictReader(asked.record.open())} if asked.record.exists() else {}
+    for kind, names in CLASSES.items():
+        for name in names:
+            found.setdefault(name, dict.fromkeys(COLUMNS, "") | {"class": kind, "fault": name, "kernel": mutants()[name].kernel})
+    trees = {" before": asked.old.resolve(), "": ROOT}
+    todo = [(name, verb + when) for name in found for verb in ("run", "verify") for when in trees if not found[name][verb + when]]
+    todo.sort(key=lambda each: (*LONGEST, found[each[0]]["kernel"]).index(found[each[0]]["kernel"]))
+
+    def judged(each: tuple[str, str]) -> None:
+        name, column = each
+        verb, _, when = column.partition(" ")
+        found[name][column], said = verdict(mutants()[name], trees[" before" if when else ""], verb)
+        found[name][SAID] = found[name][SAID] if when else said or found[name][SAID]
+
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for row in pool.map(lambda each: judged(*each, asked.old), todo):
-            rows.append(row)
-            print(",".join(row.values()), flush=True)
-            with RECORD.open("w", newline="") as file:
+        for _ in pool.map(judged, todo):
+            with asked.record.open("w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(sorted(rows, key=lambda row: list(CLASSES).index(row["class"])))
-    print_table(rows)
-    print(f"not in the table: {len(younger)} faults of steps that the older tree does not have: {', '.join(younger)}")
+                writer.writerows(found.values())
+    print_table(list(found.values()))
+    print(f"Not in the table: {len(younger)} faults of steps that the older tree does not have: {'; '.join(younger)}")
 
 
-def judged(kind: str, name: str, old: Path) -> dict[str, str]:
-    """A row of the record."""
-    fault = mutants()[name]
-    before, now = (verdicts(fault, tree) for tree in (old, ROOT))
-    return dict(zip(COLUMNS, (kind, name, fault.kernel, before[0], before[1], now[0], now[1], now[2] or before[2]), strict=True))
-
-
-def verdicts(fault: Mutant, tree: Path) -> tuple[str, str, str]:
-    """Of a tree's judge: plain `run`, the default `verify` as "failed of cases", and what is said first; "-" where there is no such text."""
-    name, _, pass_ = fault.kernel.rpartition("_")
+def verdict(fault: Mutant, tree: Path, verb: str) -> tuple[str, str]:
+    """What a tree's `run` or default `verify` finds, "failed of cases", and what is said first; "no such text" where it cannot be planted."""
     with tempfile.TemporaryDirectory() as folder:
         files = list((tree / "kernels_cu").glob(f"[0-9][0-9]_{fault.kernel}.cu"))
         path = Path(folder) / f"{fault.kernel}.cu"
         try:
             path.write_text(edited(files[0].read_text(), *fault.edits, where=files[0].name))
         except (IndexError, ValueError):
-            return "-", "-", ""
-        dtype = ("--dtype", fault.dtype) if fault.dtype != "float32" else ()
-        run = fa_cli(tree, folder, "run", str(path), "--mode", pass_, *dtype)
-        verify = fa_cli(tree, folder, "verify", str(path), "--mode", pass_, "--json")
-    rows = json.loads(verify.stdout)["rows"]
+            return "no such text", ""
+        words = [str(path), "--mode", fault.kernel.rpartition("_")[2]]
+        words += ["--json"] if verb == "verify" else ["--dtype", fault.dtype] if fault.dtype != "float32" else []
+        done = fa_cli(tree, folder, verb, *words)
+    if done.returncode == 5 or (verb == "run" and done.returncode):  # a deadlock and the like ends either
+        lines = (done.stdout + done.stderr).splitlines()
+        at = next((i for i, line in enumerate(lines) if line.startswith(("FAIL", "error"))), len(lines))
+        return "seen", " ".join(lines[at + 1 : at + 2]).strip()[:150]
+    if verb == "run":
+        return "passes", ""
+    rows = json.loads(done.stdout)["rows"]
     wrong = [row for row in rows if not row["passed"]]
-    said = next((row["message"].splitlines()[0] for row in wrong), "")
-    if not said and run.returncode:
-        said = next(
-            (line.strip() for line in run.stdout.splitlines() + run.stderr.splitlines() if " wrong" in line or "right " in line), ""
-        )
-    return "seen" if run.returncode else "passes", f"{len(wrong)} of {len(rows)}", said[:150]
+    return f"{len(wrong)} of {len(rows)}", wrong[0]["message"].partition("\n")[0][:150] if wrong else ""
 
 
 def fa_cli(tree: Path, folder: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -129,16 +135,12 @@ def fa_cli(tree: Path, folder: str, *words: str) -> subprocess.CompletedProcess[
 
 def print_table(rows: list[dict[str, str]]) -> None:
     """How many of a class were seen, by tree and command."""
-    print(f"\n{'class':34} faults  run before  verify before  run  verify   (seen of those planted)")
+    columns = COLUMNS[3:7]
+    print(f"{'class':34} faults  {'  '.join(columns)}")
     for kind in CLASSES:
         of = [row for row in rows if row["class"] == kind]
-        seen: Counter[str] = Counter()
-        for column in COLUMNS[3:7]:
-            seen[column] = sum(row[column] not in ("passes", "-") and not row[column].startswith("0 of") for row in of)
-        planted = sum(row["run before"] != "-" for row in of)
-        print(
-            f"{kind:34} {len(of):6}  {seen['run before']:5} of {planted:<2}  {seen['verify before']:8} of {planted:<2}  {seen['run']:3}  {seen['verify']:6}"
-        )
+        seen = {column: sum(row[column] == "seen" or row[column][:2] not in ("", "0 ", "no", "pa") for row in of) for column in columns}
+        print(f"{kind:34} {len(of):6}  {'  '.join(f'{seen[column]:{len(column)}}' for column in columns)}")
 
 
 if __name__ == "__main__":

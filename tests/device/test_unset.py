@@ -17,7 +17,7 @@ from harness.backends.host.backend import Host
 from harness.backends.host.build import _clang, compiler
 from harness.backends.host.unset import starting_as_nan
 from harness.check.tensors import Bound
-from harness.kernel.kernel import Kernel
+from harness.kernel import Kernel
 from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
