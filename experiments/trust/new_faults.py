@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -93,7 +93,8 @@ def main() -> None:
         found[name][SAID] = found[name][SAID] if when else said or found[name][SAID]
 
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for _ in pool.map(judged, todo):
+        for done in as_completed([pool.submit(judged, each) for each in todo]):
+            done.result()
             with asked.record.open("w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
