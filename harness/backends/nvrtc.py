@@ -42,6 +42,8 @@ CUPY_ADDS = ("-ftz=true", "--device-as-default-execution-space")
 
 #: How ptxas reports, as a note or a warning by version, that it serialised wgmma: the kernel is then several times slower.
 SLOW = "Potential Performance Loss"
+#: That, and an error of ptxas in the code of a kernel: the same for the same source, whatever else is wrong with a machine.
+_REFUSED = re.compile(rf"{SLOW}|^ptxas application ptx input, line \d+; error", re.M)
 
 
 @dataclass(frozen=True)
@@ -146,17 +148,26 @@ def compile_(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
 def resources(kernel: Kernel, plan: Plan, arch: str) -> Compiled:
     """The result of `compile_` without its cubin, cached on disk by source hash, options and NVRTC version.
 
+    So is what ptxas refuses, after seconds of code generation; the front end, which may miss a file of another day, is asked again.
     A cache that cannot be read or written is ignored. Raises as `compile_` does.
     """
     key = "\0".join((kernel.source_hash, version(), *options(kernel, plan, arch)))
     file = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
         saved = read_json(file)  # a regular file: a FIFO there does not block
+        refused = saved.get("refused")
+        if isinstance(refused, str):
+            raise CompileError(kernel, ("nvrtc", *options(kernel, plan, arch), str(kernel.path)), refused)
         saved["usage"] = {name: Usage(**used) for name, used in saved["usage"].items()}
         return Compiled(**saved)
     except (DataFault, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass  # missing, or not in this format
-    compiled = replace(compile_(kernel, plan, arch), cubin=b"")
+    try:
+        compiled = replace(compile_(kernel, plan, arch), cubin=b"")
+    except CompileError as error:
+        if _REFUSED.search(error.log):
+            _write(file, json.dumps({"refused": error.log}))
+        raise
     record = asdict(compiled)
     del record["cubin"]
     _write(file, json.dumps(record))

@@ -183,12 +183,38 @@ def test_a_cache_that_cannot_be_written_is_done_without(fake: FakeNvrtc, tmp_pat
     assert nvrtc.resources(kernel, plan_of(kernel), "sm_90").registers == 168
 
 
-def test_errors_are_not_remembered(fake: FakeNvrtc, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "log",
+    [
+        "ptxas application ptx input, line 7182; error   : Argument 1 of instruction 'setmaxnreg': unexpected value '264'",
+        f"{LOG_12}ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+    ],
+)
+def test_what_ptxas_refuses_is_remembered(log: str, fake: FakeNvrtc, tmp_path: Path) -> None:
+    """It takes as long to find as a right kernel takes to compile; another source or another NVRTC is compiled."""
+    fake.log, fake.ok = log, nvrtc.SLOW in log
     kernel = planted.kernel(tmp_path)
-    fake.ok = False
+    for _ in range(3):
+        with pytest.raises(CompileError) as caught:
+            nvrtc.resources(kernel, plan_of(kernel), "sm_90a")
+        assert caught.value.log == log and str(kernel.path) in caught.value.command
+    assert len(fake.asked) == 1
+    fake.log, fake.ok = LOG_12, True
+    changed = planted.kernel(tmp_path, planted.GOOD + "// changed\n")
+    assert nvrtc.resources(changed, plan_of(changed), "sm_90a").registers == 168
+    fake.version = "13.0"
+    assert nvrtc.resources(kernel, plan_of(kernel), "sm_90a").registers == 168
+    assert len(fake.asked) == 3
+
+
+@pytest.mark.parametrize("log", [LOG_12, "k.cu(3): error: no such file", "ptxas fatal   : Memory allocation failure"])
+def test_errors_are_not_remembered(log: str, fake: FakeNvrtc, tmp_path: Path) -> None:
+    """Of the front end, found in a tenth of a second, and of the machine: a file or memory that is missing today may be there tomorrow."""
+    fake.log, fake.ok = log, False
+    kernel = planted.kernel(tmp_path)
     with pytest.raises(CompileError):
         nvrtc.resources(kernel, plan_of(kernel), "sm_90")
-    fake.ok = True
+    fake.log, fake.ok = LOG_12, True
     assert nvrtc.resources(kernel, plan_of(kernel), "sm_90").registers == 168
 
 

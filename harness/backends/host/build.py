@@ -16,15 +16,17 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...fault import EnvironmentFault
 from ...kernel import INCLUDE, Kernel, Plan, include_closure
+from ...kernel.signature import user_files, without_comments
 from . import cache
 from .library import checks_accesses
 from .machine import tensor_core
 from .source import GUARD, GUARDS, HOST, translation_unit
+from .unset import starting_as_nan
 
 _FLAGS = (
     "-std=c++20",
@@ -83,7 +85,7 @@ def _dialect() -> list[str]:
 def _locals_start() -> tuple[str, ...]:
     """How locals, and so what a GPU has in registers, start as bytes that no sum begins with (gcc from 12 on, clang from 8 on).
 
-    Registers of a processor are 0 often enough for a sum that is never set to 0 to pass. clang's floats are NaN, gcc's about -1.7e38.
+    Registers of a processor are 0 often enough for a sum that is never set to 0 to pass. unset.py says what bytes, and makes gcc's NaN.
     """
     flag = "-ftrivial-auto-var-init=pattern"
     return (flag,) if cache.understands(compiler(), flag) else ()
@@ -178,7 +180,8 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         *_locals_start(),
         *(f"-D{name}={value}" for name, value in (*plan.macros, ("FA_HOST_SM", tensor_core()))),
     ]
-    link = ["-shared", "{dir}/front.s", "{dir}/unit.o", "{dir}/behind.s", "-o", "{dir}/out.so"]
+    compiled = "{dir}/unit.o" if _clang() else "{dir}/unit.s"
+    link = ["-shared", "{dir}/front.s", compiled, "{dir}/behind.s", "-o", "{dir}/out.so"]
     anywhere = build in (None, "race") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
     if anywhere:
         found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
@@ -197,15 +200,23 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
     if library := _open.get(key):
         return library
-    compile_ = [*flags, *found_in, "-c", "{dir}/unit.cpp", "-o", "{dir}/unit.o"]
+    compile_ = [*flags, *found_in, "-c" if _clang() else "-S", "{dir}/unit.cpp", "-o", compiled]
     engine()  # before a library that needs its symbols
     if products:
         with _loading:
             _tensor_core(tensor_core())
     wanted = ["fa_host_static_shared", *(f"fa_host_entry_{name}" for name in kernel.entries)]
 
+    def set_locals(scratch: Path) -> None:
+        file = scratch / "unit.s"
+        own = [without_comments(each.read_text(encoding="utf-8-sig", errors="replace")) for each in user_files(kernel.path)]
+        file.write_bytes(starting_as_nan(file.read_bytes().decode("latin-1"), "\n".join([*own, *flags])).encode("latin-1"))
+
     def built(key: str, *more: str) -> cache.Opened:
-        return cache.library(key, compiler(), [[*more, *compile_], link], {"unit.cpp": unit, **GUARDS}, wanted, kernel)
+        steps: list[Sequence[str] | Callable[[Path], None]] = [[*more, *compile_], link]
+        if not _clang():
+            steps.insert(1, set_locals)
+        return cache.library(key, compiler(), steps, {"unit.cpp": unit, **GUARDS}, wanted, kernel)
 
     lines = None if build else lambda: built(_hash(key, "lines"), "-g1", "-gdwarf-4").path
     return _keep_open(key, Library(built(key), kernel, lines))
@@ -226,4 +237,5 @@ def _includes(folder: Path) -> list[str]:
 
 @functools.cache
 def _words() -> str:
-    return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp")))
+    """What compiled kernels depend on besides their own text, and how gcc's are changed."""
+    return _hash(*(file.read_text() for file in (HOST / "cuda.hpp", HOST / "engine.hpp", Path(__file__).with_name("unset.py"))))

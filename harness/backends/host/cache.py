@@ -21,7 +21,7 @@ import stat
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class Opened:
 def library(
     key: str,
     command: Sequence[str],
-    steps: Sequence[Sequence[str]],
+    steps: Sequence[Sequence[str] | Callable[[Path], None]],
     sources: Mapping[str, str],
     wanted: Sequence[str],
     kernel: Kernel | None = None,
@@ -61,8 +61,8 @@ def library(
 ) -> Opened:
     """The library of a key, from the cache, or compiled into it and loaded before it is kept: one that does not load is never cached.
 
-    command: the compiler. steps: arguments of its runs, in which {dir} is a scratch folder with the sources (name -> text); the last one
-    makes {dir}/out.so. wanted: symbols that it must have. Two processes may build at once: the last rename wins. Raises CompileError
+    command: the compiler. steps: arguments of its runs, in which {dir} is a scratch folder with the sources (name -> text), or what is to
+    be done in that folder between two runs; the last one makes {dir}/out.so. wanted: symbols that it must have. Two processes may build at once: the last rename wins. Raises CompileError
     (EnvironmentFault without a kernel) with the compiler's log, EnvironmentFault for a cache that others may write to and for a compiler
     that does not work, DiskFault.
     """
@@ -75,7 +75,10 @@ def library(
             for name, text in sources.items():
                 (scratch / name).write_text(text, encoding="utf-8")
             for step in steps:
-                _compile([*command, *(argument.replace("{dir}", str(scratch)) for argument in step)], scratch, kernel)
+                if callable(step):
+                    step(scratch)
+                else:
+                    _compile([*command, *(argument.replace("{dir}", str(scratch)) for argument in step)], scratch, kernel)
             if kernel:
                 check_library(scratch / "out.so", kernel)
             descriptor, dll = _new(scratch / "out.so", command, wanted, kernel, mode)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ...fault import UsageFault
 from ...kernel import Kernel
 from ...problem import DTYPE_BYTES, SPELLINGS, Problem
-from .choices import Planned, counts_multiprocessors, missing
+from .choices import Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
 from .inputs import FAMILIES
 
@@ -166,7 +166,10 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
     full = which == "full"
     factors = _factors(chosen, full, device)
-    rows = covering(factors, chosen.head_dims, 80 if full else 40, () if full else _named(chosen, factors))
+    if full:
+        rows = covering(factors, chosen.head_dims, 80)
+    else:
+        rows = covering(factors, chosen.head_dims, 40, _named(chosen, factors), _Compiled(chosen))
     cases: list[Case] = []
     used: Counter[tuple[int, int, int]] = Counter()
     for i, row in enumerate(rows):
@@ -186,6 +189,16 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     cases += [_race(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What is compiled for a row of a kernel's matrix. Two of the same kernel are equal, so `covering` remembers its rows."""
+
+    chosen: Kernel
+
+    def __call__(self, row: dict[str, Level]) -> frozenset[tuple[str, str]]:
+        return made(self.chosen, _problem(row, 1, 1, row["group"]), row["form"][1], row.get("sms"))
 
 
 def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:

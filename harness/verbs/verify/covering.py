@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 #: A level of a factor: a pair of lengths, a width, a dtype, whether causal …
@@ -13,16 +13,21 @@ Level = Any
 
 
 def covering(
-    factors: dict[str, list[Level]], widths: Sequence[int], tries: int = 40, given: Sequence[dict[str, Level]] = ()
+    factors: dict[str, list[Level]],
+    widths: Sequence[int],
+    tries: int = 40,
+    given: Sequence[dict[str, Level]] = (),
+    compiled: Callable[[dict[str, Level]], Hashable] | None = None,
 ) -> tuple[dict[str, Level], ...]:
     """Rows over the factors in which all allowed pairs of levels occur, greedily few, the same every time.
 
     (length, dim) is too many pairs for a matrix that runs in minutes: each length occurs with each compiled width instead.
     tries: candidates for each row, of which the best is taken. given: rows that must be there, the first ones, each with the levels that
     matter to it; the rest of its levels serve the pairs. What they have besides the factors is kept.
+    compiled: what is compiled for a row. One for which nothing new is may serve a pair fewer than another and is taken before it.
     """
     first = tuple(tuple(row.items()) for row in given)
-    return tuple(_rows(tuple((name, tuple(levels)) for name, levels in factors.items()), tuple(widths), tries, first))
+    return tuple(_rows(tuple((name, tuple(levels)) for name, levels in factors.items()), tuple(widths), tries, first, compiled))
 
 
 @functools.cache
@@ -31,6 +36,7 @@ def _rows(
     widths: tuple[int, ...],
     tries: int,
     given: tuple[tuple[tuple[str, Level], ...], ...],
+    compiled: Callable[[dict[str, Level]], Hashable] | None,
 ) -> list[dict[str, Level]]:
     factors: dict[str, Sequence[Level]] = dict(levels_of)
     rows: list[dict[str, Level]] = []
@@ -48,19 +54,20 @@ def _rows(
         if _allowed({a: x, b: y})
     }
 
+    known: set[Hashable] = set()
+
     def add(fixed: Mapping[str, Sequence[Level]]) -> None:
-        best: list[tuple[Level, ...]] = []
-        chosen: dict[str, Level] = {}
-        gain = -1
-        for _ in range(tries):
-            row = {name: draw.choice(levels) for name, levels in {**factors, **fixed}.items()}
-            if not _allowed(row):
-                continue
-            found = keys(row)
-            if (new := len(wanted.intersection(found))) > gain:
-                chosen, best, gain = row, found, new
-        wanted.difference_update(best)
-        rows.extend([chosen] if chosen else [])
+        drawn = [{name: draw.choice(levels) for name, levels in {**factors, **fixed}.items()} for _ in range(tries)]
+        gains = [(len(wanted.intersection(keys(row))), row) for row in drawn if _allowed(row)]
+        if not gains:
+            return
+        gain, chosen = max(gains, key=lambda each: each[0])
+        if compiled:
+            near = [(served, row) for served, row in gains if served >= gain - 1 and compiled(row) in known]
+            _, chosen = max(near, key=lambda each: each[0], default=(gain, chosen))
+            known.add(compiled(chosen))
+        wanted.difference_update(keys(chosen))
+        rows.append(chosen)
 
     for levels in given:
         add({name: (level,) for name, level in levels})
