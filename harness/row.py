@@ -133,6 +133,9 @@ TABLES = ("results.csv", "speed.csv")
 #: The prefix of a measured ceiling's name: ceiling-gemm-bfloat16, ceiling-copy.
 CEILING = "ceiling-"
 
+#: The name of the PyTorch operator's rows, which a sweep may ask for: ours, called as peers are.
+OPERATOR = "operator"
+
 #: The column Type of each mode.
 TYPES = {"forward": "FOR", "backward": "BAC", "both": "BOT"}
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .. import peers
-from ..row import CEILING, SHAPE, TYPES, Row
+from ..row import CEILING, OPERATOR, SHAPE, TYPES, Row
 from .views import geometric_mean, problem_of
 
 #: What a ratio is of. GPU time is that between two events: of a CUDA graph where the host would be the slower one. A plain call, one of
-#: many in a row, takes that or the host's time to enqueue it, whichever is longer.
+#: many in a row, takes that or the host's time to enqueue it, whichever is longer; ours is the operator's, where it was measured.
 TIMES = ("kernel", "call")
 #: dtypes that share a distribution, by the name of their class.
 CLASSES = {"float16": "16 bit", "bfloat16": "16 bit", "tf32": "float32"}
@@ -156,7 +156,9 @@ def _ratios(cells: Iterable[dict[str, Row]], time: str) -> tuple[list[Ratio], in
     found, without_ours, without_peer = list[Ratio](), 0, 0
     for rows in cells:
         timed = sorted((row for row in rows.values() if row.KernelTime_ms), key=lambda row: milliseconds(row, time))
-        ours, best = (next((row for row in timed if bool(peers.find(row.Kernel)) == peer), None) for peer in (False, True))
+        best = next((row for row in timed if peers.find(row.Kernel)), None)
+        called = time == "call" and any(row.Kernel == OPERATOR for row in timed)  # as the peers are
+        ours = next((row for row in timed if not peers.find(row.Kernel) and (row.Kernel == OPERATOR) == called), None)
         without_ours, without_peer = without_ours + (ours is None), without_peer + (best is None)
         if ours and best:
             found.append(Ratio(ours, best, milliseconds(best, time) / milliseconds(ours, time)))

@@ -14,7 +14,7 @@ from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, li
 DISTRIBUTION = (
     "The best peer's time over ours: above 1 ours is faster. mean is geometric; 10 % is what a tenth of the problems are below, 50 % the "
     "median. kernel is device time, in a CUDA graph where the host is slower than the device; call is that of a plain call, the longer of "
-    "device time and the host's to enqueue it: ours by fa-cli's own launch, peers by their Python functions."
+    "device time and the host's to enqueue it: of ours the PyTorch operator's where it was measured, else that of fa-cli's own launch."
 )
 
 

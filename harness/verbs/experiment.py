@@ -33,7 +33,7 @@ from ..measure.sampling import MANY, POLICY, Policy, Ready
 from ..peers.base import installed
 from ..problem import MODES, Problem
 from ..row import CEILING, Row, Rows, read_rows
-from . import results, run, runs
+from . import operator, results, run, runs
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches
 
@@ -330,6 +330,8 @@ def _contenders(
                 several_of_it, _ = choose(replace(wanted, computes=spec, problem=problem), backend.device())
                 able += [each for each in several_of_it if each not in able]
         found.append(named_apart(able))
+    if sweep.operator and backend.name == "cuda":
+        found = [[*able, operator.contender(backend.name, options.deterministic)] for able in found]
     return found, notes
 
 

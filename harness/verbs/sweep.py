@@ -6,6 +6,7 @@
                                       # a path ("./mine_forward.cu") is from the file's folder
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic; peers too, where they have such a form
+    operator = true                   # optional, on a GPU: our PyTorch operator too, called as the peers are
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     cold = false                      # optional, on a GPU: no times with the L2 cache flushed
     burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true
@@ -48,7 +49,7 @@ R = TypeVar("R")
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
 MEASURES = ("cold", "burst", "energy")  # what may be taken beside warm times, in this order
-KEYS = ("title", "mode", "kernels", "peers", "ceilings", "deterministic", *MEASURES, "shapes", "training", "draw", "cpu")
+KEYS = ("title", "mode", "kernels", "peers", "operator", "ceilings", "deterministic", *MEASURES, "shapes", "training", "draw", "cpu")
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _SOME: Kind = (
@@ -60,6 +61,7 @@ _TABLE: Kind = (lambda v: isinstance(v, dict), "a table")
 _KINDS: dict[str, Kind] = {
     "title": TEXT,
     "mode": (lambda v: v in (*PASSES, "both"), "forward, backward or both"),
+    "operator": _FLAG,
     "ceilings": _FLAG,
     "deterministic": _FLAG,
     **dict.fromkeys(MEASURES, _SOME),
@@ -129,6 +131,7 @@ class Sweep:
     cpu_training: Mapping[str, Any] | None = None
     taken: Mapping[str, bool | str | list[str]] = field(default_factory=dict)  # MEASURES that the file names -> for which tests
     seed: int | None = None
+    operator: bool = False
 
     def measures(self, test: str) -> tuple[str, ...]:
         """What a GPU measures of a test's contenders beside warm times, of MEASURES: cold unless the sweep says otherwise."""
@@ -237,6 +240,7 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
         *models,
         {name: data[name] for name in MEASURES if name in data},
         seed if "draw" in data else None,
+        bool(data.get("operator")),
     )
 
 

@@ -72,6 +72,17 @@ def test_a_plain_call_takes_the_longer_of_both_times() -> None:
     assert (call.best.Kernel, call.ratio) == ("torch-cudnn", pytest.approx(2 / 3))
 
 
+def test_the_operator_is_called_as_peers_are() -> None:
+    """Where it was measured, a plain call of ours is its; device time is the kernels' alone."""
+    p = P.with_()
+    rows = [row("hopper", "x", 0.010, p, call_ms=0.012), row("fa4", "x", 0.020, p, call_ms=0.030)]
+    rows.append(row("operator", "x", 0.008, p, call_ms=0.060))
+    kernel, call = one(rows).worst[0], one(rows, "call").worst[0]
+    assert (kernel.ours.Kernel, kernel.ratio) == ("hopper", 2.0) and (call.ours.Kernel, call.ratio) == ("operator", 0.5)
+    failed = [*rows[:2], row("operator", "x", None, p)]
+    assert one(failed, "call").worst[0].ours.Kernel == "hopper"
+
+
 def test_what_has_no_ratio_is_told() -> None:
     """Ours that failed and peers that refuse are not left out silently; dtypes and passes are apart, float16 and bfloat16 together."""
     rows = [
