@@ -1,6 +1,7 @@
 # make run    set everything up and run the main job        make test      set up and pass the tests: of the matrices a day's sample
 # make check  everything a change must pass                 make test-all  all of them, slow ones too
 # make docs   rewrite the generated parts of the documents  make format    repair what ruff and clang-format can
+# make site   build the documents as a site: build/site     make figures   draw every figure of the committed rows: build/figures
 # Python 3.11 or newer is needed, and a C++ compiler where there is no GPU. PYTHON=python3.12 chooses another one.
 
 PYTHON ?= python3
@@ -15,8 +16,9 @@ comma := ,
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 BASE_STAMP := .venv/.installed-base$(addprefix -,$(EXTRA))
 DEV_STAMP := .venv/.installed-dev$(addprefix -,$(EXTRA))
+DOCS_STAMP := .venv/.installed-docs
 
-.PHONY: run test test-all check docs format clean
+.PHONY: run test test-all check docs site figures format clean
 
 run: $(BASE_STAMP)
 	$(BIN)/fa-cli gen-data $(SIZE)
@@ -34,10 +36,18 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy --strict cli.py harness
 	find kernels_cu -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/generate.py --check
+	$(MAKE) site
 	$(MAKE) test
 
 docs: $(DEV_STAMP)
 	$(BIN)/python tests/generate.py
+
+site: $(DOCS_STAMP)
+	$(BIN)/python tests/support/pages.py build/pages
+	$(BIN)/zensical build --strict
+
+figures: $(DEV_STAMP)
+	$(BIN)/python experiments/figures.py build/figures
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
@@ -61,4 +71,8 @@ $(BASE_STAMP): pyproject.toml | .venv/.made
 
 $(DEV_STAMP): pyproject.toml | .venv/.made
 	$(PIP) -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml | .venv/.made
+	$(PIP) -e '.[docs]'
 	@touch $@

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import draw_house  # noqa: E402
+import tables  # noqa: E402
 
 from cli import main  # noqa: E402
 from harness.check import choose  # noqa: E402
@@ -30,8 +31,8 @@ from harness.row import Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
-_MARK = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.S)
+DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_MARK = re.compile(r"(<!-- generated: ([\w ./-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def ladder() -> str:
@@ -115,10 +116,32 @@ def _conflicts(kernel: str, problem: Problem) -> tuple[str, str]:
 
 
 def help_of(verb: str) -> str:
-    """`fa-cli VERB --help`, or the group's help for the empty verb."""
+    """`fa-cli VERB --help`, or the group's help for the empty verb. The exit codes are in a table of their page, and only there."""
     group = click.Context(main, info_name="fa-cli", terminal_width=110, **main.context_settings)
     context = click.Context(main.commands[verb], info_name=verb, parent=group) if verb else group
-    return f"```\n$ fa-cli {verb + ' ' if verb else ''}--help\n{context.get_help()}\n```\n"
+    text = re.sub(r"\n  Exit codes: .*?\n(?=\n|$)", "", context.get_help(), flags=re.S)
+    return f"```\n$ fa-cli {verb + ' ' if verb else ''}--help\n{text.rstrip()}\n```\n"
+
+
+def helps() -> str:
+    """The help of every verb, each below a heading of its name."""
+    return "\n".join(f"### {verb}\n\n{help_of(verb)}" for verb in sorted(main.commands))
+
+
+#: What each mark stands for; what comes after its first word is handed on.
+PARTS: dict[str, Callable[[str], str]] = {
+    "ladder": lambda _: ladder(),
+    "measured": lambda _: measured(),
+    "climb": lambda test: climb(test),
+    "help": lambda verb: help_of(verb),
+    "helps": lambda _: helps(),
+    "steps": lambda _: tables.steps(),
+    "speed": lambda _: tables.speed(),
+    "cells": lambda sweep: tables.cells(sweep),
+    "float32": lambda which: tables.float32(which),
+    "ring": lambda _: tables.ring(),
+    "table": lambda path: tables.embedded(path),
+}
 
 
 def fill(text: str) -> str:
@@ -126,8 +149,7 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         what, _, rest = match[2].partition(" ")
-        made = {"ladder": ladder, "measured": measured, "climb": lambda: climb(rest), "help": lambda: help_of(rest)}[what]()
-        return f"{match[1]}\n{made}\n{match[3]}"
+        return f"{match[1]}\n{PARTS[what](rest)}\n{match[3]}"
 
     return _MARK.sub(part, text)
 

@@ -1,4 +1,4 @@
-"""Draws plots/fp32_accuracy.png of runs of record and prints the README's tables of them: python experiments/fp32/draw.py
+"""Draws plots/fp32_accuracy.png of runs of record and prints the tables of docs/results-float32.md: python experiments/fp32/draw.py [PICTURE]
 
 Error over speed at S4096, no mask: float32 on CUDA cores and split over tensor cores, TF32, bfloat16, and PyTorch's backends. The error is
 the largest of O forward, of dQ, dK and dV backward, against float64, divided by that of torch-efficient, PyTorch's default for float32, at
@@ -156,6 +156,6 @@ def large(runs: dict[str, dict[str, dict[str, Row]]]) -> str:
 
 
 if __name__ == "__main__":
-    draw(ROOT / "plots" / "fp32_accuracy.png")
+    draw(Path(sys.argv[1]) if sys.argv[1:] else ROOT / "plots" / "fp32_accuracy.png")
     recorded = {pass_: times(names[0]) for pass_, names in RUNS.items()}
     sys.stdout.write(f"{small(recorded)}\n\n{large(recorded)}\n")

@@ -1,7 +1,7 @@
-"""Draws plots/ring_scaling.png of ring.jsonl beside this file: python experiments/ring/draw.py
+"""Draws plots/ring_scaling.png of ring.jsonl beside this file: python experiments/ring/draw.py [PICTURE]
 
 TFLOP/s of each GPU over the number of GPUs: the ring with and without overlap, the same kernel on one GPU, torch's context_parallel.
-A panel a length and mask, forward above, forward and backward together below. It also prints the README's table, and below it what a
+A panel a length and mask, forward above, forward and backward together below. It also prints the table of docs/results-ring.md, and below it what a
 pass costs beside attention: compute of the steps without overlap over one GPU's time, and of the run with overlap the parts that merge
 or clear or round (other), in which no stream does anything (idle), and what the host takes to enqueue it.
 """
@@ -50,7 +50,7 @@ def rates(lines: list[dict[str, Any]], seq: int, causal: bool, mode: str) -> dic
 
 
 def table(lines: list[dict[str, Any]], seq: int, causal: bool) -> str:
-    """A row of the README's table."""
+    """A row of that table."""
     here = [line for line in lines if line.get("seq") == seq and line.get("causal") is causal]
     ring = {(line["pass"], line["overlap"]): line["tflops_gpu"] for line in here if line["what"] == "ring"}
     alone = {line["pass"]: line["efficiency"] for line in here if line["what"] == "one GPU"}
@@ -108,7 +108,7 @@ def main() -> None:
     for axis in axes[1]:
         axis.set_xlabel("GPUs (percent: of one GPU)", fontsize=8)
     axes[0][0].legend(loc="lower left", frameon=False, fontsize=7)
-    figure.savefig(PICTURE, dpi=150)
+    figure.savefig(Path(sys.argv[1]) if sys.argv[1:] else PICTURE, dpi=150)
 
 
 if __name__ == "__main__":

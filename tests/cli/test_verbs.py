@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pages
 import pytest
 from click.testing import Result
 from planted import WRONG
@@ -325,11 +326,11 @@ def test_python_runs_the_file_in_a_checkout(tmp_path: Path) -> None:
     assert "fa2" in done.stdout.split()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "experiments/README.md", "kernels_cu/README.md"])
-def test_commands_in_documents_exist(name: str) -> None:
+@pytest.mark.parametrize("path", pages.documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_in_documents_exist(path: Path) -> None:
     """Every `fa-cli ...` line of a code block parses: verbs, options and choices are real."""
     blocks = "\n".join(
-        "".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli [^\n]*)\n", (ROOT / name).read_text(), re.S | re.M)
+        "".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli [^\n]*)\n", path.read_text(), re.S | re.M)
     )
     for line in blocks.splitlines():
         for command in line.partition("#")[0].split("&&"):

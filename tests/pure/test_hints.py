@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hints
+import pages
 import pytest
 
 import cli
@@ -21,11 +22,11 @@ def test_every_command_exists(path: Path) -> None:
 
 
 def test_documents_too() -> None:
-    """The commands of README and the map."""
-    for name in ("README.md", "CONTRIBUTING.md", "kernels_cu/README.md", "experiments/README.md"):
-        lines = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if "fa-cli " in line and "--" in line]
+    """The commands of README and the pages."""
+    for path in pages.documents():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "fa-cli " in line and "--" in line]
         found = [each for line in lines for each in hints.wrong(line.partition("#")[0].replace("`", " , "), cli.main)]
-        assert lines and not found, name
+        assert not found, path
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pages
 import pytest
 from rooms import INNER, MODULES, ROOT, floor, imports, ours, room
 
@@ -144,7 +145,7 @@ def test_the_distribution_is_fa_harness(wheel: zipfile.ZipFile) -> None:
     """The index has another project under fa-cli: ours has another name, and no text tells anyone to install that one."""
     assert any(name.startswith("fa_harness-") for name in wheel.namelist())
     command = re.compile(r"""pip install (-\S+ )*['"]?fa[-_](cli|harness)(?!-\d)""")
-    texts = [*SOURCES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "experiments").rglob("*.md")]
+    texts = [*SOURCES, *pages.documents(), ROOT / "Makefile", *(ROOT / "experiments").rglob("*.md")]
     assert not [path for path in texts if command.search(path.read_text())]
 
 
@@ -183,6 +184,6 @@ def test_editable_install_is_live() -> None:
 
 
 def test_generated_documents_are_up_to_date() -> None:
-    """README tables, --help blocks and .clangd are what `make docs` would write."""
+    """Tables and --help blocks of documents and .clangd are what `make docs` would write."""
     done = subprocess.run([sys.executable, "tests/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and its figure speak of what is there: each path, name, make target and verb in backticks exists."""
+"""CONTRIBUTING.md, docs/extending.md and its figure speak of what is there: each path, name, make target and verb in backticks exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from rooms import INNER, ROOMS, ROOT, arrows, direct, floor, ours, room
 
 from cli import main
 
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGES = ("CONTRIBUTING.md", "docs/extending.md", "docs/correctness.md", "docs/cpu-engine.md")
+MAP = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
 QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
 FILE = re.compile(r"[\w.*/-]+\.(py|cu|cuh|hpp|cpp|md|toml|npz|png|sh|json)")
 NAME = re.compile(r"[a-z_]+(\.\w+)+")
@@ -64,14 +66,14 @@ def test_what_is_not_there_is_missed(text: str) -> None:
 
 def test_most_of_what_is_quoted_is_looked_up() -> None:
     """So the rules above still fit how the map is written."""
-    assert len([text for text in QUOTED if exists(text)]) > 0.8 * len(QUOTED)
+    assert len([text for text in QUOTED if exists(text)]) > 0.75 * len(QUOTED)
 
 
 def test_every_room_is_in_the_table_on_its_floor() -> None:
     """A row each, the highest floor first; that of the verbs names the module, or the folder, of every verb."""
-    rows = re.findall(r"(?m)^\| (\d) \| `harness/(\w+)(?:/|\.py)` \|", TEXT.partition("### ")[0])
+    rows = re.findall(r"(?m)^\| (\d) \| `harness/(\w+)(?:/|\.py)` \|", MAP.partition("### ")[0])
     assert [(int(number) - 1, name) for number, name in rows] == [(floor(name), name) for name in ROOMS]
-    verbs = next(line for line in TEXT.splitlines() if line.startswith("| 2 |"))
+    verbs = next(line for line in MAP.splitlines() if line.startswith("| 2 |"))
     inside = [module.split(".")[1:] for module in INNER if room(module) == "verbs" and module != "verbs.__init__"]
     assert all(f"`harness/verbs/{name[0]}/`" in verbs if name[1:] else f"`{name[0]}.py`" in verbs for name in inside)
 
@@ -97,5 +99,5 @@ def test_the_figure_is_up_to_date() -> None:
 
 def test_the_map_stays_small() -> None:
     """The map is short enough to be read."""
-    assert len(TEXT.splitlines()) < 260
+    assert len(MAP.splitlines()) < 150
     assert Path(ROOT / "plots" / "house.png").stat().st_size < 1 << 20

@@ -222,9 +222,9 @@ def test_names_say_nothing_twice() -> None:
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """README's cells, with the checkout's name of the package; tests/torch/test_torch_op.py runs the one that needs torch."""
-    cells = re.findall(r"```python\n(?!import torch)(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_the_python_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cells of docs/, with the checkout's name of the package; tests/torch/test_torch_op.py runs those that need torch."""
+    cells = [cell for page in sorted((ROOT / "docs").glob("*.md")) for cell in re.findall(r"```python\n(?!import torch)(.*?)```", page.read_text(), re.S)]
     monkeypatch.chdir(tmp_path)
     for cell in cells:
         homes = {"Problem": "problem", "experiment": "verbs.experiment", "frame": "report", "run": "verbs.run"}

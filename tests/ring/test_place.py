@@ -54,8 +54,8 @@ def test_only_the_first_rank_waits_at_the_end() -> None:
 
 
 def two_nodes() -> dict[str, list[str]]:
-    """README's commands for two nodes that try them, by launcher."""
-    text = (ROOT / "README.md").read_text()
+    """The commands of docs/ring.md for two nodes that try them, by launcher."""
+    text = (ROOT / "docs" / "ring.md").read_text()
     section = text[text.index("Two nodes of eight GPUs each") : text.index("Ranks that are started by `--gpus`")]
     assert section.count("\n") <= 25 and all(
         f"`{name}" in section for name in ("MASTER_PORT", "MASTER_ADDR", "NCCL_SOCKET_IFNAME=", "-iface")
@@ -64,7 +64,7 @@ def two_nodes() -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines}
 
 
-def test_the_readme_tries_two_nodes_by_mpi() -> None:
+def test_the_page_tries_two_nodes_by_mpi() -> None:
     """With two ranks, and this machine as the node."""
     words = [word.replace("node0:8,node1:8", "localhost:2").replace("16", "2") for word in two_nodes()["mpiexec"]]
     words = [
@@ -75,7 +75,7 @@ def test_the_readme_tries_two_nodes_by_mpi() -> None:
     assert done.returncode == 0 and "GB/s each way" in done.stdout, done
 
 
-def test_the_readme_tries_two_nodes_by_torchrun() -> None:
+def test_the_page_tries_two_nodes_by_torchrun() -> None:
     """Every option is one of torchrun's, and the rest is our command."""
     run = pytest.importorskip("torch.distributed.run")
     given = run.get_args_parser().parse_args(two_nodes()["torchrun"])

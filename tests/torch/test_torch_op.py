@@ -331,9 +331,10 @@ def test_the_package_gives_the_operator() -> None:
     assert done.stdout.strip() == "fa_cli.harness.torch_op.operator"
 
 
-def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's cell on the operator, with the checkout's name of the package."""
-    (cell,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md"])
+def test_the_python_of_the_documents_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell on the operator, with the checkout's name of the package."""
+    (cell,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / page).read_text(), re.S)
     name = "scaled_dot_product_attention"
     monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))  # put back behind the test
     names: dict[str, Any] = {}
