@@ -20,7 +20,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not pages.dead(page, page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("link", ["docs/nowhere.md", "plots/no.png", "docs", "docs/speed.md#no-such-heading", "#nowhere", "../../etc/passwd"])
+@pytest.mark.parametrize(
+    "link", ["docs/nowhere.md", "plots/no.png", "docs", "docs/speed.md#no-such-heading", "#nowhere", "../../etc/passwd"]
+)
 def test_a_dead_link_is_found(link: str) -> None:
     """Or the test above could not fail. What stands in code is no link."""
     text = "# Here\n\n```\n[a](nowhere.md)\n```\n"

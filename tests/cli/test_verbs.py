@@ -329,9 +329,7 @@ def test_python_runs_the_file_in_a_checkout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", pages.documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_commands_in_documents_exist(path: Path) -> None:
     """Every `fa-cli ...` line of a code block parses: verbs, options and choices are real."""
-    blocks = "\n".join(
-        "".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli [^\n]*)\n", path.read_text(), re.S | re.M)
-    )
+    blocks = "\n".join("".join(found) for found in re.findall(r"```sh\n(.*?)```|^ {4}(fa-cli [^\n]*)\n", path.read_text(), re.S | re.M))
     for line in blocks.splitlines():
         for command in line.partition("#")[0].split("&&"):
             program, *words = shlex.split(command) or [""]

@@ -224,7 +224,11 @@ def test_names_say_nothing_twice() -> None:
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
 def test_the_python_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The cells of docs/, with the checkout's name of the package; tests/torch/test_torch_op.py runs those that need torch."""
-    cells = [cell for page in sorted((ROOT / "docs").glob("*.md")) for cell in re.findall(r"```python\n(?!import torch)(.*?)```", page.read_text(), re.S)]
+    cells = [
+        cell
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for cell in re.findall(r"```python\n(?!import torch)(.*?)```", page.read_text(), re.S)
+    ]
     monkeypatch.chdir(tmp_path)
     for cell in cells:
         homes = {"Problem": "problem", "experiment": "verbs.experiment", "frame": "report", "run": "verbs.run"}

@@ -19,7 +19,14 @@ _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^\s)>]+)>?[^)]*\)")
 def documents() -> list[Path]:
     """Every page, as a path below the root. Generated tables of experiments are pages too, as far as pages link to them."""
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    for pattern in ("docs/**/*.md", "kernels_cu/*.md", "experiments/README.md", "experiments/*/README.md", "plots/README.md", "data/README.md"):
+    for pattern in (
+        "docs/**/*.md",
+        "kernels_cu/*.md",
+        "experiments/README.md",
+        "experiments/*/README.md",
+        "plots/README.md",
+        "data/README.md",
+    ):
         found += sorted(ROOT.glob(pattern))
     return found
 

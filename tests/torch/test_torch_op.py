@@ -334,7 +334,7 @@ def test_the_package_gives_the_operator() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md"])
 def test_the_python_of_the_documents_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cell on the operator, with the checkout's name of the package."""
-    (cell,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / page).read_text(), re.S)
+    (cell,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(), re.S)
     name = "scaled_dot_product_attention"
     monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))  # put back behind the test
     names: dict[str, Any] = {}
