@@ -42,7 +42,7 @@ STEPS = (
     ("verbs", "verbs.run.run", "opens the backend, calls what follows"),
     ("check", "check.choose.choose", "resolves the text, once: Contender"),
     ("kernel", "kernel.Kernel.read", "the header; compiles nothing: Kernel"),
-    ("kernel", "kernel.Kernel.plan", "grid, block, macros, or a refusal: Plan"),
+    ("kernel", "kernel.planner.plan", "grid, block, macros, or a refusal: Plan"),
     ("dataset", "dataset.Dataset.read_inputs", "Q, K, V, dO of a data folder"),
     ("check", "check.oracle.Oracle", "the float64 reference"),
     ("backends", "backends.Backend.load", "compiles (NVRTC or C++): Loaded"),
