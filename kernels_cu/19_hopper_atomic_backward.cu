@@ -19,8 +19,12 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = 2  # the next K and V arrive while the last products run
 // EARLY = 8  # eighths of dQ that are added before the next dP
+// SPLITS = 1  # of the queries of a tile of keys, where works are few
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // short = "seq_q < (2048 if causal else 1024)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
@@ -38,6 +42,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -75,12 +83,12 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// grid = "min(sms, works * SPLITS)"
 // block = 384
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -136,7 +144,9 @@ constexpr bool DESCRIPTORS_HERE = CAUSAL;
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    return Tiles::work<BLOCK_K, SECTION, false, SPLITS>(args, number);
+}
 
 // What a block has in shared memory.
 struct Shared {
@@ -170,14 +180,14 @@ struct Storer {
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
-        fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     __device__ __forceinline__ void run() {
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
             if (number < 0) break;
-            store_gradients(work_of(args, number));
+            if (SPLITS == 1) store_gradients(work_of(args, number));
+            fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
     }
@@ -251,7 +261,7 @@ struct Consumer {
 
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
-        return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+        return CAUSAL && fa::visible_keys(args, (work.edge + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
     }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
@@ -333,6 +343,14 @@ struct Consumer {
         fa::wgmma_wait<0>(dq_reg);
         add_dq(begin_sum(), 0, GROUPS, dq_reg);
     }
+    // dK and dV of one of several splits to its workspace; launch 3 adds them. The work is made again: in the loop there is no register.
+    __device__ __forceinline__ void store_partials(bool seen) {
+        const Work own = work_of(args, at().numbers[kv.stage()]);
+        float* to = Tiles::partial<BLOCK_K, SPLITS, WORKSPACE_PARTIAL>(args, own.batch, own.kv_head, own.k_first / BLOCK_K, own.split);
+        Tiles::store_partial(to + consumer * PART, BLOCK_K / 64 * PART, dk_reg, !seen);
+        Tiles::store_partial(to + Tiles::partial_size<BLOCK_K> / 2 + consumer * PART, BLOCK_K / 64 * PART, dv_reg, !seen);
+        fa::mbarrier_arrive(at().kv_empty + kv.stage());
+    }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
@@ -352,7 +370,7 @@ struct Consumer {
                 __shfl_sync(fa::full_warp, at().numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
             if (number < 0) break;
             work = work_of(args, number);
-            walk = Walk::begin(args, work);
+            walk = Walk::begin(work);
             int n = work.count > 0 && sees_nothing();
             if (n > 0) skip_tile();
             const bool seen = n < work.count;
@@ -368,7 +386,8 @@ struct Consumer {
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add_dq(begin_sum(), 0, GROUPS, dq_reg);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-            stage_gradients(seen);
+            if constexpr (SPLITS > 1) store_partials(seen);
+            else stage_gradients(seen);
             kv.next();
         }
     }
@@ -388,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -397,4 +416,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // Launch 3.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    Tiles::convert<scalar, BLOCK_K, SPLITS, WORKSPACE_PARTIAL>(args);
+}
