@@ -473,12 +473,10 @@ struct Consumer {
         release_queries();
         stage_dq();
     }
-    // dK and dV of one of several splits to its workspace; launch 3 adds them. The work is made again: in the loop there is no register.
+    // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
-        const Work own = work_of(args, at().numbers[kv.stage()]);
-        float* to = Tiles::partial<BLOCK_K, SPLITS, WORKSPACE_PARTIAL>(args, own.batch, own.kv_head, own.k_first / BLOCK_K, own.split);
-        Tiles::store_partial(to + consumer * PART, BLOCK_K / 64 * PART, dk_reg, !seen);
-        Tiles::store_partial(to + Tiles::partial_size<BLOCK_K> / 2 + consumer * PART, BLOCK_K / 64 * PART, dv_reg, !seen);
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
@@ -541,5 +539,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, SPLITS, WORKSPACE_PARTIAL>(args);
+    Tiles::convert<scalar, BLOCK_K, SECTION, LAST_FIRST, SPLITS, WORKSPACE_PARTIAL>(args);
 }

@@ -21,7 +21,7 @@ namespace fa {
 struct Work {
     int k_first, kv_head, batch;
     int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
-    int split, head, tile;  // which of the splits; where the walk begins
+    int head, tile;  // where the walk begins
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
 };
 
@@ -98,6 +98,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     template <int Keys, int Splits = 1> static __device__ __forceinline__ int works(const Args& args) {
         return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * Splits;
     }
+    // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its heads.
+    // Blocks that take turns: so that neighbours of one head do not begin at the same time.
+    template <int Section> static __device__ __forceinline__ int section(const Args& args) {
+        const int group = args.heads_q / args.heads_kv;
+        return max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
+    }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. Splits: the tiles of queries of all
     // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
@@ -105,17 +111,14 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     static __device__ __forceinline__ Work work(const Args& args, int number) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
-        // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its
-        // heads. Blocks that take turns: so that neighbours of one head do not begin at the same time.
-        const int heads = max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
-        const Place place = place_in_sections(number, k_tiles, heads * Splits, args.heads_kv * args.batch * Splits);
+        const Place place = place_in_sections(number, k_tiles, section<Section>(args) * Splits, args.heads_kv * args.batch * Splits);
         const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
         const int row = number / k_tiles, k_tile = number - row * k_tiles;
 #endif
         Work work;
         work.k_first = k_tile * Keys;
-        work.split = row % Splits;
+        const int split = row % Splits;
         work.batch = row / Splits / args.heads_kv;
         work.kv_head = row / Splits - work.batch * args.heads_kv;
         work.end = of_head(args);
@@ -125,7 +128,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             work.count = tiles * group;
             work.head = head, work.tile = work.edge = work.first;
         } else {
-            const int begin = tiles * group * work.split / Splits, end = tiles * group * (work.split + 1) / Splits, divisor = max(1, tiles);
+            const int begin = tiles * group * split / Splits, end = tiles * group * (split + 1) / Splits, divisor = max(1, tiles);
             work.count = end - begin;
             work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
@@ -133,23 +136,39 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return work;
     }
 
-    // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32. As dQ they lie in the layout of the
-    // accumulators, dK first: [2][Width / 64][Keys / 64] parts. Partial: the number of that workspace.
-    template <int Keys> static constexpr int partial_size = 2 * Keys * Width;
-    template <int Keys, int Splits, int Partial>
-    static __device__ __forceinline__ float* partial(const Args& args, int batch, int kv_head, int k_tile, int split) {
-        const int64_t tile = (int64_t(batch) * args.heads_kv + kv_head) * ((args.seq_kv + Keys - 1) / Keys) + k_tile;
-        return static_cast<float*>(args.workspace[Partial]) + (tile * Splits + split) * partial_size<Keys>;
+    // The number of a split of a tile of keys.
+    template <int Keys, int Section, bool LastFirst, int Splits>
+    static __device__ __forceinline__ int number_of_work(const Args& args, int batch, int kv_head, int k_tile, int split) {
+        const int k_tiles = (args.seq_kv + Keys - 1) / Keys, row = (batch * args.heads_kv + kv_head) * Splits + split;
+#if CAUSAL || DETERMINISTIC
+        const Place place = {LastFirst ? k_tiles - 1 - k_tile : k_tile, row};
+        return number_in_sections(place, k_tiles, section<Section>(args) * Splits, args.heads_kv * args.batch * Splits);
+#else
+        return row * k_tiles + k_tile;
+#endif
     }
-    // 64 rows of dK or dV, this consumer's, behind each other in parts `apart` floats from one another. empty: no query sees these keys, and
-    // the registers hold anything.
-    template <int R> static __device__ __forceinline__ void store_partial(float* to, int apart, const float (&x)[R], bool empty) {
+
+    // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32, in the order of the works' numbers.
+    // As dQ they lie in the layout of the accumulators, dK first: [2][Width / 64][Keys / 64] parts. Partial: the number of that workspace.
+    template <int Keys> static constexpr int partial_size = 2 * Keys * Width;
+    template <int Keys, int Partial> static __device__ __forceinline__ float* partial(const Args& args, int number) {
+        return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * partial_size<Keys>;
+    }
+    // 64 rows of dK and dV, a consumer's, to every step-th of the parts from its first on. seen: whether a query sees any of the keys; where
+    // none does, the registers hold anything. Two texts: a choice of each number would cost registers in the loop before.
+    template <int Keys, int R>
+    static __device__ __forceinline__ void store_partials(float* partial, int first, int step, const float (&dk)[R], const float (&dv)[R],
+                                                          bool seen) {
+        const float zeros[R] = {};
+        float *dk_to = partial + first * part, *dv_to = dk_to + partial_size<Keys> / 2;
+        if (seen) store_parts(dk_to, step, dk), store_parts(dv_to, step, dv);
+        else store_parts(dk_to, step, zeros), store_parts(dv_to, step, zeros);
+    }
+    template <int R> static __device__ __forceinline__ void store_parts(float* to, int step, const float (&x)[R]) {
 #pragma unroll
-        for (int j = 0; j < R / 4; ++j) {
-            const float* four = x + 4 * j;
-            store_vec(to + j / 8 * apart + j % 8 * 512 + threadIdx.x % 128 * 4,
-                      empty ? Vec<float, 4>{} : Vec<float, 4>{four[0], four[1], four[2], four[3]});
-        }
+        for (int j = 0; j < R / 4; ++j)
+            store_vec(to + j / 8 * step * part + j % 8 * 512 + threadIdx.x % 128 * 4,
+                      Vec<float, 4>{x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]});
     }
 
     // Starts to copy a tile of Q, dO, K or V, whose slabs of 64 columns have Slab bytes; the barrier expects `more` bytes beside.
@@ -218,29 +237,34 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     template <class T> static __device__ __forceinline__ void convert(const Args& args) {
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
         const int query = tile * BlockQ + own % row_parts * 64 + row_of_part();
-        const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
+        const float* from[1] = {dq(args, number(args, batch, head, tile)) + own * part + place_in_part()};
         store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, own / row_parts * 8 + threadIdx.x % 8, from,
                                float(args.scale));
     }
     // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order.
-    template <class T, int Keys, int Splits, int Partial> static __device__ __forceinline__ void convert(const Args& args) {
+    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
+    static __device__ __forceinline__ void convert(const Args& args) {
         if constexpr (Splits > 1) {
-            const int kv_head = (int(blockIdx.y) - args.heads_q) / 2;
-            if (int(blockIdx.y) >= args.heads_q) return add_splits<T, Keys, Splits, Partial>(args, kv_head);
+            const int other = int(blockIdx.y) - args.heads_q;
+            if (other >= 0) return add_splits<T, Keys, Section, LastFirst, Splits, Partial>(args, other / 2, other % 2);
             if (int(blockIdx.x) >= of_head(args) * parts) return;  // there are more keys
         }
         convert<T>(args);
     }
-    template <class T, int Keys, int Splits, int Partial> static __device__ __forceinline__ void add_splits(const Args& args, int kv_head) {
+    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
+    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv) {
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
-        const bool is_dv = (blockIdx.y - args.heads_q) % 2;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part();
         if (key >= args.seq_kv) return;
-        const float* from = partial<Keys, Splits, Partial>(args, batch, kv_head, tile, 0) + ((is_dv ? all : 0) + own) * part;
-        store_gradient_rows<T, Splits>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key,
-                                       own / key_parts * 8 + threadIdx.x % 8, from + place_in_part(), is_dv ? 1.0f : float(args.scale),
-                                       partial_size<Keys>);
+        const float* from[Splits];
+#pragma unroll
+        for (int split = 0; split < Splits; ++split) {
+            const int number = number_of_work<Keys, Section, LastFirst, Splits>(args, batch, kv_head, tile, split);
+            from[split] = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
+        }
+        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, own / key_parts * 8 + threadIdx.x % 8,
+                               from, is_dv ? 1.0f : float(args.scale));
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }
