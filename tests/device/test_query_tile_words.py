@@ -37,13 +37,48 @@ def test_works(causal: bool, turns: bool, backend: Backend, tmp_path: Path) -> N
     assert got.tolist() == [[key, 0, head, first[key], 3, 2 * (3 - first[key])] for key, head in places]
 
 
+@pytest.mark.parametrize(("causal", "turns", "backwards"), [(False, False, False), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize("splits", [2, 3, 5, 7])
+def test_splits(splits: int, causal: bool, turns: bool, backwards: bool, backend: Backend, tmp_path: Path) -> None:
+    """The splits of a tile of keys walk over each of its tiles of queries once, those of all heads of the group, one split after the other;
+    `edge` is the tile at which a walk begins or, backwards, ends. A work's number leads to it and back."""
+    true = {False: "false", True: "true"}
+    body = f"""\
+    using Tiles = fa::QueryTiles<64, 64, 0, 1>;
+    const fa::Work work = Tiles::work<128, 1, {true[turns]}, {splits}, {true[backwards]}>(args, t);
+    auto walk = fa::Walk<{true[backwards]}>::begin(work);
+    auto also = Tiles::walk_numbers<{true[backwards]}>(args, work);
+    int* to = reinterpret_cast<int*>(out) + 16 * t;
+    int back = -1;
+    for (int split = 0; split < {splits}; ++split)
+        if (Tiles::number_of_work<128, 1, {true[turns]}, {splits}>(args, work.batch, work.kv_head, work.k_first / 128, split) == t) back = split;
+    to[0] = work.k_first, to[1] = work.batch, to[2] = back, to[3] = work.edge, to[4] = work.count;
+    for (int n = 0; n < work.count; ++n, walk.next(work), also.next(work)) {{
+        to[5 + n] = 10 * walk.head + walk.queries(work);
+        if (also.number != Tiles::number(args, work.batch, walk.head, walk.queries(work))) to[5 + n] = -1;
+    }}"""
+    before, count = f"#undef DETERMINISTIC\n#define DETERMINISTIC {turns:d}\n{BEFORE}", 28 * splits
+    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=before, block=count)[: 16 * count].reshape(count, 16)
+    walked: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for key, batch, split, edge, length, *tiles in got.tolist():
+        walked.setdefault((key, batch), {})[split] = tiles[:length]
+        assert not length or edge == tiles[length - 1 if backwards else 0] % 10
+    assert len(walked) == 28
+    for (key, _), of in walked.items():
+        first = min(3, max(0, key - 30) // 64) if causal else 0
+        order = range(2, first - 1, -1) if backwards else range(first, 3)
+        assert [tile for split in range(splits) for tile in of[split]] == [10 * head + tile for head in (0, 1) for tile in order]
+        lengths = [len(of[split]) for split in range(splits)]
+        assert max(lengths) - min(lengths) <= 1
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_walk(backwards: bool, backend: Backend, tmp_path: Path) -> None:
     """fa::Walk: the tiles of queries of a work, head after head of its group, from either end; fa::NumberWalk: their numbers, 4 a head."""
     body = f"""\
-    const fa::Work work{{0, 2, 1, 1, 4, 9}};
+    const fa::Work work{{0, 2, 1, 1, 4, 9, 6, 1, 1}};
     using Walk = fa::Walk<{str(backwards).lower()}>;
-    Walk at = Walk::begin(args, work);
+    Walk at = Walk::begin(work);
     fa::NumberWalk<{str(backwards).lower()}> also = fa::QueryTiles<64, 64, 0, 1>::walk_numbers<{str(backwards).lower()}>(args, work);
     for (int n = 0; n < t; ++n) at.next(work), also.next(work);
     out[3 * t] = at.head, out[3 * t + 1] = at.queries(work), out[3 * t + 2] = also.number;"""
