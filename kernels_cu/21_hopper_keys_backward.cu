@@ -22,8 +22,24 @@
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
+// group = "heads_q // heads_kv"
+// tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
+// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
+// most = "9 * units // (2 * works)"  # under the causal mask, where works differ in length: for 4.5 a multiprocessor
+// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
+// few = "4 if square > 13 else 3 if square > 7 else 2 if square > 3 else 1"
+// wanted = "8 if square > 56 else 6 if square > 30 else few"  # splits: about the root of square (NOTES.md)
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
+// [[choice]]
+// when = "deterministic and wanted > 1"
+// SPLITS = "wanted if group % wanted == 0 else group if group <= 2 * wanted else 1"
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "wanted > 1"
+// SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16

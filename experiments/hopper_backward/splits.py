@@ -8,8 +8,10 @@ CUDA graph. It stops after so many seconds, between shapes.
 """
 
 import argparse
+import itertools
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -36,14 +38,19 @@ SHAPES = (
     (1, 64, 8, 4096, 128, True, False),
     (9, 14, 2, 210, 64, True, False),
     (1, 20, 20, 2048, 128, True, False),
-    (1, 28, 4, 2048, 128, False, False),
-    (1, 8, 4, 4096, 256, True, False),
-    (1, 28, 4, 2048, 128, True, True),
-    (2, 12, 12, 1925, 64, True, False),
-    (1, 48, 8, 3655, 128, False, False),
-    (9, 14, 2, 210, 64, False, False),
-    (2, 32, 8, 4096, 64, True, True),
     (8, 40, 8, 367, 128, True, False),
+    (1, 8, 4, 4096, 256, True, False),
+    (1, 28, 4, 2048, 128, False, False),
+    (1, 28, 4, 2048, 128, True, True),
+    (1, 32, 8, 8192, 128, True, False),
+    (4, 24, 8, 700, 128, True, False),
+    (2, 32, 8, 2048, 64, True, False),
+    (1, 14, 2, 1711, 64, False, False),
+    (1, 40, 8, 1142, 128, False, False),
+    (9, 14, 2, 210, 64, False, False),
+    (1, 12, 12, 4096, 64, True, False),
+    (1, 64, 8, 4096, 128, True, True),
+    (1, 48, 8, 3655, 128, False, False),
 )
 PEERS = ("torch-cudnn", "torch-flash")
 
@@ -54,16 +61,14 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def variants(problem: Problem, kernel: Kernel) -> list[dict[str, int]]:
-    """The header's own, then those that differ: splits and sections."""
-    group, most = problem.heads_q // problem.heads_kv, problem.heads_q // problem.heads_kv * -(-problem.seq_q // 128)
-    counts = sorted({1, 2, 3, 4, group, 2 * group} if group > 1 else {1, 2, 3})
-    whole = {"SECTION": 1024} if problem.causal and not kernel.deterministic else {}
-    every: list[dict[str, int]] = [{}]
-    if whole:
-        every += [{"SPLITS": 1, "SECTION": 32}, {"SPLITS": group, "SECTION": 32}]
-    every += [{"SPLITS": count} | whole for count in counts if count <= most]
-    return every
+def variants(problem: Problem, kernel: Kernel, chosen: Mapping[str, str]) -> list[dict[str, int]]:
+    """The header's own, then other splits, not far from those, and under the causal mask other sections."""
+    splits, group = int(chosen["SPLITS"]), problem.heads_q // problem.heads_kv
+    most = group * -(-problem.seq_q // (128 if problem.head_dim <= 64 else 64))
+    near = [count for count in (1, 2, 3, 4, 6, 8, group) if splits < 2 * count <= 4 * splits]
+    sections = (32, 64, 1024) if problem.causal and not kernel.deterministic else (int(chosen["SECTION"]),)
+    every = [{"SPLITS": count, "SECTION": section} for count in sorted({*near}) for section in sections if count <= most]
+    return [{}, *(each for each in every if any(chosen[name] != str(value) for name, value in each.items()))]
 
 
 def main() -> None:
@@ -74,13 +79,14 @@ def main() -> None:
     parser.add_argument("text", nargs="?", default="")
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
-    policy = replace(POLICY[backend.name], settle=0.05, turn=0.05, max_seconds=0.25, min_seconds=0.05, patience=0.3)
+    policy = replace(POLICY[backend.name], settle=0.05, turn=0.05, max_seconds=0.15, min_seconds=0.05, patience=0.15)
     wanted: list[tuple[Problem, Kernel, list[dict[str, int]]]] = []
     for batch, heads, heads_kv, length, dim, causal, deterministic in SHAPES:
         problem = Problem.of(batch, heads, length, dim, heads_kv, dtype="bfloat16", causal=causal)
         kernel = planner.variant(find("hopper_cluster" if dim > 128 else "hopper", "backward", deterministic), problem)
         if asked.text in f"{problem.describe()} {'deterministic' * deterministic}":
-            wanted.append((problem, kernel, [{}] if asked.chosen else variants(problem, kernel)))
+            chosen = dict(planner.plan(kernel, problem, backend.device()).macros)
+            wanted.append((problem, kernel, [{}] if asked.chosen else variants(problem, kernel, chosen)))
 
     def compiled(each: tuple[Kernel, Problem, dict[str, int]]) -> None:
         with suppress(Fault):

@@ -98,11 +98,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     template <int Keys, int Splits = 1> static __device__ __forceinline__ int works(const Args& args) {
         return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * Splits;
     }
-    // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its heads.
-    // Blocks that take turns: so that neighbours of one head do not begin at the same time.
-    template <int Section> static __device__ __forceinline__ int section(const Args& args) {
-        const int group = args.heads_q / args.heads_kv;
-        return max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
+    // Sections of key heads; in a section the tiles that the most queries see first, over all its heads. The query heads that are read at
+    // the same time, one of each key head and split, have at most Section MB of Q, dO and dQ. Blocks that take turns: so that neighbours of
+    // one head do not begin at the same time.
+    template <int Section, int Splits> static __device__ __forceinline__ int section(const Args& args) {
+        const int at_once = Splits == 1 ? 1 : min(Splits, args.heads_q / args.heads_kv);
+        return max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / at_once));
     }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. Splits: the tiles of queries of all
@@ -111,7 +112,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     static __device__ __forceinline__ Work work(const Args& args, int number) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
-        const Place place = place_in_sections(number, k_tiles, section<Section>(args) * Splits, args.heads_kv * args.batch * Splits);
+        const Place place =
+            place_in_sections(number, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
         const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
         const int row = number / k_tiles, k_tile = number - row * k_tiles;
@@ -142,7 +144,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, row = (batch * args.heads_kv + kv_head) * Splits + split;
 #if CAUSAL || DETERMINISTIC
         const Place place = {LastFirst ? k_tiles - 1 - k_tile : k_tile, row};
-        return number_in_sections(place, k_tiles, section<Section>(args) * Splits, args.heads_kv * args.batch * Splits);
+        return number_in_sections(place, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
 #else
         return row * k_tiles + k_tile;
 #endif
