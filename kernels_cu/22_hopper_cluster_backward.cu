@@ -21,7 +21,7 @@
 // units = "max(1, sms // 2)"  # clusters that run at the same time
 // tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
 // once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
-// most = "9 * units // (2 * works)"  # under the causal mask, where works differ in length: for 4.5 a multiprocessor
+// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
 // square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
 // few = "4 if square > 13 else 3 if square > 7 else 2 if square > 3 else 1"
 // wanted = "8 if square > 56 else 6 if square > 30 else few"  # splits: about the root of square (NOTES.md)

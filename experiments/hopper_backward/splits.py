@@ -8,7 +8,6 @@ CUDA graph. It stops after so many seconds, between shapes.
 """
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Mapping
