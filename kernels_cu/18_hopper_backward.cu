@@ -17,7 +17,7 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
-// SPLITS = 1  # of the queries of a tile of keys, where works are few
+// SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
@@ -27,18 +27,21 @@
 // once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
 // most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
 // square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// few = "4 if square > 13 else 3 if square > 7 else 2 if square > 3 else 1"
-// wanted = "8 if square > 56 else 6 if square > 30 else few"  # splits: about the root of square (NOTES.md)
+// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
 // when = "deterministic and wanted > 1"
-// SPLITS = "wanted if group % wanted == 0 else group if group <= 2 * wanted else 1"
+// SPLITS = "min(wanted, floor_pow2(2 * group - 1))"  # whole heads
 // evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "wanted > 1"
 // SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "causal and not deterministic and works * SPLITS < 5 * units"
+// SECTION = 64
 // evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"

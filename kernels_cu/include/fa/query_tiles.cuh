@@ -108,6 +108,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. Splits: the tiles of queries of all
     // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
+    // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile.
     template <int Keys, int Section, bool LastFirst = false, int Splits = 1, bool Backwards = false>
     static __device__ __forceinline__ Work work(const Args& args, int number) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
@@ -130,7 +131,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             work.count = tiles * group;
             work.head = head, work.tile = work.edge = work.first;
         } else {
-            const int begin = tiles * group * split / Splits, end = tiles * group * (split + 1) / Splits, divisor = max(1, tiles);
+            const int unit = DETERMINISTIC ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
+            const int begin = units * split / Splits * unit, end = units * (split + 1) / Splits * unit;
             work.count = end - begin;
             work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
