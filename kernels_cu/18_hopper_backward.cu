@@ -193,6 +193,11 @@
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
 // queries on, at 64 it is slower (NOTES.md).
 //
+// A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
+// Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
+// accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
+// at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>

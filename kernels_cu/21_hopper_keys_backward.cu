@@ -129,6 +129,8 @@
 //     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q, dO, P and dS is empty
 //     dP(n + 1)                       the rest of dQ(n) added
 //
+// Where works are few, a tile of keys is several works, as in step 18.
+//
 // With --deterministic the blocks of a head take turns at each tile of queries, in step 18's order. The storer of a consumer takes the
 // turn, tells the consumer so, and passes the turn behind its reductions.
 //

@@ -131,6 +131,8 @@
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
 // is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
+// Where works are few, 128 keys are several works, as in step 18: each cluster walks over a range of their tiles of queries.
+//
 // Both blocks walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros (skip_tile). A cluster barrier stands at
 // the beginning: no copy or arrival finds a barrier of the other block that is not initialised. One stands at the end: no block ends while
 // the other may reach it.
