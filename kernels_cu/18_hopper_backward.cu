@@ -40,10 +40,6 @@
 // SPLITS = "wanted"
 // evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
-// when = "causal and not deterministic and works * SPLITS < 5 * units"
-// SECTION = 64
-// evidence = "NOTES.md, 18 hopper backward, splits"
-// [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
 // evidence = "NOTES.md, 18 hopper backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
@@ -51,6 +47,10 @@
 // when = "BACKWARDS and seq_q > 2048"
 // SECTION = 64
 // evidence = "NOTES.md, 18 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// [[choice]]
+// when = "causal and not deterministic and works * SPLITS < 5 * units"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
