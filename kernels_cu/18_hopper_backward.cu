@@ -17,9 +17,28 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
+// SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
+// group = "heads_q // heads_kv"
+// tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
+// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
+// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
+// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
+// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
+// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
+// [[choice]]
+// when = "deterministic and wanted > 1"
+// SPLITS = "min(wanted, floor_pow2(2 * group - 1))"  # whole heads
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "wanted > 1"
+// SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
@@ -28,6 +47,10 @@
 // when = "BACKWARDS and seq_q > 2048"
 // SECTION = 64
 // evidence = "NOTES.md, 18 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// [[choice]]
+// when = "causal and not deterministic and works * SPLITS < 5 * units"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
@@ -43,6 +66,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
@@ -84,12 +111,12 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// grid = "min(sms, works * SPLITS)"
 // block = 384
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -166,6 +193,11 @@
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
 // queries on, at 64 it is slower (NOTES.md).
 //
+// A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
+// Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
+// accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
+// at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
@@ -206,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 }
 
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, SECTION, LAST_FIRST>(args, number);
+    return Tiles::work<BLOCK_K, SECTION, LAST_FIRST, SPLITS, bool(BACKWARDS)>(args, number);
 }
 
 // What a block has in shared memory.
@@ -267,7 +299,7 @@ struct Storer {
         pass_turn(mine, false);
     }
     __device__ __forceinline__ void add_at_once(const Work& work) {
-        Walk walk = Walk::begin(args, work);
+        Walk walk = Walk::begin(work);
 #pragma unroll 1
         for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
             wait_staged();
@@ -286,7 +318,6 @@ struct Storer {
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
-        fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     __device__ __forceinline__ void run() {
         while (true) {
@@ -298,7 +329,8 @@ struct Storer {
                 add_in_turns(work);
                 work = work_of(args, at().numbers[kv.stage()]);  // again: in the loop there is no register for it
             } else add_at_once(work);
-            store_gradients(work);
+            if (SPLITS == 1) store_gradients(work);
+            fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
     }
@@ -375,7 +407,7 @@ struct Consumer {
     }
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
-        return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+        return CAUSAL && fa::visible_keys(args, (work.edge + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
     }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
@@ -465,6 +497,12 @@ struct Consumer {
         release_queries();
         stage_dq();
     }
+    // dK and dV of one of several splits to its workspace; launch 3 adds them.
+    __device__ __forceinline__ void store_partials(bool seen) {
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
+        fa::mbarrier_arrive(at().kv_empty + kv.stage());
+    }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
@@ -484,7 +522,7 @@ struct Consumer {
                 __shfl_sync(fa::full_warp, at().numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
             if (number < 0) break;
             work = work_of(args, number);
-            walk = Walk::begin(args, work);
+            walk = Walk::begin(work);
             const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
@@ -494,7 +532,8 @@ struct Consumer {
                 for (bool accumulate = false; n < end; ++n, accumulate = true) full_tile(accumulate);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
             if (end < work.count) skip_tile();
-            stage_gradients(seen);
+            if constexpr (SPLITS > 1) store_partials(seen);
+            else stage_gradients(seen);
             kv.next();
         }
     }
@@ -514,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -523,4 +562,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // Launch 3.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    Tiles::convert<scalar, BLOCK_K, SECTION, LAST_FIRST, SPLITS, WORKSPACE_PARTIAL>(args);
+}

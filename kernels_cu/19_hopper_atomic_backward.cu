@@ -19,10 +19,28 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = 2  # the next K and V arrive while the last products run
 // EARLY = 8  # eighths of dQ that are added before the next dP
+// SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// units = "sms"
+// tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
+// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
+// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
+// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
+// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
+// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // short = "seq_q < (2048 if causal else 1024)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
+// [[choice]]
+// when = "wanted > 1"
+// SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "causal and works * SPLITS < 5 * units"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
@@ -38,6 +56,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -75,12 +97,12 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// grid = "min(sms, works * SPLITS)"
 // block = 384
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -108,7 +130,7 @@
 // What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too
 // many.
 //
-// What stays: all else. At head dim 64 without a mask both are as fast, and this one leaves registers for descriptors. Half of the
+// What stays: all else, also the splits where works are few. At head dim 64 without a mask both are as fast, and this one leaves registers for descriptors. Half of the
 // exponentials behind the wait for dP, as step 18 has them at head dim 64, are 7 to 10 % slower here: dV, which runs beside dS, would be
 // cut in two, and its second half would begin behind dS (NOTES.md). It has no deterministic form: turns are the storers', and here the
 // consumers add. With turns it was 4 to 16 % slower than step 18's, and 1 to 4 % faster at 1024 queries and fewer at head dim 128.
@@ -136,7 +158,9 @@ constexpr bool DESCRIPTORS_HERE = CAUSAL;
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    return Tiles::work<BLOCK_K, SECTION, false, SPLITS>(args, number);
+}
 
 // What a block has in shared memory.
 struct Shared {
@@ -170,14 +194,14 @@ struct Storer {
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
-        fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     __device__ __forceinline__ void run() {
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
             if (number < 0) break;
-            store_gradients(work_of(args, number));
+            if (SPLITS == 1) store_gradients(work_of(args, number));
+            fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
     }
@@ -251,7 +275,7 @@ struct Consumer {
 
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
-        return CAUSAL && fa::visible_keys(args, (work.first + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+        return CAUSAL && fa::visible_keys(args, (work.edge + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
     }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
@@ -333,6 +357,12 @@ struct Consumer {
         fa::wgmma_wait<0>(dq_reg);
         add_dq(begin_sum(), 0, GROUPS, dq_reg);
     }
+    // dK and dV of one of several splits to its workspace; launch 3 adds them.
+    __device__ __forceinline__ void store_partials(bool seen) {
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
+        fa::mbarrier_arrive(at().kv_empty + kv.stage());
+    }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
@@ -352,7 +382,7 @@ struct Consumer {
                 __shfl_sync(fa::full_warp, at().numbers[kv.stage()], 0);  // known to the compiler as the same in the whole warp
             if (number < 0) break;
             work = work_of(args, number);
-            walk = Walk::begin(args, work);
+            walk = Walk::begin(work);
             int n = work.count > 0 && sees_nothing();
             if (n > 0) skip_tile();
             const bool seen = n < work.count;
@@ -368,7 +398,8 @@ struct Consumer {
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add_dq(begin_sum(), 0, GROUPS, dq_reg);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-            stage_gradients(seen);
+            if constexpr (SPLITS > 1) store_partials(seen);
+            else stage_gradients(seen);
             kv.next();
         }
     }
@@ -388,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -397,4 +428,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // Launch 3.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    Tiles::convert<scalar, BLOCK_K, SECTION, false, SPLITS, WORKSPACE_PARTIAL>(args);
+}

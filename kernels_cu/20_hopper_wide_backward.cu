@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int number = at.numbers[0];
                 if (number < 0) break;
                 const Work work = work_of(args, number);
-                Walk walk = Walk::begin(args, work);
+                Walk walk = Walk::begin(work);
 #pragma unroll 1
                 for (int n = 0; n < work.count; ++n, walk.next(work), q.next()) {
                     fa::mbarrier_wait_parity(at.dq_full + consumer, q.position % 2);
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (number < 0) break;
         fa::mbarrier_arrive(at.kv_empty);
         work = work_of(args, number);
-        walk = Walk::begin(args, work);
+        walk = Walk::begin(work);
         const bool seen = work.count > 0;
         if (seen) {
             fa::mbarrier_wait_parity(at.q_full + q.stage(), q.parity());

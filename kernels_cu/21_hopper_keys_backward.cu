@@ -18,7 +18,27 @@
 // BLOCK_K = 64  # both consumers share them
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // EARLY = 4  # eighths of dQ that are added before the next dP
+// SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
+// [let]
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
+// group = "heads_q // heads_kv"
+// tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
+// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
+// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
+// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
+// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
+// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
+// [[choice]]
+// when = "deterministic and wanted > 1"
+// SPLITS = "min(wanted, floor_pow2(2 * group - 1))"  # whole heads
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "wanted > 1"
+// SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
@@ -34,6 +54,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
@@ -75,12 +99,12 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
+// grid = "min(sms, works * SPLITS)"
 // block = 384
 // shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -104,6 +128,8 @@
 //     dQ(n) = dS(n) K     dV
 //     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q, dO, P and dS is empty
 //     dP(n + 1)                       the rest of dQ(n) added
+//
+// Where works are few, a tile of keys is several works, as in step 18.
 //
 // With --deterministic the blocks of a head take turns at each tile of queries, in step 18's order. The storer of a consumer takes the
 // turn, tells the consumer so, and passes the turn behind its reductions.
@@ -142,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 }
 
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, SECTION, DETERMINISTIC>(args, number);
+    return Tiles::work<BLOCK_K, SECTION, DETERMINISTIC, SPLITS>(args, number);
 }
 
 // What a block has in shared memory.
@@ -200,7 +226,6 @@ struct Storer {
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
-        fa::mbarrier_arrive(at().kv_empty);
     }
     __device__ __forceinline__ void run() {
         while (true) {
@@ -212,7 +237,8 @@ struct Storer {
                 take_turns(work);
                 work = work_of(args, at().numbers[0]);  // again: in the loop there is no register for it
             }
-            store_gradients(work);
+            if (SPLITS == 1) store_gradients(work);
+            fa::mbarrier_arrive(at().kv_empty);
             kv.next();
         }
     }
@@ -356,6 +382,12 @@ struct Consumer {
         fa::schedule_fence();
         add_dq(dq, EARLY_GROUPS, GROUPS);
     }
+    // dK and dV of one of several splits to its workspace; launch 3 adds them.
+    __device__ __forceinline__ void store_partials(bool seen) {
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[0]);
+        Tiles::store_partials<BLOCK_K>(partial, consumer * OWN_SLABS, 1, dk_reg, dv_reg, seen);
+        fa::mbarrier_arrive(at().kv_empty);
+    }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
@@ -374,7 +406,7 @@ struct Consumer {
             const int number = __shfl_sync(fa::full_warp, at().numbers[0], 0);  // known to the compiler as the same in the whole warp
             if (number < 0) break;
             work = work_of(args, number);
-            walk = Walk::begin(args, work);
+            walk = Walk::begin(work);
             const bool seen = work.count > 0;
             if (seen) {
                 issue_scores();
@@ -389,7 +421,8 @@ struct Consumer {
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add_dq(begin_sum(), 0, GROUPS);
             } else fa::mbarrier_wait_parity(at().v_full, kv.parity());
-            stage_gradients(seen);
+            if constexpr (SPLITS > 1) store_partials(seen);
+            else stage_gradients(seen);
             kv.next();
         }
     }
@@ -409,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -418,4 +451,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // Launch 3.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    Tiles::convert<scalar, BLOCK_K, SECTION, DETERMINISTIC, SPLITS, WORKSPACE_PARTIAL>(args);
+}

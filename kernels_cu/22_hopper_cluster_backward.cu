@@ -14,7 +14,26 @@
 // [tile]
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// [let]
+// works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
+// units = "max(1, sms // 2)"  # clusters that run at the same time
+// tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
+// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
+// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
+// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
+// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
+// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "HEAD_DIM // 32 * ceil_div(seq_kv, 128)"
+// [[choice]]
+// when = "wanted > 1"
+// SPLITS = "wanted"
+// evidence = "NOTES.md, 18 hopper backward, splits"
+// [[choice]]
+// when = "causal and works * SPLITS < 5 * units"
+// SECTION = 64
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -26,6 +45,10 @@
 // [workspace.dq]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "256 * works * SPLITS * HEAD_DIM if SPLITS > 1 else 4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -63,13 +86,13 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "2 * min(sms // 2, ceil_div(seq_kv, 128) * heads_kv * batch)"
+// grid = "2 * min(sms // 2, works * SPLITS)"
 // block = 384
 // cluster = 2
 // shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
 // [[launch]]
 // entry = "convert"
-// grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -107,6 +130,8 @@
 // Each block loads all of Q and dO for itself, as step 21 does, so a stage is released within the block. With multicast a block would load
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
 // is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
+//
+// Where works are few, 128 keys are several works, as in step 18: each cluster walks over a range of their tiles of queries.
 //
 // Both blocks walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros (skip_tile). A cluster barrier stands at
 // the beginning: no copy or arrival finds a barrier of the other block that is not initialised. One stands at the end: no block ends while
@@ -148,13 +173,30 @@ struct Here {
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
 // The 128 keys of a cluster, of one head, and the tiles of queries that see them.
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<KEYS, SECTION>(args, number); }
-__device__ __forceinline__ int works_of(const fa::Args& args) { return (args.seq_kv + KEYS - 1) / KEYS * args.heads_kv * args.batch; }
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
+    return Tiles::work<KEYS, SECTION, false, SPLITS>(args, number);
+}
+__device__ __forceinline__ int works_of(const fa::Args& args) { return Tiles::works<KEYS, SPLITS>(args); }
 
 // The first tile of queries that sees some of the 64 keys from this one on.
 __device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work, int key) {
     return key < args.seq_kv ? min(work.end, fa::first_query(args, key) / BLOCK_Q) : work.end;
 }
+
+// The tiles of queries that a work walks over, head after head: of one head from `first` to `end`. All, or with splits `left` from its tile on.
+struct Range {
+    int head, first, end, left;
+    __device__ __forceinline__ Range(const Work& work, int group) : head(work.head), first(work.tile), end(work.end), left(group) {
+        if (SPLITS > 1) left = work.count, clip();
+    }
+    __device__ __forceinline__ bool is_left() const { return left > 0; }
+    __device__ __forceinline__ void next(const Work& work) {
+        left -= SPLITS > 1 ? end - first : 1;
+        ++head, first = work.first, end = work.end;
+        if (SPLITS > 1) clip();
+    }
+    __device__ __forceinline__ void clip() { end = min(end, first + left); }
+};
 
 // Launch 2. A cluster keeps 128 keys, each of its blocks 64; the queries that see them are streamed, of all heads that read this key head.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -227,9 +269,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 kv.next();
                 if (rank == 0) next = atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
-                for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+                for (Range range(work, group); range.is_left(); range.next(work))
 #pragma unroll 1
-                    for (int tile = work.first; tile < work.end; ++tile, q.next()) {
+                    for (int tile = range.first, head = range.head; tile < range.end; ++tile, q.next()) {
                         fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
                         const int q_first = tile * BLOCK_Q;
                         Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, head, work.batch, STATS);
@@ -252,7 +294,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const Work work = work_of(args, number);
                 const int key = rank * BLOCK_K;
                 fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
-                for (int slab = consumer * OWN_SLABS; slab < (consumer + 1) * OWN_SLABS; ++slab) {
+                for (int slab = consumer * OWN_SLABS; SPLITS == 1 && slab < (consumer + 1) * OWN_SLABS; ++slab) {
                     fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                     fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                 }
@@ -439,17 +481,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         auto late = [&]() { return !is_own() && q.position != begin ? before : nullptr; };
         bool seen = false;
 #pragma unroll 1
-        for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-            int tile = work.first;
-            auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, head, tile)); };
+        for (Range range(work, group); range.is_left(); range.next(work)) {
+            int tile = range.first;
+            auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, range.head, tile)); };
+            const int skipped = SPLITS > 1 ? min(range.end, own_first) : own_first;
 #pragma unroll 1
-            for (; tile < own_first; ++tile) skip_tile(late()), before = here();
+            for (; tile < skipped; ++tile) skip_tile(late()), before = here();
 #pragma unroll 1
-            for (; tile < work.end; ++tile, seen = true) full_tile(tile, late(), seen), before = here();
+            for (; tile < range.end; ++tile, seen = true) full_tile(tile, late(), seen), before = here();
         }
         if (late()) make_dq(before);  // the last tile was an own one
 
-        // Epilogue: dV and dK to the shared memory of V and K
+        // Epilogue: one of several splits to its workspace, where launch 3 adds them; else dV and dK to the shared memory of V and K.
+        if constexpr (SPLITS > 1) {
+            Tiles::store_partials<KEYS>(Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *number_of_work()), consumer * OWN_SLABS * 2 + rank,
+                                        2, dk_reg, dv_reg, seen);
+            __syncwarp();
+            release(dkv_full + consumer);
+            kv.next();
+            continue;
+        }
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const int slab = consumer * OWN_SLABS;
         fa::bar_sync(1, 256);  // the other consumer's products have read K and V
@@ -464,4 +515,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 }
 
 // Launch 3.
-extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) { Tiles::convert<scalar>(args); }
+extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
+    Tiles::convert<scalar, KEYS, SECTION, false, SPLITS, WORKSPACE_PARTIAL>(args);
+}

@@ -249,13 +249,14 @@ def test_store_output_with_a_vector_width(backend: Backend, tmp_path: Path) -> N
 
 
 def test_place_in_sections(backend: Backend, tmp_path: Path) -> None:
-    """fa::Place: every tile of every head once, section by section; the last of 7 heads by 3 has one."""
+    """fa::Place: every tile of every head once, section by section; the last of 7 heads by 3 has one. Its number leads back."""
     body = """\
     const fa::Place place = fa::place_in_sections(t, 4, 3, 7);
-    out[2 * t] = place.tile, out[2 * t + 1] = place.head;"""
-    got = run(backend, tmp_path, body, before="#include <fa/schedule.cuh>")[:56].reshape(28, 2)
+    out[3 * t] = place.tile, out[3 * t + 1] = place.head, out[3 * t + 2] = fa::number_in_sections(place, 4, 3, 7);"""
+    got = run(backend, tmp_path, body, before="#include <fa/schedule.cuh>")[:84].reshape(28, 3)
     sections = [(0, 1, 2), (3, 4, 5), (6,)]
-    assert got.tolist() == [[tile, head] for heads in sections for tile in range(4) for head in heads]
+    places = [(tile, head) for heads in sections for tile in range(4) for head in heads]
+    assert got.tolist() == [[tile, head, number] for number, (tile, head) in enumerate(places)]
 
 
 def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:

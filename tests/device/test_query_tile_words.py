@@ -23,27 +23,63 @@ FIELDS = {"batch": 7, "heads_q": 2, "heads_kv": 1, "seq_q": 150, "seq_kv": 400, 
 
 @pytest.mark.parametrize(("causal", "turns"), [(False, False), (False, True), (True, False), (True, True)])
 def test_works(causal: bool, turns: bool, backend: Backend, tmp_path: Path) -> None:
-    """fa::Work: every tile of keys of every head once, and the tiles of queries that see it; 1 MB are 6 heads of the 7. turns: of blocks
-    that take turns, the last keys first."""
+    """fa::Work: every tile of keys of every head once, and the tiles of queries that see it. turns: of blocks that take turns, the last
+    keys first."""
     body = f"""\
     const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, 1, {str(turns).lower()}>(args, t);
     const int all[6] = {{work.k_first, work.kv_head, work.batch, work.first, work.end, work.count}};
     for (int i = 0; i < 6; ++i) out[6 * t + i] = all[i];"""
     before = f"#undef DETERMINISTIC\n#define DETERMINISTIC {turns:d}\n{BEFORE}"
-    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=before)[: 28 * 6].reshape(28, 6)
+    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=before, block=28)[: 28 * 6].reshape(28, 6)
     first = {key: min(3, max(0, key - 30) // 64) if causal else 0 for key in range(0, 400, 128)}
-    sections = [range(6), range(6, 7)] if causal or turns else [range(head, head + 1) for head in range(7)]
+    sections = [range(7)] if causal or turns else [range(head, head + 1) for head in range(7)]
     places = [(key, head) for heads in sections for key in sorted(first, reverse=turns) for head in heads]
     assert got.tolist() == [[key, 0, head, first[key], 3, 2 * (3 - first[key])] for key, head in places]
+
+
+@pytest.mark.parametrize(("causal", "turns", "backwards"), [(False, False, False), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize("splits", [2, 3, 5, 7])
+def test_splits(splits: int, causal: bool, turns: bool, backwards: bool, backend: Backend, tmp_path: Path) -> None:
+    """The splits of a tile of keys walk over each of its tiles of queries once, those of all heads of the group, one split after the other;
+    `edge` is the tile at which a walk begins or, backwards, ends. Blocks that take turns
+    have whole heads. A work's number leads to it and back, also where 1 MB are 6 heads of the 7."""
+    true = {False: "false", True: "true"}
+    body = f"""\
+    using Tiles = fa::QueryTiles<64, 64, 0, 1>;
+    const fa::Work work = Tiles::work<128, 1, {true[turns]}, {splits}, {true[backwards]}>(args, t);
+    auto walk = fa::Walk<{true[backwards]}>::begin(work);
+    auto also = Tiles::walk_numbers<{true[backwards]}>(args, work);
+    int* to = reinterpret_cast<int*>(out) + 16 * t;
+    int back = -1;
+    for (int split = 0; split < {splits}; ++split)
+        if (Tiles::number_of_work<128, 1, {true[turns]}, {splits}>(args, work.batch, work.kv_head, work.k_first / 128, split) == t) back = split;
+    to[0] = work.k_first, to[1] = work.batch, to[2] = back, to[3] = work.edge, to[4] = work.count;
+    for (int n = 0; n < work.count; ++n, walk.next(work), also.next(work)) {{
+        to[5 + n] = 10 * walk.head + walk.queries(work);
+        if (also.number != Tiles::number(args, work.batch, walk.head, walk.queries(work))) to[5 + n] = -1;
+    }}"""
+    before, count = f"#undef DETERMINISTIC\n#define DETERMINISTIC {turns:d}\n{BEFORE}", 28 * splits
+    got = run(backend, tmp_path, body, causal=causal, fields=FIELDS, before=before, block=count)[: 16 * count].reshape(count, 16)
+    walked: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for key, batch, split, edge, length, *tiles in got.tolist():
+        walked.setdefault((key, batch), {})[split] = tiles[:length]
+        assert not length or edge == tiles[length - 1 if backwards else 0] % 10
+    assert len(walked) == 28
+    for (key, _), of in walked.items():
+        first = min(3, max(0, key - 30) // 64) if causal else 0
+        order = range(2, first - 1, -1) if backwards else range(first, 3)
+        assert [tile for split in range(splits) for tile in of[split]] == [10 * head + tile for head in (0, 1) for tile in order]
+        lengths = [len(of[split]) for split in range(splits)]
+        assert all(length % len(order) == 0 for length in lengths if order) if turns else max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_walk(backwards: bool, backend: Backend, tmp_path: Path) -> None:
     """fa::Walk: the tiles of queries of a work, head after head of its group, from either end; fa::NumberWalk: their numbers, 4 a head."""
     body = f"""\
-    const fa::Work work{{0, 2, 1, 1, 4, 9}};
+    const fa::Work work{{0, 2, 1, 1, 4, 9, 6, 1, 1}};
     using Walk = fa::Walk<{str(backwards).lower()}>;
-    Walk at = Walk::begin(args, work);
+    Walk at = Walk::begin(work);
     fa::NumberWalk<{str(backwards).lower()}> also = fa::QueryTiles<64, 64, 0, 1>::walk_numbers<{str(backwards).lower()}>(args, work);
     for (int n = 0; n < t; ++n) at.next(work), also.next(work);
     out[3 * t] = at.head, out[3 * t + 1] = at.queries(work), out[3 * t + 2] = also.number;"""

@@ -6,6 +6,7 @@ those of softmax are of bits. The words of <fa/tf32.cuh> stand in test_fragment_
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +193,19 @@ def test_delta_of(backend: Backend, tmp_path: Path, dtype: str) -> None:
         assert np.array_equal(got, np.repeat(want[:, None], 8, 1)), head_dim
 
 
+@pytest.mark.parametrize("terms", [1, 3])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_store_dq_rows(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """From the layout of the accumulators, scaled, rounded once: the rows and columns that there are, and nothing behind them."""
-    dq = (integers(16, 64) * HAIR).astype(np.float32)
-    layout = dq.reshape(2, 8, 8, 4, 2).transpose(2, 1, 3, 0, 4)  # [chunk][row][lane][half][2]
-    body = """\
+def test_store_gradient_rows(backend: Backend, tmp_path: Path, dtype: str, terms: int) -> None:
+    """The sum of what lies in the layout of the accumulators, scaled, rounded once: the rows and columns that there are, and nothing behind them."""
+    parts = (integers(terms, 16, 64) * HAIR).astype(np.float32)
+    layout = parts.reshape(terms, 2, 8, 8, 4, 2).transpose(0, 3, 2, 4, 1, 5)  # [term][chunk][row][lane][half][2]
+    dq = functools.reduce(np.add, parts)
+    body = f"""\
     fa::Args own = args;
     own.dQ = args.O;
-    const float* from = reinterpret_cast<const float*>(a) + (t % 8 * 8 + t / 8) * 16;
-    fa::store_dq_rows<scalar>(own, 0, 0, t / 8, t % 8, from, 0.3f);"""
+    const float* from[{terms}];
+    for (int i = 0; i < {terms}; ++i) from[i] = reinterpret_cast<const float*>(a) + 1024 * i + (t % 8 * 8 + t / 8) * 16;
+    fa::store_gradient_rows<scalar>(own, own.dQ, own.seq_q, 0, 0, t / 8, t % 8, from, 0.3f);"""
     for rows, head_dim in ((16, 64), (13, 59), (8, 1), (3, 8)):
         of = {"dtype": dtype, "block": 64, "fields": {"seq_q": rows, "head_dim": head_dim}, "before": "#include <fa/gradient.cuh>"}
         got = run(backend, tmp_path, body, layout, **of).view(TYPES[dtype])[: 20 * 64].reshape(20, 64).astype(float)

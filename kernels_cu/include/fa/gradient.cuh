@@ -98,23 +98,30 @@ template <class T, int Width> __device__ __forceinline__ float delta_of(const Ar
     return group_sum<8>(sum);
 }
 
-// Two rows of dQ, 8 apart, from what 4 lanes hold of them in accumulators: `from` is [4 lanes][2 rows][2 columns], 8 columns in all, the
-// chunk-th of the row. They are scaled and rounded; rows beyond seq_q are left out.
-template <class T>
-__device__ __forceinline__ void store_dq_rows(const Args& args, int batch, int head, int query, int chunk, const float* from, float scale) {
-    Vec128<T> rows[2];
+// Two rows of a gradient, 8 apart, from what 4 lanes hold of them in accumulators: each of `from` is [4 lanes][2 rows][2 columns], 8 columns
+// in all, the chunk-th of the row. Their sum, in this order, is scaled and rounded; rows from `rows` on are left out.
+template <class T, int Terms>
+__device__ __forceinline__ void store_gradient_rows(const Args& args, const Tensor& gradient, int rows, int batch, int head, int row,
+                                                    int chunk, const float* const (&from)[Terms], float scale) {
+    Vec128<T> two[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Vec<float, 4> dq = load_vec<4>(from + 4 * i);
+        Vec<float, 4> sum = load_vec<4>(from[0] + 4 * i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) rows[e / 2][2 * i + e % 2] = narrow<T>(dq[e] * scale);
+        for (int term = 1; term < Terms; ++term) {
+            const Vec<float, 4> next = load_vec<4>(from[term] + 4 * i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += next[e];
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) two[e / 2][2 * i + e % 2] = narrow<T>(sum[e] * scale);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (query + 8 * half >= args.seq_q) return;
+        if (row + 8 * half >= rows) return;
         // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
-        auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(args.dQ, batch, head, query + 8 * half)) + chunk;
-        store_128_upto(reinterpret_cast<T*>(to), rows[half], args.head_dim - chunk * 8);
+        auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(gradient, batch, head, row + 8 * half)) + chunk;
+        store_128_upto(reinterpret_cast<T*>(to), two[half], args.head_dim - chunk * 8);
     }
 }
 

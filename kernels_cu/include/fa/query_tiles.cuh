@@ -17,19 +17,19 @@
 
 namespace fa {
 
-// A tile of keys of one head, and the tiles of queries that see it.
+// A tile of keys of one head, and the tiles of queries that see it, or one of several splits of them.
 struct Work {
     int k_first, kv_head, batch;
-    int first, end, count;  // tiles of queries of each head; of all heads of the group together
+    int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
+    int head, tile;  // where the walk begins
+    int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
 };
 
 // A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first.
 template <bool Backwards> struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
-    static __device__ __forceinline__ Walk begin(const Args& args, const Work& work) {
-        return {work.kv_head * (args.heads_q / args.heads_kv), work.first};
-    }
+    static __device__ __forceinline__ Walk begin(const Work& work) { return {work.head, work.tile}; }
     __device__ __forceinline__ void next(const Work& work) {
         if (++tile == work.end) tile = work.first, ++head;
     }
@@ -82,8 +82,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return (batch * args.heads_q + head) * of_head(args) + tile;
     }
     template <bool Backwards> static __device__ __forceinline__ NumberWalk<Backwards> walk_numbers(const Args& args, const Work& work) {
-        const Walk<Backwards> at = Walk<Backwards>::begin(args, work);
-        return {number(args, work.batch, at.head, at.queries(work)), work.end - work.first};
+        const Walk<Backwards> at = Walk<Backwards>::begin(work);
+        return {number(args, work.batch, at.head, at.queries(work)), work.end - work.tile};
     }
     // log2(e) * logsumexp and delta of a tile: [2][BlockQ].
     static __device__ __forceinline__ float* stats(const Args& args, int number) {
@@ -94,27 +94,85 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (parts * part);
     }
 
+    // How many works there are: each tile of Keys keys is Splits of them.
+    template <int Keys, int Splits = 1> static __device__ __forceinline__ int works(const Args& args) {
+        return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * Splits;
+    }
+    // Sections of key heads; in a section the tiles that the most queries see first, over all its heads. The query heads that are read at
+    // the same time, one of each key head and split, have at most Section MB of Q, dO and dQ. Blocks that take turns: so that neighbours of
+    // one head do not begin at the same time.
+    template <int Section, int Splits> static __device__ __forceinline__ int section(const Args& args) {
+        const int at_once = Splits == 1 ? 1 : min(Splits, args.heads_q / args.heads_kv);
+        return max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / at_once));
+    }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
-    // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers.
-    template <int Keys, int Section, bool LastFirst = false> static __device__ __forceinline__ Work work(const Args& args, int number) {
+    // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. Splits: the tiles of queries of all
+    // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
+    // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile.
+    template <int Keys, int Section, bool LastFirst = false, int Splits = 1, bool Backwards = false>
+    static __device__ __forceinline__ Work work(const Args& args, int number) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
-        // Sections of heads with at most Section MB of Q, dO and dQ; in a section the tiles that the most queries see first, over all its
-        // heads. Blocks that take turns: so that neighbours of one head do not begin at the same time.
-        const int heads = max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / group));
-        const Place place = place_in_sections(number, k_tiles, heads, args.heads_kv * args.batch);
+        const Place place =
+            place_in_sections(number, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
         const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
         const int row = number / k_tiles, k_tile = number - row * k_tiles;
 #endif
         Work work;
         work.k_first = k_tile * Keys;
-        work.batch = row / args.heads_kv;
-        work.kv_head = row - work.batch * args.heads_kv;
+        const int split = row % Splits;
+        work.batch = row / Splits / args.heads_kv;
+        work.kv_head = row / Splits - work.batch * args.heads_kv;
         work.end = of_head(args);
         work.first = min(work.end, first_query(args, work.k_first) / BlockQ);
-        work.count = (work.end - work.first) * group;
+        const int tiles = work.end - work.first, head = work.kv_head * group;
+        if constexpr (Splits == 1) {
+            work.count = tiles * group;
+            work.head = head, work.tile = work.edge = work.first;
+        } else {
+            const int unit = DETERMINISTIC ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
+            const int begin = units * split / Splits * unit, end = units * (split + 1) / Splits * unit;
+            work.count = end - begin;
+            work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
+            work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
+        }
         return work;
+    }
+
+    // The number of a split of a tile of keys.
+    template <int Keys, int Section, bool LastFirst, int Splits>
+    static __device__ __forceinline__ int number_of_work(const Args& args, int batch, int kv_head, int k_tile, int split) {
+        const int k_tiles = (args.seq_kv + Keys - 1) / Keys, row = (batch * args.heads_kv + kv_head) * Splits + split;
+#if CAUSAL || DETERMINISTIC
+        const Place place = {LastFirst ? k_tiles - 1 - k_tile : k_tile, row};
+        return number_in_sections(place, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
+#else
+        return row * k_tiles + k_tile;
+#endif
+    }
+
+    // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32, in the order of the works' numbers.
+    // As dQ they lie in the layout of the accumulators, dK first: [2][Width / 64][Keys / 64] parts. Partial: the number of that workspace.
+    template <int Keys> static constexpr int partial_size = 2 * Keys * Width;
+    template <int Keys, int Partial> static __device__ __forceinline__ float* partial(const Args& args, int number) {
+        return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * partial_size<Keys>;
+    }
+    // 64 rows of dK and dV, a consumer's, to every step-th of the parts from its first on. seen: whether a query sees any of the keys; where
+    // none does, the registers hold anything. Two texts: a choice of each number would cost registers in the loop before.
+    template <int Keys, int R>
+    static __device__ __forceinline__ void store_partials(float* partial, int first, int step, const float (&dk)[R], const float (&dv)[R],
+                                                          bool seen) {
+        const float zeros[R] = {};
+        float *dk_to = partial + first * part, *dv_to = dk_to + partial_size<Keys> / 2;
+        if (seen) store_parts(dk_to, step, dk), store_parts(dv_to, step, dv);
+        else store_parts(dk_to, step, zeros), store_parts(dv_to, step, zeros);
+    }
+    template <int R> static __device__ __forceinline__ void store_parts(float* to, int step, const float (&x)[R]) {
+#pragma unroll
+        for (int j = 0; j < R / 4; ++j)
+            store_vec(to + j / 8 * step * part + j % 8 * 512 + threadIdx.x % 128 * 4,
+                      Vec<float, 4>{x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]});
     }
 
     // Starts to copy a tile of Q, dO, K or V, whose slabs of 64 columns have Slab bytes; the barrier expects `more` bytes beside.
@@ -128,13 +186,13 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // The producer, one thread of launch 2: takes works of Keys keys from two counters, copies their K and V, and the tiles of queries that
     // see them. smem: where to, [stages][slabs][rows][64], and the barriers. A number is fetched a work ahead: the counter's answer takes a
     // microsecond. With DETERMINISTIC, when the last copies of a work are on their way: works shall begin in the order of their numbers.
-    template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
+    template <int Keys, class Walk, int KvStages, int Splits = 1, class Shared, class WorkOf>
     static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of) {
         constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
         Barriers<KvStages>& at = *smem.barriers;
         Ring<KvStages> kv;
         Ring<2> q;
-        const int works = (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch;
+        const int works = QueryTiles::works<Keys, Splits>(args);
         int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
         while (true) {
             mbarrier_wait_parity(at.kv_empty + kv.stage(), kv.parity() ^ 1);
@@ -145,7 +203,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
             load<k_slab>(smem.v + kv.stage() * k_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
             kv.next();
-            Walk walk = Walk::begin(args, work);
+            Walk walk = Walk::begin(work);
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.count; ++n, walk.next(work)) {
                 const int tile = walk.queries(work), q_first = tile * BlockQ;
@@ -181,11 +239,41 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
 
     // Launch 3, 256 threads and a part of dQ a block: a thread reads the 4 lanes that hold 8 columns of two rows.
     template <class T> static __device__ __forceinline__ void convert(const Args& args) {
-        const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
-        const int query = tile * BlockQ + own % row_parts * 64 + warp * 16 + row;
-        const float* from = dq(args, number(args, batch, head, tile)) + own * part + (group * 128 + warp * 32 + row * 4) * 4;
-        store_dq_rows<T>(args, batch, head, query, own / row_parts * 8 + group, from, float(args.scale));
+        const int query = tile * BlockQ + own % row_parts * 64 + row_of_part();
+        const float* from[1] = {dq(args, number(args, batch, head, tile)) + own * part + place_in_part()};
+        store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, own / row_parts * 8 + threadIdx.x % 8, from,
+                               float(args.scale));
+    }
+    // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order.
+    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
+    static __device__ __forceinline__ void convert(const Args& args) {
+        if constexpr (Splits > 1) {
+            const int other = int(blockIdx.y) - args.heads_q;
+            if (other >= 0) return add_splits<T, Keys, Section, LastFirst, Splits, Partial>(args, other / 2, other % 2);
+            if (int(blockIdx.x) >= of_head(args) * parts) return;  // there are more keys
+        }
+        convert<T>(args);
+    }
+    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
+    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv) {
+        constexpr int key_parts = Keys / 64, all = key_parts * slabs;
+        const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
+        const int key = tile * Keys + own % key_parts * 64 + row_of_part();
+        if (key >= args.seq_kv) return;
+        const float* from[Splits];
+#pragma unroll
+        for (int split = 0; split < Splits; ++split) {
+            const int number = number_of_work<Keys, Section, LastFirst, Splits>(args, batch, kv_head, tile, split);
+            from[split] = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
+        }
+        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, own / key_parts * 8 + threadIdx.x % 8,
+                               from, is_dv ? 1.0f : float(args.scale));
+    }
+    // The first row of a thread of launch 3 in a part; where its numbers begin there.
+    static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }
+    static __device__ __forceinline__ int place_in_part() {
+        return (threadIdx.x % 8 * 128 + threadIdx.x / 64 * 32 + threadIdx.x / 8 % 8 * 4) * 4;
     }
 };
 

@@ -16,5 +16,10 @@ __device__ __forceinline__ Place place_in_sections(int number, int tiles, int se
     const int width = min(section, heads - before * section);  // the last section may have fewer
     return {inside / width, before * section + inside % width};
 }
+// The number behind which a place stands.
+__device__ __forceinline__ int number_in_sections(Place place, int tiles, int section, int heads) {
+    const int before = place.head / section, width = min(section, heads - before * section);
+    return before * tiles * section + place.tile * width + place.head - before * section;
+}
 
 }  // namespace fa
