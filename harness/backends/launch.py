@@ -117,53 +117,63 @@ class Launcher:
         return Fixed(self, strides)
 
 
+class _Parameters(NamedTuple):
+    """The parameters of a pass in memory, with the addresses that were written last."""
+
+    words: memoryview  # fa::Args
+    moves: list[Callable[[int], None]]  # of each tensor map
+    enqueue: Callable[[int | None], None]
+    addresses: list[int]
+
+
 class Fixed:
-    """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes addresses over them and enqueues.
+    """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes the addresses that differ and enqueues.
 
     A call takes its parameters out of those that are free, and so has them alone: pop and append of a list are atomic.
     """
 
     def __init__(self, launcher: Launcher, strides: Mapping[str, tuple[int, int, int]]) -> None:
         self._launcher, self._strides = launcher, dict(strides)
-        spaces = len(launcher.loaded.plan.workspaces)
+        plan = launcher.loaded.plan
+        names = [*strides, *(space.name for space in plan.workspaces)]
         #: The words of fa::Args that hold an address, in the order of a call.
-        self._at = [4 * ARGS_TENSORS.index(name) for name in strides] + [4 * len(ARGS_TENSORS) + i for i in range(spaces)]
-        #: Of each tensor map, the index of its tensor's address in a call, and the tensor's strides.
-        self._mapped = [self._source(map_) for map_ in launcher.loaded.plan.tensor_maps]
-        self._free: list[tuple[memoryview, list[memoryview], Callable[[int | None], None]]] = []
+        self._at = [4 * ARGS_TENSORS.index(name) for name in strides]
+        self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces))]
+        #: Of each tensor map, the index of its tensor's address in a call.
+        self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
+        self._free: list[_Parameters] = []
 
-    def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
+    def __call__(self, addresses: list[int], stream: int | None = None) -> None:
         """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
         try:
             parameters = self._free.pop()
         except IndexError:
             parameters = self._parameters()
-        words, maps, enqueue = parameters
-        for at, address in zip(self._at, addresses, strict=True):
-            words[at] = address
-        for room, (map_, index, strides) in zip(maps, self._mapped, strict=True):
-            room[:] = self._launcher.tensor_map(map_, addresses[index], strides)
+        words, moves, enqueue, before = parameters
+        if addresses != before:
+            for at, address in zip(self._at, addresses, strict=True):
+                words[at] = address
+            for move, index in zip(moves, self._mapped, strict=True):
+                if addresses[index] != before[index]:
+                    move(addresses[index])
+            before[:] = addresses
         enqueue(stream)
         self._free.append(parameters)
 
-    def _source(self, map_: TensorMap) -> tuple[TensorMap, int, tuple[int, int, int]]:
-        if map_.tensor in self._strides:
-            return map_, list(self._strides).index(map_.tensor), self._strides[map_.tensor]
-        spaces = [space.name for space in self._launcher.loaded.plan.workspaces]
-        return map_, len(self._strides) + spaces.index(map_.tensor), (0, 0, 0)
-
-    def _parameters(self) -> tuple[memoryview, list[memoryview], Callable[[int | None], None]]:
-        """fa::Args in words and the tensor maps, with no address yet, and the function that enqueues the pass with what they hold."""
+    def _parameters(self) -> _Parameters:
+        """Parameters with no address yet."""
         made, first = self._launcher, 4 * len(ARGS_TENSORS)
-        views = {name: View(0, *strides) for name, strides in self._strides.items()}
-        args = memoryview(bytearray(made.packed(views)))
-        words, maps = args.cast("q"), [memoryview(bytearray(128)) for _ in self._mapped]
+        plan, backend = made.loaded.plan, made.backend
+        args = memoryview(bytearray(made.packed({name: View(0, *strides) for name, strides in self._strides.items()})))
+        words = args.cast("q")
+        maps = [backend.movable_map(map_, map_.byte_strides(*self._strides.get(map_.tensor, (0, 0, 0)))) for map_ in plan.tensor_maps]
         calls = []
-        for launch, plain in zip(made.loaded.plan.launches, made.plain, strict=True):
+        for launch, plain in zip(plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
-            passed = (*(given or [args]), *(maps[i] for i in launch.maps))
+            passed = (*(given or [args]), *(maps[i][0] for i in launch.maps))
             calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster))
-        return words, maps, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
+        enqueue = backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
+        return _Parameters(words, [move for _, move in maps], enqueue, [-1] * len(self._at))
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
@@ -132,9 +135,10 @@ class Ready:
     pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
     plain: bool  # its tensors must be contiguous
     mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
-    room: int  # bytes of all workspaces
-    spaces: tuple[int, ...]  # where each of them starts
-    zeroed: bool  # whether one of them is zeroed by whoever allocates it
+    room: int  # bytes of all workspaces but those that are kept
+    spaces: tuple[int, ...]  # where each of them starts; a kept one from the start of what is kept, as its complement
+    once: int  # bytes of the workspaces that are zeroed once, and kept
+    kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
 
     def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any) -> None:
         """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order, and logsumexp, contiguous, of either pass."""
@@ -146,8 +150,15 @@ class Ready:
                 addresses.append(address)
                 bits |= address
             if not bits & self.unaligned:
-                space = self.room and self.workspace()  # lives until the pass is enqueued
-                self.fixed(addresses + self.starts(space) if self.room else addresses, stream)
+                if not self.spaces:
+                    self.fixed(addresses, stream)
+                    return
+                starts, _held = self.workspaces(stream)  # memory lives until the pass is enqueued
+                try:
+                    self.fixed(addresses + starts, stream)
+                except BaseException:
+                    self.forget(stream)
+                    raise
                 return
         self.copying(given, made, lse, stream)
 
@@ -170,8 +181,12 @@ class Ready:
                 wide = self.rows_like(tensor)
                 padded.append((tensor, wide))
                 views[name] = View(wide.data_ptr(), *wide.stride()[:3])
-        space = self.workspace()
-        self.launch(views, self.starts(space), stream)
+        starts, _held = self.workspaces(stream)
+        try:
+            self.launch(views, starts, stream)
+        except BaseException:
+            self.forget(stream)
+            raise
         for tensor, wide in padded:
             tensor.copy_(wide)
 
@@ -179,14 +194,26 @@ class Ready:
         """torch's current stream on the GPU; None on the CPU."""
         return None if self.index is None else _RAW_STREAM(self.index)
 
-    def workspace(self) -> Any:
-        """Memory of all workspaces."""
-        return (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
+    def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
+        """The address of each workspace, and the memory of this call that they are in."""
+        space = torch.empty(self.room, dtype=torch.uint8, device=self.device) if self.room else None
+        start = space.data_ptr() if self.room else 0
+        if not self.once:
+            return [start + offset for offset in self.spaces], space
+        if stream and _CAPTURING():  # the graph's own: it may be replayed beside calls and other graphs
+            kept = torch.zeros(self.once, dtype=torch.uint8, device=self.device)
+            first, space = kept.data_ptr(), (space, kept)
+        else:
+            which = _stream_key(stream)
+            if which not in self.kept:
+                self.kept[which] = _zeros(self.launch.backend, self.once)
+            first = self.kept[which][0]
+        return [start + offset if offset >= 0 else first + ~offset for offset in self.spaces], space
 
-    def starts(self, space: Any) -> list[int]:
-        """The address of each workspace."""
-        start = space.data_ptr()
-        return [start + offset for offset in self.spaces]
+    def forget(self, stream: int | None) -> None:
+        """After a pass that died in the middle on the CPU: it left what no other should find. A GPU's process runs nothing more then."""
+        if stream is None:
+            self.kept.pop(_stream_key(stream), None)
 
     def view(self, tensor: Any, mapped: bool = False) -> View | None:
         """Where a tensor is; None where its rows are not as a kernel wants them, by a tensor map or by its address."""
@@ -206,6 +233,37 @@ class Ready:
     def rows_like(self, tensor: Any) -> Any:
         """Memory for a tensor of this shape with rows as a kernel wants them."""
         return tensor.new_empty((*tensor.shape[:3], self.pitch))[..., : self.dim]
+
+
+#: cudaStreamPerThread: one handle, and a stream of each thread.
+_PER_THREAD = 2
+
+
+@cache
+def _kept(device: Any, path: Path, source_hash: str, macros: tuple[tuple[str, str], ...], size: int) -> dict[int, tuple[int, Any]]:
+    """By stream, the workspaces that are zeroed once, of all calls of one compiled kernel: never on two streams, nor in a CUDA graph.
+
+    A stream runs its passes one after the other, and a kernel leaves there what no answer depends on, so the next finds it as it needs it.
+    A thread of the CPU counts as a stream. They are kept until the process ends: a few bytes for each compiled kernel and stream.
+    """
+    made: dict[int, tuple[int, Any]] = {}
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=made.clear)  # a thread that was not copied may have been in the middle of a pass
+    return made
+
+
+def _stream_key(stream: int | None) -> int:
+    """A number of its own for each stream, and for each thread of the CPU."""
+    return -threading.get_ident() if stream is None or stream == _PER_THREAD else stream
+
+
+def _zeros(backend: backends.Backend, size: int) -> tuple[int, Any]:
+    """Zeroed memory of a backend and its address, which any stream may use at once. It is none of torch's, which may belong to a pool of CUDA graphs."""
+    with backend.current():
+        made = backend.memory(size)
+        backend.fill(made, 0)
+        backend.get(made)  # waits
+        return backend.address(made), made
 
 
 @lru_cache(maxsize=1024)
@@ -239,15 +297,19 @@ def ready(
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
     backend = _backend(devices[0])
     made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
-    starts, room = [], 0
-    for space in made.loaded.plan.workspaces:
-        starts.append(room)
-        room += round_up(space.bytes, 256)
+    plan, starts, room, once = made.loaded.plan, [], 0, 0
+    for space in plan.workspaces:
+        if space.init == "zero_once":
+            starts.append(~once)
+            once += round_up(space.bytes, 256)
+        else:
+            starts.append(room)
+            room += round_up(space.bytes, 256)
     size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
     pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
-    mapped = frozenset(map_.tensor for map_ in made.loaded.plan.tensor_maps)
+    mapped = frozenset(map_.tensor for map_ in plan.tensor_maps)
     fits = pitch == dim and all(
         _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
@@ -273,7 +335,8 @@ def ready(
         mapped=mapped,
         room=room,
         spaces=tuple(starts),
-        zeroed=any(space.init == "zero_once" for space in made.loaded.plan.workspaces),
+        once=once,
+        kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
     )
 
 
