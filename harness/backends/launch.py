@@ -24,7 +24,7 @@ from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
 
 #: The order of the tensors in fa::Args.
-ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
+ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV", "dlogsumexp")
 #: How many workspaces fa::Args holds.
 ARGS_WORKSPACES = 8
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
@@ -32,12 +32,12 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 ARGS = np.dtype(
     {
         "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale"],
-        "formats": [*([_TENSOR] * 9), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
-        "offsets": [*(32 * i for i in range(9)), 288, *(352 + 4 * i for i in range(7)), 384],
+        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
+        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416],
         "itemsize": 448,
     }
 )
-#: The part of fa::Args that differs from call to call comes first: nine tensors of four words each, then the workspaces' addresses.
+#: The part of fa::Args that differs from call to call comes first: the tensors, of four words each, then the workspaces' addresses.
 _WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + ARGS_WORKSPACES}q")
 _POINTER = struct.Struct("<q")
 
@@ -74,7 +74,8 @@ class Launcher:
     def __call__(self, tensors: Mapping[str, View], workspaces: Sequence[int] = (), stream: int | None = None) -> None:
         """Enqueue the pass and return. Raises KernelFault where a launch is refused, ContextLost where the GPU's context is dead.
 
-        tensors: READS and WRITES of the kernel's pass, on the backend's device. workspaces: their addresses, in the order and with
+        tensors: READS and WRITES of the kernel's pass, on the backend's device; for a backward pass with logsumexp_gradient also
+        dlogsumexp, where there is one. workspaces: their addresses, in the order and with
         the bytes of loaded.plan.workspaces; the caller has zeroed those of init zero_once. stream: a CUDA stream's handle, None for the
         backend's current one. A kernel with plain parameters takes contiguous tensors only.
         """

@@ -115,6 +115,9 @@ def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
     return ""
 
 
+#: What has a value for each query: logsumexp, and its gradient, which a call may be without.
+_SCORES = ("logsumexp", "dlogsumexp")
+
 # -- a call -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,12 +143,15 @@ class Ready:
     once: int  # bytes of the workspaces that are zeroed once, and kept
     kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
 
-    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any) -> None:
-        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order, and logsumexp, contiguous, of either pass."""
-        stream = self.stream()
+    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...]) -> None:
+        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order.
+
+        scores: logsumexp, contiguous, of either pass, and its gradient where there is one.
+        """
+        stream = None if self.index is None else _RAW_STREAM(self.index)
         if self.fixed:
             addresses, bits = [], 0
-            for tensor in (*given, *made, lse):
+            for tensor in (*given, *made, *scores):
                 address = tensor.data_ptr()
                 addresses.append(address)
                 bits |= address
@@ -160,12 +166,12 @@ class Ready:
                     self.forget(stream)
                     raise
                 return
-        self.copying(given, made, lse, stream)
+        self.copying(given, made, scores, stream)
 
-    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any, stream: int | None) -> None:
+    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...], stream: int | None) -> None:
         """The same, with copies of what no kernel can read or write where it lies."""
         heads, rows = self.scores
-        views = {"logsumexp": View(lse.data_ptr(), heads * rows, rows, 1)}
+        views = {name: View(tensor.data_ptr(), heads * rows, rows, 1) for name, tensor in zip(_SCORES, scores, strict=False)}
         held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
         for name, tensor in zip(self.given, given, strict=True):
             view = self.view(tensor, name in self.mapped)
@@ -189,10 +195,6 @@ class Ready:
             raise
         for tensor, wide in padded:
             tensor.copy_(wide)
-
-    def stream(self) -> int | None:
-        """torch's current stream on the GPU; None on the CPU."""
-        return None if self.index is None else _RAW_STREAM(self.index)
 
     def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
         """The address of each workspace, and the memory of this call that they are in."""
@@ -280,6 +282,7 @@ def ready(
     causal_shift: int | None,
     deterministic: bool,
     trains: bool,
+    dlogsumexp: bool = False,
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
@@ -297,6 +300,13 @@ def ready(
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
     backend = _backend(devices[0])
     made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
+    if dlogsumexp and not made.loaded.kernel.logsumexp_gradient:
+        able = [k.name for k in catalogue() if k.pass_ == "backward" and k.logsumexp_gradient and dtype in k.dtypes and not k.variant_of]
+        raise UsageFault(
+            f"{made.loaded.kernel.label} takes no gradient of logsumexp",
+            "its header does not say logsumexp_gradient = true",
+            f"use one of {', '.join(able)}, or detach logsumexp",
+        )
     plan, starts, room, once = made.loaded.plan, [], 0, 0
     for space in plan.workspaces:
         if space.init == "zero_once":
@@ -317,7 +327,7 @@ def ready(
     every = (
         dict(zip(given, ((steps[0], steps[1], steps[2]) for steps in strides), strict=True))
         | outputs
-        | {"logsumexp": (heads * seq, seq, 1)}
+        | dict.fromkeys(_SCORES[: 1 + dlogsumexp], (heads * seq, seq, 1))
     )
     return Ready(
         launch=made,
