@@ -198,7 +198,7 @@ class Ready:
 
     def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
         """The address of each workspace, and the memory of this call that they are in."""
-        space = torch.empty(self.room, dtype=torch.uint8, device=self.device) if self.room else None
+        space: Any = torch.empty(self.room, dtype=torch.uint8, device=self.device) if self.room else None
         start = space.data_ptr() if self.room else 0
         if not self.once:
             return [start + offset for offset in self.spaces], space
@@ -282,7 +282,7 @@ def ready(
     causal_shift: int | None,
     deterministic: bool,
     trains: bool,
-    dlogsumexp: bool = False,
+    dlogsumexp: bool,
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 

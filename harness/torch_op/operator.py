@@ -96,7 +96,7 @@ def _forward(
     trains: bool,
 ) -> tuple[Any, Any]:
     try:
-        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains)
+        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains, False)
         o, lse = _outputs(q)
         if call is None:
             return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
@@ -113,12 +113,12 @@ def _backward(
     v: Any,
     o: Any,
     lse: Any,
-    dlse: Any,
     causal: bool,
     scale: float | None,
     kernel: str,
     deterministic: bool,
     causal_shift: int | None,
+    dlse: Any = None,
 ) -> tuple[Any, Any, Any]:
     try:
         if do.dtype != q.dtype:
@@ -145,7 +145,7 @@ def _gradients(ctx: Any, do: Any, dlse: Any, call: Any = None) -> tuple[Any, ...
     saved = ctx.saved_tensors
     if do is None and dlse is None:
         return (None,) * 9
-    made = (call or _BACKWARD_OP)(torch.zeros_like(saved[3]) if do is None else do, *saved, dlse, *ctx.options)
+    made = (call or _BACKWARD_OP)(torch.zeros_like(saved[3]) if do is None else do, *saved, *ctx.options, dlse)
     return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
 
 
@@ -175,7 +175,7 @@ _BACKWARD = torch.library.custom_op(
     "fa::backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)",
 )
 _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
@@ -229,7 +229,8 @@ def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
 
 
 def _eager_backward(*arguments: Any) -> Any:
-    if _direct(*arguments[: 6 if arguments[6] is None else 7]):
+    dlse = arguments[-1]
+    if _direct(*arguments[:6]) if dlse is None else _direct(*arguments[:6], dlse):
         return _backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD_OP(*arguments)

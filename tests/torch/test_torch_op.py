@@ -169,7 +169,7 @@ def test_rows_that_end_where_their_memory_ends(device: Any) -> None:
     q = room.view(1, 2, 5, 64)[..., :59]
     short = torch.randn(2 * 5 * 64 - 5, device=device).as_strided((1, 2, 5, 59), (640, 320, 64, 1))
     attention(q, q, q, kernel="naive")
-    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False)
+    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False, False)
     assert ready is not None and ready.view(q) is not None and ready.view(short) is None
     assert torch.equal(attention(q, short, q, kernel="naive"), attention(q, short.contiguous(), q, kernel="naive"))
 
@@ -313,7 +313,7 @@ def test_auto_never_rounds_to_tf32(device: Any) -> None:
     """float32 stays float32: step 11 takes it only as tf32."""
     q = torch.randn(1, 1, 33, 64, device=device)
     attention(q, q, q)
-    used = call.ready("forward", "auto", (), *operator._kind(q, q, q), False, None, None, True, False)
+    used = call.ready("forward", "auto", (), *operator._kind(q, q, q), False, None, None, True, False, False)
     assert used is not None and used.launch.loaded.kernel.arithmetic_for("float32") == "f32"
 
 

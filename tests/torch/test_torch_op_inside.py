@@ -176,7 +176,7 @@ def test_backward_is_deterministic(device: Any) -> None:
     call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
     do = q.detach().new_ones(()).expand(q.shape)  # as sum() gives it
-    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True)
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True, False)
     assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
 
 
