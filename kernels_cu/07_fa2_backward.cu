@@ -116,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
         }
     }
     sum = fa::group_sum<8>(sum);
-    if (query < args.seq_q && lane == 0) fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum - fa::dlogsumexp_of<float>(args, batch, head, query);
+    if (query < args.seq_q && lane == 0)
+        fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum - fa::dlogsumexp_of<float>(args, batch, head, query);
 }
 
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
