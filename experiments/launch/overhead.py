@@ -259,7 +259,7 @@ def main(device: str) -> None:
     if not wait:
         tensor_map._driver = lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0, cuTensorMapReplaceAddress=lambda *_: 0)
         made = unlaunched()
-        call._backend = lambda device: made
+        call.backend_of = lambda device: made
     empty_operator()
     with torch.cuda.device(int(device.partition(":")[2] or 0)) if wait else nullcontext():
         for name, dtype in ((highest.name, "bfloat16"), ("fa2", "float32")):

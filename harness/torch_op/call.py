@@ -43,7 +43,7 @@ def say_once(text: str) -> None:
 
 
 @cache
-def _backend(device: Any) -> backends.Backend:
+def backend_of(device: Any) -> backends.Backend:
     """The backend of a torch device. Raises UsageFault for another than CPU and CUDA, EnvironmentFault without CuPy or a compiler."""
     if device.type == "cpu":
         return backends.pick("cpu")
@@ -53,7 +53,7 @@ def _backend(device: Any) -> backends.Backend:
         return backends.pick(f"cuda:{device.index}")
 
 
-def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
+def kernel_of(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
     """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)[pass_]
@@ -290,7 +290,7 @@ def ready(
     read again. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
     :func:`backends.launch.launcher` does.
     """
-    _check(shapes, dtypes, devices)
+    check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
     dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
@@ -298,8 +298,8 @@ def ready(
             _found(spec, passes, dtype)
         return None
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
-    backend = _backend(devices[0])
-    made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
+    backend = backend_of(devices[0])
+    made = launcher(backend, kernel_of(spec, pass_, passes, problem, backend.device(), deterministic), problem)
     if dlogsumexp and not made.loaded.kernel.logsumexp_gradient:
         able = [k.name for k in catalogue() if k.pass_ == "backward" and k.logsumexp_gradient and dtype in k.dtypes and not k.variant_of]
         raise UsageFault(
@@ -371,7 +371,7 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return any(count > 1 and stride < shape[3] for count, stride in zip(shape[:3], strides[:3], strict=True))
 
 
-def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
+def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v do not belong together."""
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"attention takes (batch, heads, rows, head_dim), not {' and '.join(str(tuple(shape)) for shape in shapes)}")

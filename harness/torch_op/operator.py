@@ -79,7 +79,7 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
     return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
-def _error(fault: Fault) -> Exception:
+def error_of(fault: Fault) -> Exception:
     """A fault as what torch's users expect; its text is kept, and it is the cause."""
     return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
@@ -102,7 +102,7 @@ def _forward(
             return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
         call((q, k, v), (o,), (lse,))
     except Fault as fault:
-        raise _error(fault) from fault
+        raise error_of(fault) from fault
     return o, lse
 
 
@@ -130,7 +130,7 @@ def _backward(
             return dq.zero_(), dk.zero_(), dv.zero_()
         call((q, k, v, o, do), (dq, dk, dv), scores)
     except Fault as fault:
-        raise _error(fault) from fault
+        raise error_of(fault) from fault
     return dq, dk, dv
 
 
