@@ -17,6 +17,7 @@ import torch
 from .. import backends
 from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check import choose
+from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import UsageFault
@@ -53,16 +54,16 @@ def backend_of(device: Any) -> backends.Backend:
         return backends.pick(f"cuda:{device.index}")
 
 
-def kernel_of(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
-    """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
+def kernels_of(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
+    """The kernel of a spec for each of the passes, all of which take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
-        return _named(spec, passes, problem, device, deterministic)[pass_]
+        return _named(spec, passes, problem, device, deterministic)
     chosen = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
     lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
         say_once(f"auto takes {chosen.name}: {why}")
-    return chosen.kernels[pass_]
+    return chosen.kernels
 
 
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
@@ -268,6 +269,23 @@ def _zeros(backend: backends.Backend, size: int) -> tuple[int, Any]:
         return backend.address(made), made
 
 
+#: What was compiled for both passes: of each kernel its path, its text's hash and its macros.
+_loaded: set[tuple[Any, ...]] = set()
+
+
+def _load_together(backend: backends.Backend, kernels: tuple[Kernel, ...], problem: Problem) -> None:
+    """Compile the kernels of both passes at the same time, in threads, before the first of them runs: else one waits for the other.
+
+    What does not compile says so where it is called.
+    """
+    plans = [planner.plan(kernel, problem, backend.device()) for kernel in kernels]
+    key = (id(backend), *((k.path, k.source_hash, plan.macros) for k, plan in zip(kernels, plans, strict=True)))
+    if key not in _loaded:
+        of = {kernel.pass_: kernel for kernel in kernels}
+        load_all(backend, [(Contender("both", of), problem)], tuple(of))
+        _loaded.add(key)
+
+
 @lru_cache(maxsize=1024)
 def ready(
     pass_: str,
@@ -299,7 +317,10 @@ def ready(
         return None
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
     backend = backend_of(devices[0])
-    made = launcher(backend, kernel_of(spec, pass_, passes, problem, backend.device(), deterministic), problem)
+    kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
+    if pass_ == "forward" and trains:
+        _load_together(backend, tuple(kernels.values()), problem)
+    made = launcher(backend, kernels[pass_], problem)
     if dlogsumexp and not made.loaded.kernel.logsumexp_gradient:
         able = [k.name for k in catalogue() if k.pass_ == "backward" and k.logsumexp_gradient and dtype in k.dtypes and not k.variant_of]
         raise UsageFault(

@@ -14,7 +14,7 @@ from ..check.choose import passed_over
 from ..fault import Fault
 from ..kernel import Kernel, planner
 from ..problem import PASSES, Problem
-from .call import backend_of, check, kernel_of
+from .call import backend_of, check, kernels_of
 from .operator import error_of
 from .sdpa import uncovered
 
@@ -98,8 +98,7 @@ def explain(
         problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
         device = backend_of(q.device).device()
         found = {}
-        for pass_ in passes:
-            named = kernel_of(str(kernel), pass_, passes, problem, device, deterministic)
+        for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():
             above = passed_over(named, problem, device, deterministic) if str(kernel) == choose.AUTO else {}
             found[pass_] = _chosen(planner.variant(named, problem), named, planner.plan(named, problem, device), above)
     except Fault as fault:

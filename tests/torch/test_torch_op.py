@@ -301,7 +301,7 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
-        used = call.kernel_of("auto", "backward", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)
+        used = call.kernels_of("auto", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)["backward"]
         assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
         for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 23 and 24, by their headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from harness.torch_op import attention  # noqa: E402
+from harness.torch_op import attention, call  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = """\
@@ -175,6 +176,30 @@ def test_a_file_that_does_not_compile_is_an_error_with_its_line(device: Any, tmp
         attention(q, q, q, kernel=path)
     with pytest.raises(ValueError, match="no kernel file .*mine_backward.cu"):
         attention(q.requires_grad_(), q, q, kernel=path)
+
+
+def test_both_passes_compile_at_the_same_time(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a gradient is wanted the forward call has the backward pass compiled beside its own, once; else its own alone."""
+    for pass_ in ("forward", "backward"):
+        text = (ROOT / "kernels_cu" / f"00_naive_{pass_}.cu").read_text()
+        (tmp_path / f"mine_{pass_}.cu").write_text(text)
+    backend, both, seen = call.backend_of(device), threading.Barrier(2, timeout=60), []
+    load = type(backend).load
+
+    def waits(self: Any, kernel: Any, problem: Any, tiles: Any = None) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            both.wait()  # of one alone it would time out
+            seen.append(kernel.pass_)
+        return load(self, kernel, problem, tiles)
+
+    monkeypatch.setattr(type(backend), "load", waits)
+    q = torch.randn(1, 1, 4, 8, device=device)
+    attention(q, q, q, kernel=tmp_path / "mine_forward.cu")
+    assert not seen
+    for rows in (4, 5):
+        q = torch.randn(1, 1, rows, 8, device=device, requires_grad=True)
+        attention(q, q, q, kernel=tmp_path / "mine_forward.cu").sum().backward()
+    assert sorted(seen) == ["backward", "forward"]
 
 
 def test_a_header_that_is_wrong_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:
