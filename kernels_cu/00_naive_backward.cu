@@ -8,6 +8,7 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// logsumexp_gradient = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -70,14 +71,15 @@ using real = fa::accumulate_t<scalar>;  // arithmetic
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 
-// delta[query] = dO[query] · O[query]
+// delta[query] = dO[query] · O[query] - dlogsumexp[query]
 extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
     const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
     const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
     real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);         // [batch, heads_q, seq_q]
-    delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] = fa::dot(o, d_o, args.head_dim);
+    delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] =
+        fa::dot(o, d_o, args.head_dim) - fa::dlogsumexp_of<real>(args, batch, head, query);
 }
 
 // P[query][key] and dS[query][key]. A block computes THREADS neighbouring keys of one query.

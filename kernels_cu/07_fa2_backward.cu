@@ -8,6 +8,7 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// logsumexp_gradient = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -99,7 +100,7 @@ __device__ __forceinline__ float probability(float score, float logsumexp, float
     return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
 }
 
-// Launch 1. delta[query] = dO · O. 8 lanes share a row.
+// Launch 1. delta[query] = dO · O - dlogsumexp. 8 lanes share a row.
 extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ fa::Args args) {
     constexpr int vec = fa::vec_width<scalar>;
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
@@ -115,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
         }
     }
     sum = fa::group_sum<8>(sum);
-    if (query < args.seq_q && lane == 0) fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum;
+    if (query < args.seq_q && lane == 0)
+        fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum - fa::dlogsumexp_of<float>(args, batch, head, query);
 }
 
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.

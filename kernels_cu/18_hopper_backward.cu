@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = "optional"
+// logsumexp_gradient = true
 // arithmetic = "p16"
 // spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]

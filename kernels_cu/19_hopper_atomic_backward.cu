@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = false
+// logsumexp_gradient = true
 // auto = false
 // variant_of = "hopper"
 // when = "not deterministic and (not causal if HEAD_DIM == 64 else short)"

@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = false
+// logsumexp_gradient = true
 // auto = "not causal and shorter >= 2048 and tiles >= 6 * sms"  # S2048 +5.0 %; the other bounds are sums (NOTES.md)
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop

@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = "optional"
+// logsumexp_gradient = true
 // auto = false
 // variant_of = "hopper"
 // when = "head_dim > 128"

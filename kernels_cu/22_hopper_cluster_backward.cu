@@ -8,6 +8,7 @@
 // cross = true
 // logits = 4096
 // deterministic = false
+// logsumexp_gradient = true
 // auto = "head_dim > 128"  # below, step 18 is faster
 // arithmetic = "p16"
 // spill_bytes_allowed = 8  # of the producer and the storers, which have 24 registers, by CUDA 12's compiler; none by CUDA 13's

@@ -8,6 +8,7 @@
 // cross = true
 // logits = "any"
 // deterministic = "optional"
+// logsumexp_gradient = true
 // float16_products = 3
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
@@ -174,7 +175,7 @@ __device__ __forceinline__ void prepare_keys(const fa::Args& args, int number, b
     if (is_v ? i > INVERSE && i < INFO : i == INVERSE) info[i] = i == NORM ? sizes.norm : i <= INVERSE_2 ? sizes.inverse : 0.0f;
 }
 
-// Q and dO likewise; with dO delta[query] = dO · O, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for a query
+// Q and dO likewise; with dO delta[query] = dO · O - dlogsumexp, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for a query
 // beyond seq_q, or one that sees no key and has -inf.
 __device__ __forceinline__ void prepare_queries(const fa::Args& args, int number, bool is_do) {
     float* smem = fa::dynamic_shared<float>();  // [24]
@@ -208,6 +209,7 @@ __device__ __forceinline__ void prepare_queries(const fa::Args& args, int number
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sum += o_reg[e] * do_reg[e];
             }
+            if (i % 8 == 0) sum -= fa::dlogsumexp_of<float>(args, batch, head, query);
         }
         sum = fa::group_sum<8>(sum);
         if (fabsf(sum) <= fa::largest_float) largest = max(largest, fabsf(sum));

@@ -128,8 +128,8 @@ def empty_operator() -> Callable[..., Any]:
 
     from harness.torch_op import operator
 
-    def gradients(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
-        made = torch.ops.fa_empty.backward.default(do, *ctx.saved_tensors, *ctx.options)
+    def gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        made = torch.ops.fa_empty.backward.default(do, *ctx.saved_tensors, *ctx.options, dlse)
         return (*made, None, None, None, None, None, None)
 
     schemas = {op: str(getattr(torch.ops.fa, op).default._schema).partition("(")[2] for op in ("forward", "backward")}
@@ -170,32 +170,37 @@ def operator(name: str, dtype: str, device: Any, wait: Callable[[], Any]) -> Non
 
 def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], Any]) -> None:
     """What a call of the operator is made of, each part alone, and all of it between torch's dispatcher and the driver."""
+    import torch
+
     from harness.torch_op import call, operator
 
     q, k, v = given[:3]
     options = (False, None, name, True, None)
-    key = (name, call.edited(name), *operator._kind(q, k, v, *given[3:]), False, None, None, True, pass_ == "backward")
+    key = (name, call.edited(name), *operator._kind(q, k, v, *given[3:]), False, None, None, True, pass_ == "backward", False)
     ready = call.ready(pass_, *key)
     assert ready is not None and ready.fixed is not None
     forward = pass_ == "forward"
     made = (operator._like(q),) if forward else tuple(map(operator._like, (q, k, v)))
     addresses = [t.data_ptr() for t in (*given, *made, lse)]
-    fixed = addresses + (ready.starts(ready.workspace()) if ready.room else [])
-    stream = ready.stream()
+    stream = None if ready.index is None else torch.cuda.current_stream(ready.index).cuda_stream
+    starts, _held = ready.workspaces(stream)
+    fixed = addresses + starts
     click.echo(f"  parts, {pass_}")
     sample("    shapes, strides and the rest of the key", lambda: operator._kind(q, k, v, *given[3:]), wait)
     sample("    the key to what is kept", lambda: call.ready(pass_, *key), wait)
     sample("    outputs", (lambda: operator._outputs(q)) if forward else (lambda: [operator._like(t) for t in given[:3]]), wait)
     sample("    addresses", lambda: [t.data_ptr() for t in (*given, *made, lse)], wait)
-    if ready.room:
-        sample("    workspaces", lambda: ready.starts(ready.workspace()), wait)
-    sample("    torch's current stream", ready.stream, wait)
+    if ready.spaces:
+        sample("    workspaces", lambda: ready.workspaces(stream), wait)
     sample("    write addresses and enqueue", lambda: ready.fixed(fixed, stream), wait)
     body, begin = (operator._forward, given) if forward else (operator._backward, [given[4], *given[:4], lse])
-    op = operator._below_forward if forward else operator._below_backward
+    op = torch.ops.fa.forward.default if forward else torch.ops.fa.backward.default
+    eager = operator._eager_forward if forward else operator._eager_backward
     last = (False,) if forward else ()
     sample("    all of it", lambda: body(*begin, *options, *last), wait)
-    sample("    and torch's dispatcher", lambda: op(*begin, *options, *last), wait)
+    sample("    and whether the dispatcher is needed", lambda: eager(*begin, *options, *(last or (None,))), wait)
+    with torch.no_grad():
+        sample("    all of it by torch's dispatcher", lambda: op(*begin, *options, *last), wait)
 
 
 def unlaunched() -> backends.Backend:
@@ -211,6 +216,20 @@ def unlaunched() -> backends.Backend:
                 cuda=SimpleNamespace(driver=SimpleNamespace(launchKernel=nothing), runtime=runtime, get_current_stream=lambda: null)
             )
             self._device = Device("cuda", "no GPU", "sm_90", 132, 50 << 20, 232448)
+
+        def current(self) -> Any:
+            return nullcontext()
+
+        def memory(self, size: int) -> Any:
+            return np.zeros(size, np.uint8)
+
+        fill = backends.Backend.fill
+
+        def get(self, buffer: Any) -> Any:
+            return buffer
+
+        def address(self, buffer: Any) -> int:
+            return int(buffer.ctypes.data)
 
         def load(self, kernel: Any, problem: Any, overrides: Any = None) -> Any:
             functions = {entry: SimpleNamespace(kernel=SimpleNamespace(ptr=0)) for entry in kernel.entries}
@@ -238,9 +257,9 @@ def main(device: str) -> None:
     from harness.torch_op import call
 
     if not wait:
-        tensor_map._driver = lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0)
+        tensor_map._driver = lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0, cuTensorMapReplaceAddress=lambda *_: 0)
         made = unlaunched()
-        call._backend = lambda device: made
+        call.backend_of = lambda device: made
     empty_operator()
     with torch.cuda.device(int(device.partition(":")[2] or 0)) if wait else nullcontext():
         for name, dtype in ((highest.name, "bfloat16"), ("fa2", "float32")):

@@ -199,6 +199,10 @@ class Cuda(Backend):
         """The driver's opaque descriptor, kept for an address. Raises KernelFault for what TMA cannot address."""
         return tensor_map.for_cuda(map_, address, strides)
 
+    def movable_map(self, map_: TensorMap, strides: tuple[int, ...]) -> tuple[memoryview, Callable[[int], None]]:
+        """As the protocol says. The driver encodes the first address, and replaces it afterwards."""
+        return tensor_map.movable_for_cuda(map_, strides)
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:

@@ -24,7 +24,7 @@ from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
 
 #: The order of the tensors in fa::Args.
-ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV")
+ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV", "dlogsumexp")
 #: How many workspaces fa::Args holds.
 ARGS_WORKSPACES = 8
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
@@ -32,12 +32,12 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 ARGS = np.dtype(
     {
         "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale"],
-        "formats": [*([_TENSOR] * 9), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
-        "offsets": [*(32 * i for i in range(9)), 288, *(352 + 4 * i for i in range(7)), 384],
+        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
+        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416],
         "itemsize": 448,
     }
 )
-#: The part of fa::Args that differs from call to call comes first: nine tensors of four words each, then the workspaces' addresses.
+#: The part of fa::Args that differs from call to call comes first: the tensors, of four words each, then the workspaces' addresses.
 _WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + ARGS_WORKSPACES}q")
 _POINTER = struct.Struct("<q")
 
@@ -74,7 +74,8 @@ class Launcher:
     def __call__(self, tensors: Mapping[str, View], workspaces: Sequence[int] = (), stream: int | None = None) -> None:
         """Enqueue the pass and return. Raises KernelFault where a launch is refused, ContextLost where the GPU's context is dead.
 
-        tensors: READS and WRITES of the kernel's pass, on the backend's device. workspaces: their addresses, in the order and with
+        tensors: READS and WRITES of the kernel's pass, on the backend's device; for a backward pass with logsumexp_gradient also
+        dlogsumexp, where there is one. workspaces: their addresses, in the order and with
         the bytes of loaded.plan.workspaces; the caller has zeroed those of init zero_once. stream: a CUDA stream's handle, None for the
         backend's current one. A kernel with plain parameters takes contiguous tensors only.
         """
@@ -117,53 +118,63 @@ class Launcher:
         return Fixed(self, strides)
 
 
+class _Parameters(NamedTuple):
+    """The parameters of a pass in memory, with the addresses that were written last."""
+
+    words: memoryview  # fa::Args
+    moves: list[Callable[[int], None]]  # of each tensor map
+    enqueue: Callable[[int | None], None]
+    addresses: list[int]
+
+
 class Fixed:
-    """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes addresses over them and enqueues.
+    """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes the addresses that differ and enqueues.
 
     A call takes its parameters out of those that are free, and so has them alone: pop and append of a list are atomic.
     """
 
     def __init__(self, launcher: Launcher, strides: Mapping[str, tuple[int, int, int]]) -> None:
         self._launcher, self._strides = launcher, dict(strides)
-        spaces = len(launcher.loaded.plan.workspaces)
+        plan = launcher.loaded.plan
+        names = [*strides, *(space.name for space in plan.workspaces)]
         #: The words of fa::Args that hold an address, in the order of a call.
-        self._at = [4 * ARGS_TENSORS.index(name) for name in strides] + [4 * len(ARGS_TENSORS) + i for i in range(spaces)]
-        #: Of each tensor map, the index of its tensor's address in a call, and the tensor's strides.
-        self._mapped = [self._source(map_) for map_ in launcher.loaded.plan.tensor_maps]
-        self._free: list[tuple[memoryview, list[memoryview], Callable[[int | None], None]]] = []
+        self._at = [4 * ARGS_TENSORS.index(name) for name in strides]
+        self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces))]
+        #: Of each tensor map, the index of its tensor's address in a call.
+        self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
+        self._free: list[_Parameters] = []
 
-    def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
+    def __call__(self, addresses: list[int], stream: int | None = None) -> None:
         """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
         try:
             parameters = self._free.pop()
         except IndexError:
             parameters = self._parameters()
-        words, maps, enqueue = parameters
-        for at, address in zip(self._at, addresses, strict=True):
-            words[at] = address
-        for room, (map_, index, strides) in zip(maps, self._mapped, strict=True):
-            room[:] = self._launcher.tensor_map(map_, addresses[index], strides)
+        words, moves, enqueue, before = parameters
+        if addresses != before:
+            for at, address in zip(self._at, addresses, strict=True):
+                words[at] = address
+            for move, index in zip(moves, self._mapped, strict=True):
+                if addresses[index] != before[index]:
+                    move(addresses[index])
+            before[:] = addresses
         enqueue(stream)
         self._free.append(parameters)
 
-    def _source(self, map_: TensorMap) -> tuple[TensorMap, int, tuple[int, int, int]]:
-        if map_.tensor in self._strides:
-            return map_, list(self._strides).index(map_.tensor), self._strides[map_.tensor]
-        spaces = [space.name for space in self._launcher.loaded.plan.workspaces]
-        return map_, len(self._strides) + spaces.index(map_.tensor), (0, 0, 0)
-
-    def _parameters(self) -> tuple[memoryview, list[memoryview], Callable[[int | None], None]]:
-        """fa::Args in words and the tensor maps, with no address yet, and the function that enqueues the pass with what they hold."""
+    def _parameters(self) -> _Parameters:
+        """Parameters with no address yet."""
         made, first = self._launcher, 4 * len(ARGS_TENSORS)
-        views = {name: View(0, *strides) for name, strides in self._strides.items()}
-        args = memoryview(bytearray(made.packed(views)))
-        words, maps = args.cast("q"), [memoryview(bytearray(128)) for _ in self._mapped]
+        plan, backend = made.loaded.plan, made.backend
+        args = memoryview(bytearray(made.packed({name: View(0, *strides) for name, strides in self._strides.items()})))
+        words = args.cast("q")
+        maps = [backend.movable_map(map_, map_.byte_strides(*self._strides.get(map_.tensor, (0, 0, 0)))) for map_ in plan.tensor_maps]
         calls = []
-        for launch, plain in zip(made.loaded.plan.launches, made.plain, strict=True):
+        for launch, plain in zip(plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
-            passed = (*(given or [args]), *(maps[i] for i in launch.maps))
+            passed = (*(given or [args]), *(maps[i][0] for i in launch.maps))
             calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster))
-        return words, maps, made.backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
+        enqueue = backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
+        return _Parameters(words, [move for _, move in maps], enqueue, [-1] * len(self._at))
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:

@@ -136,6 +136,18 @@ class Backend(Protocol):
         """The 128 bytes of fa::TensorMap for a tensor's address and byte strides. Raises KernelFault for what TMA cannot address."""
         ...
 
+    def movable_map(self, map_: TensorMap, strides: tuple[int, ...]) -> tuple[memoryview, Callable[[int], None]]:
+        """Memory for the fa::TensorMap of tensors of these byte strides, and a function that writes it for an address.
+
+        The function raises as tensor_map does, and the memory then holds no map.
+        """
+        room = memoryview(bytearray(128))
+
+        def move(address: int) -> None:
+            room[:] = self.tensor_map(map_, address, strides)
+
+        return room, move
+
     def submit(self, loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue the steps on a stream, given by its handle (None: the current one), without waiting. All others use it."""
         ...

@@ -6,6 +6,7 @@ The driver is called through ctypes: no package but it is needed, and the map mu
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -86,11 +87,30 @@ def for_cuda(map_: TensorMap, address: int, strides: tuple[int, ...]) -> bytes:
     return room[start : start + 128].tobytes()
 
 
+def movable_for_cuda(map_: TensorMap, strides: tuple[int, ...]) -> tuple[memoryview, Callable[[int], None]]:
+    """Backend.movable_map of a GPU: cuTensorMapEncodeTiled once, then cuTensorMapReplaceAddress, which costs a tenth of it."""
+    memory = bytearray(128 + 64)
+    start = -ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory)) % 64
+    room = memoryview(memory)[start : start + 128]
+    at = ctypes.addressof((ctypes.c_char * 128).from_buffer(room))
+    encoded = False
+
+    def move(address: int) -> None:
+        nonlocal encoded
+        if not encoded or _driver().cuTensorMapReplaceAddress(at, address):
+            encoded = False
+            room[:] = for_cuda(map_, address, strides)  # says what is wrong with an address that the driver refuses
+            encoded = True
+
+    return room, move
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         library.cuTensorMapEncodeTiled.restype = ctypes.c_int
+        library.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     except (OSError, AttributeError) as error:
         raise EnvironmentFault("no tensor maps", f"the NVIDIA driver has no cuTensorMapEncodeTiled: {error}", "fa-cli doctor") from None
     return library

@@ -191,6 +191,19 @@ def _highest(asked: Request, problem: Problem, device: Device) -> list[Kernel]:
     return []
 
 
+def passed_over(chosen: Kernel, problem: Problem, device: Device, deterministic: bool) -> dict[str, str]:
+    """The steps above a kernel in its pass, the highest first, and why auto does not take each. A variant counts as its kernel."""
+    number = find(chosen.variant_of or chosen.name, chosen.pass_).number or 0
+    above = [k for k in catalogue() if k.pass_ == chosen.pass_ and (k.number or 0) > number and not k.variant_of]
+    why = {}
+    for each in sorted(above, key=lambda k: -(k.number or 0)):
+        reason = _cannot(each.name, (each.pass_,), (problem,), deterministic, device)
+        if not reason and not planner.for_auto(find(each.name, each.pass_, deterministic), problem, device):
+            reason = "its header leaves it out: auto is false" if each.auto is False else f"its header takes it where {each.auto}"
+        why[each.name] = reason or "the forward and the backward pass of a call are of one arithmetic"
+    return why
+
+
 def _cannot(
     name: str,
     passes: Sequence[str],

@@ -84,6 +84,7 @@ OPTIONAL: dict[str, Kind] = {
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
+    "logsumexp_gradient": _FLAG,
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,

@@ -36,6 +36,7 @@ class Kernel:
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     float16_products: int | None = None  # of tensor cores, in place of each float32 product
+    logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Kernel:
             arithmetic=head.get("arithmetic", "f32"),
             aliases=tuple(head.get("aliases", ())),
             float16_products=head.get("float16_products"),
+            logsumexp_gradient=head.get("logsumexp_gradient", False),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),

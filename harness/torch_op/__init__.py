@@ -9,6 +9,7 @@ checkpointing and CUDA graphs take them as they take torch's own. ring_attention
 from __future__ import annotations
 
 from .context import context_parallel as context_parallel
+from .explain import explain as explain
 from .operator import attention as attention
 from .operator import attention_flash as attention_flash
 from .operator import attention_naive as attention_naive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from .. import backends
 from ..backends.launch import Fixed, Launcher, View, launcher
 from ..check import choose
+from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import UsageFault
@@ -25,6 +27,8 @@ from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
@@ -40,7 +44,7 @@ def say_once(text: str) -> None:
 
 
 @cache
-def _backend(device: Any) -> backends.Backend:
+def backend_of(device: Any) -> backends.Backend:
     """The backend of a torch device. Raises UsageFault for another than CPU and CUDA, EnvironmentFault without CuPy or a compiler."""
     if device.type == "cpu":
         return backends.pick("cpu")
@@ -50,16 +54,16 @@ def _backend(device: Any) -> backends.Backend:
         return backends.pick(f"cuda:{device.index}")
 
 
-def _kernel(spec: str, pass_: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Kernel:
-    """The kernel of a spec for a pass, all of whose passes take the problem. Raises UsageFault as choose does."""
+def kernels_of(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
+    """The kernel of a spec for each of the passes, all of which take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
-        return _named(spec, passes, problem, device, deterministic)[pass_]
+        return _named(spec, passes, problem, device, deterministic)
     chosen = _auto(passes, problem, device, deterministic)
     usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
     lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
         say_once(f"auto takes {chosen.name}: {why}")
-    return chosen.kernels[pass_]
+    return chosen.kernels
 
 
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
@@ -112,6 +116,9 @@ def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
     return ""
 
 
+#: What has a value for each query: logsumexp, and its gradient, which a call may be without.
+_SCORES = ("logsumexp", "dlogsumexp")
+
 # -- a call -----------------------------------------------------------------------------------------------------------
 
 
@@ -132,29 +139,40 @@ class Ready:
     pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
     plain: bool  # its tensors must be contiguous
     mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
-    room: int  # bytes of all workspaces
-    spaces: tuple[int, ...]  # where each of them starts
-    zeroed: bool  # whether one of them is zeroed by whoever allocates it
+    room: int  # bytes of all workspaces but those that are kept
+    spaces: tuple[int, ...]  # where each of them starts; a kept one from the start of what is kept, as its complement
+    once: int  # bytes of the workspaces that are zeroed once, and kept
+    kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
 
-    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any) -> None:
-        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order, and logsumexp, contiguous, of either pass."""
-        stream = self.stream()
+    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...]) -> None:
+        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order.
+
+        scores: logsumexp, contiguous, of either pass, and its gradient where there is one.
+        """
+        stream = None if self.index is None else _RAW_STREAM(self.index)
         if self.fixed:
             addresses, bits = [], 0
-            for tensor in (*given, *made, lse):
+            for tensor in (*given, *made, *scores):
                 address = tensor.data_ptr()
                 addresses.append(address)
                 bits |= address
             if not bits & self.unaligned:
-                space = self.room and self.workspace()  # lives until the pass is enqueued
-                self.fixed(addresses + self.starts(space) if self.room else addresses, stream)
+                if not self.spaces:
+                    self.fixed(addresses, stream)
+                    return
+                starts, _held = self.workspaces(stream)  # memory lives until the pass is enqueued
+                try:
+                    self.fixed(addresses + starts, stream)
+                except BaseException:
+                    self.forget(stream)
+                    raise
                 return
-        self.copying(given, made, lse, stream)
+        self.copying(given, made, scores, stream)
 
-    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], lse: Any, stream: int | None) -> None:
+    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...], stream: int | None) -> None:
         """The same, with copies of what no kernel can read or write where it lies."""
         heads, rows = self.scores
-        views = {"logsumexp": View(lse.data_ptr(), heads * rows, rows, 1)}
+        views = {name: View(tensor.data_ptr(), heads * rows, rows, 1) for name, tensor in zip(_SCORES, scores, strict=False)}
         held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
         for name, tensor in zip(self.given, given, strict=True):
             view = self.view(tensor, name in self.mapped)
@@ -170,23 +188,35 @@ class Ready:
                 wide = self.rows_like(tensor)
                 padded.append((tensor, wide))
                 views[name] = View(wide.data_ptr(), *wide.stride()[:3])
-        space = self.workspace()
-        self.launch(views, self.starts(space), stream)
+        starts, _held = self.workspaces(stream)
+        try:
+            self.launch(views, starts, stream)
+        except BaseException:
+            self.forget(stream)
+            raise
         for tensor, wide in padded:
             tensor.copy_(wide)
 
-    def stream(self) -> int | None:
-        """torch's current stream on the GPU; None on the CPU."""
-        return None if self.index is None else _RAW_STREAM(self.index)
+    def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
+        """The address of each workspace, and the memory of this call that they are in."""
+        space: Any = torch.empty(self.room, dtype=torch.uint8, device=self.device) if self.room else None
+        start = space.data_ptr() if self.room else 0
+        if not self.once:
+            return [start + offset for offset in self.spaces], space
+        if stream and _CAPTURING():  # the graph's own: it may be replayed beside calls and other graphs
+            kept = torch.zeros(self.once, dtype=torch.uint8, device=self.device)
+            first, space = kept.data_ptr(), (space, kept)
+        else:
+            which = _stream_key(stream)
+            if which not in self.kept:
+                self.kept[which] = _zeros(self.launch.backend, self.once)
+            first = self.kept[which][0]
+        return [start + offset if offset >= 0 else first + ~offset for offset in self.spaces], space
 
-    def workspace(self) -> Any:
-        """Memory of all workspaces."""
-        return (torch.zeros if self.zeroed else torch.empty)(self.room, dtype=torch.uint8, device=self.device)
-
-    def starts(self, space: Any) -> list[int]:
-        """The address of each workspace."""
-        start = space.data_ptr()
-        return [start + offset for offset in self.spaces]
+    def forget(self, stream: int | None) -> None:
+        """After a pass that died in the middle on the CPU: it left what no other should find. A GPU's process runs nothing more then."""
+        if stream is None:
+            self.kept.pop(_stream_key(stream), None)
 
     def view(self, tensor: Any, mapped: bool = False) -> View | None:
         """Where a tensor is; None where its rows are not as a kernel wants them, by a tensor map or by its address."""
@@ -208,6 +238,54 @@ class Ready:
         return tensor.new_empty((*tensor.shape[:3], self.pitch))[..., : self.dim]
 
 
+#: cudaStreamPerThread: one handle, and a stream of each thread.
+_PER_THREAD = 2
+
+
+@cache
+def _kept(device: Any, path: Path, source_hash: str, macros: tuple[tuple[str, str], ...], size: int) -> dict[int, tuple[int, Any]]:
+    """By stream, the workspaces that are zeroed once, of all calls of one compiled kernel: never on two streams, nor in a CUDA graph.
+
+    A stream runs its passes one after the other, and a kernel leaves there what no answer depends on, so the next finds it as it needs it.
+    A thread of the CPU counts as a stream. They are kept until the process ends: a few bytes for each compiled kernel and stream.
+    """
+    made: dict[int, tuple[int, Any]] = {}
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=made.clear)  # a thread that was not copied may have been in the middle of a pass
+    return made
+
+
+def _stream_key(stream: int | None) -> int:
+    """A number of its own for each stream, and for each thread of the CPU."""
+    return -threading.get_ident() if stream is None or stream == _PER_THREAD else stream
+
+
+def _zeros(backend: backends.Backend, size: int) -> tuple[int, Any]:
+    """Zeroed memory of a backend and its address, which any stream may use at once. It is none of torch's, which may belong to a pool of CUDA graphs."""
+    with backend.current():
+        made = backend.memory(size)
+        backend.fill(made, 0)
+        backend.get(made)  # waits
+        return backend.address(made), made
+
+
+#: What was compiled for both passes: of each kernel its path, its text's hash and its macros.
+_loaded: set[tuple[Any, ...]] = set()
+
+
+def _load_together(backend: backends.Backend, kernels: tuple[Kernel, ...], problem: Problem) -> None:
+    """Compile the kernels of both passes at the same time, in threads, before the first of them runs: else one waits for the other.
+
+    What does not compile says so where it is called.
+    """
+    plans = [planner.plan(kernel, problem, backend.device()) for kernel in kernels]
+    key = (id(backend), *((k.path, k.source_hash, plan.macros) for k, plan in zip(kernels, plans, strict=True)))
+    if key not in _loaded:
+        of = {kernel.pass_: kernel for kernel in kernels}
+        load_all(backend, [(Contender("both", of), problem)], tuple(of))
+        _loaded.add(key)
+
+
 @lru_cache(maxsize=1024)
 def ready(
     pass_: str,
@@ -222,6 +300,7 @@ def ready(
     causal_shift: int | None,
     deterministic: bool,
     trains: bool,
+    dlogsumexp: bool,
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
@@ -229,7 +308,7 @@ def ready(
     read again. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
     :func:`backends.launch.launcher` does.
     """
-    _check(shapes, dtypes, devices)
+    check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
     dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
@@ -237,17 +316,31 @@ def ready(
             _found(spec, passes, dtype)
         return None
     problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
-    backend = _backend(devices[0])
-    made = launcher(backend, _kernel(spec, pass_, passes, problem, backend.device(), deterministic), problem)
-    starts, room = [], 0
-    for space in made.loaded.plan.workspaces:
-        starts.append(room)
-        room += round_up(space.bytes, 256)
+    backend = backend_of(devices[0])
+    kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
+    if pass_ == "forward" and trains:
+        _load_together(backend, tuple(kernels.values()), problem)
+    made = launcher(backend, kernels[pass_], problem)
+    if dlogsumexp and not made.loaded.kernel.logsumexp_gradient:
+        able = [k.name for k in catalogue() if k.pass_ == "backward" and k.logsumexp_gradient and dtype in k.dtypes and not k.variant_of]
+        raise UsageFault(
+            f"{made.loaded.kernel.label} takes no gradient of logsumexp",
+            "its header does not say logsumexp_gradient = true",
+            f"use one of {', '.join(able)}, or detach logsumexp",
+        )
+    plan, starts, room, once = made.loaded.plan, [], 0, 0
+    for space in plan.workspaces:
+        if space.init == "zero_once":
+            starts.append(~once)
+            once += round_up(space.bytes, 256)
+        else:
+            starts.append(room)
+            room += round_up(space.bytes, 256)
     size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
     pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
-    mapped = frozenset(map_.tensor for map_ in made.loaded.plan.tensor_maps)
+    mapped = frozenset(map_.tensor for map_ in plan.tensor_maps)
     fits = pitch == dim and all(
         _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
@@ -255,7 +348,7 @@ def ready(
     every = (
         dict(zip(given, ((steps[0], steps[1], steps[2]) for steps in strides), strict=True))
         | outputs
-        | {"logsumexp": (heads * seq, seq, 1)}
+        | dict.fromkeys(_SCORES[: 1 + dlogsumexp], (heads * seq, seq, 1))
     )
     return Ready(
         launch=made,
@@ -273,7 +366,8 @@ def ready(
         mapped=mapped,
         room=room,
         spaces=tuple(starts),
-        zeroed=any(space.init == "zero_once" for space in made.loaded.plan.workspaces),
+        once=once,
+        kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
     )
 
 
@@ -298,7 +392,7 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return any(count > 1 and stride < shape[3] for count, stride in zip(shape[:3], strides[:3], strict=True))
 
 
-def _check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
+def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v do not belong together."""
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"attention takes (batch, heads, rows, head_dim), not {' and '.join(str(tuple(shape)) for shape in shapes)}")

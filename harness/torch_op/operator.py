@@ -36,8 +36,8 @@ def attention(
     file, or "auto", the highest step that takes the case, for each pass where a gradient is wanted (float32 is never rounded to tf32).
     Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
-    not looked for. Gradients flow to q, k and v, once, in reverse mode, and not through logsumexp. Under autocast the inputs are
-    cast as torch's are.
+    not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
+    sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
     Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
     """
@@ -51,7 +51,7 @@ def attention(
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    call = _FORWARD_OP if traced else _Eager.apply if trains else _below_forward
+    call = _FORWARD_OP if traced else _APPLY if trains else _eager_forward
     o, lse = call(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
     return (o, lse) if return_lse else o
 
@@ -64,7 +64,8 @@ attention_flash = partial(attention, kernel="fa2")
 
 def _outputs(q: Any) -> tuple[Any, Any]:
     """O and logsumexp of a call, not filled: contiguous whatever the strides of q, in torch's tracing as in a real call."""
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like(q), torch.empty(q.shape[:3], dtype=dtype, device=q.device)
 
 
 def _like(tensor: Any) -> Any:
@@ -78,7 +79,7 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
     return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
-def _error(fault: Fault) -> Exception:
+def error_of(fault: Fault) -> Exception:
     """A fault as what torch's users expect; its text is kept, and it is the cause."""
     return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
@@ -95,13 +96,13 @@ def _forward(
     trains: bool,
 ) -> tuple[Any, Any]:
     try:
-        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains)
+        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains, False)
         o, lse = _outputs(q)
         if call is None:
             return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
-        call((q, k, v), (o,), lse)
+        call((q, k, v), (o,), (lse,))
     except Fault as fault:
-        raise _error(fault) from fault
+        raise error_of(fault) from fault
     return o, lse
 
 
@@ -117,29 +118,34 @@ def _backward(
     kernel: str,
     deterministic: bool,
     causal_shift: int | None,
+    dlse: Any = None,
 ) -> tuple[Any, Any, Any]:
     try:
         if do.dtype != q.dtype:
             do = do.to(q.dtype)
-        call = ready("backward", kernel, edited(kernel), *_kind(q, k, v, o, do), causal, scale, causal_shift, deterministic, True)
+        kind, scores = _kind(q, k, v, o, do), (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
+        call = ready("backward", kernel, edited(kernel), *kind, causal, scale, causal_shift, deterministic, True, dlse is not None)
         dq, dk, dv = _like(q), _like(k), _like(v)
         if call is None:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        call((q, k, v, o, do), (dq, dk, dv), lse.contiguous())
+        call((q, k, v, o, do), (dq, dk, dv), scores)
     except Fault as fault:
-        raise _error(fault) from fault
+        raise error_of(fault) from fault
     return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     q, k, v, *options = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # an output that nobody uses has no gradient, rather than one of zeros
     ctx.options = options[:-1]
 
 
-def _gradients(ctx: Any, do: Any, _: Any, call: Any = None) -> tuple[Any, ...]:
-    made = (call or _BACKWARD_OP)(do, *ctx.saved_tensors, *ctx.options)
+def _gradients(ctx: Any, do: Any, dlse: Any, call: Any = None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if do is None and dlse is None:
+        return (None,) * 9
+    made = (call or _BACKWARD_OP)(torch.zeros_like(saved[3]) if do is None else do, *saved, *ctx.options, dlse)
     return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
 
 
@@ -169,7 +175,7 @@ _BACKWARD = torch.library.custom_op(
     "fa::backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)",
 )
 _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
@@ -183,15 +189,49 @@ _FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.
 
 
 # Outside of torch.compile and torch.func the operators are called below their autograd entry, which is Python and costs more than all of
-# a call else. The gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
+# a call else; and where the dispatcher would do no more than call the device's entry, without it, which costs as much as the entry. The
+# gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
+
+_TYPES = {torch.Tensor, torch.nn.Parameter}
+_USUAL: dict[str, int] = {}
+_FRAME_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-def _below_forward(*arguments: Any) -> Any:
+def _direct(*tensors: Any) -> bool:
+    """Whether the dispatcher does no more than call the device's entry: plain tensors, and no mode, tracer or profiler that wants to see it.
+
+    Its keys tell what a tensor's type does not: a lazy negation or zero, batching, functionalization.
+    """
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+        or _FRAME_CALLBACK() is not None  # torch.compile's tracer would go into the call
+    ):
+        return False
+    keys = 0
+    for tensor in tensors:
+        if type(tensor) not in _TYPES:
+            return False
+        keys |= torch._C._dispatch_keys(tensor).raw_repr()
+    kind = tensors[0].device.type
+    if kind not in _USUAL:
+        _USUAL[kind] = torch._C._dispatch_keys(torch.empty(0, device=tensors[0].device)).raw_repr() if kind in ("cpu", "cuda") else 0
+    return not keys & ~_USUAL[kind]
+
+
+def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
+    if _direct(q, k, v):
+        return _forward(q, k, v, *options)
     with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD_OP(*arguments)
+        return _FORWARD_OP(q, k, v, *options)
 
 
-def _below_backward(*arguments: Any) -> Any:
+def _eager_backward(*arguments: Any) -> Any:
+    dlse = arguments[-1]
+    if _direct(*arguments[:6]) if dlse is None else _direct(*arguments[:6], dlse):
+        return _backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD_OP(*arguments)
 
@@ -199,10 +239,14 @@ def _below_backward(*arguments: Any) -> Any:
 class _Eager(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _below_forward(*inputs)
+        output = _eager_forward(*inputs)
         _save(ctx, inputs, output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, do: Any, _: Any) -> tuple[Any, ...]:
-        return _gradients(ctx, do, _, None if torch.is_grad_enabled() else _below_backward)  # a second derivative is an error
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        return _gradients(ctx, do, dlse, None if torch.is_grad_enabled() else _eager_backward)  # a second derivative is an error
+
+
+#: Without Function.apply's Python, which is for torch.func.
+_APPLY = super(torch.autograd.Function, _Eager).apply

@@ -38,7 +38,7 @@ def sdpa(
     What they do not cover (attn_mask, dropout, value dims of another size, broadcasting, more than 256 head dims) goes to torch's
     own, which is said once. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
-    why = _uncovered(query, key, value, attn_mask, dropout_p, enable_gqa)
+    why = uncovered(query, key, value, attn_mask, dropout_p, enable_gqa)
     if why and _instead:
         raise ValueError(f"{why} inside context_parallel: torch's own would attend to this rank's rows only")
     if why:
@@ -63,7 +63,7 @@ def put_instead(attend: Callable[..., Any] | None) -> Callable[..., Any] | None:
     return before
 
 
-def _uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, gqa: bool) -> str:
+def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, gqa: bool) -> str:
     """What of a call of scaled_dot_product_attention is not covered; empty where all is."""
     if mask is not None:
         return "attn_mask is not covered"

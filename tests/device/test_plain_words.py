@@ -78,6 +78,18 @@ def test_row_pointer_is_64_bit(backend: Backend, tmp_path: Path, dtype: str) -> 
     assert got.tolist() == [t * ((2**33 + 1) + 2 * (2**31 + 5) + 7 * 3) * np.dtype(TYPES[dtype]).itemsize for t in range(32)]
 
 
+def test_dlogsumexp_of(backend: Backend, tmp_path: Path) -> None:
+    """The value of a query by the tensor's strides; 0 where there is no tensor."""
+    body = """\
+    __shared__ float values[64];
+    values[t] = t;
+    __syncthreads();
+    fa::Args given = args;
+    given.dlogsumexp = {values, 32, 8, 1};
+    out[t] = int(fa::dlogsumexp_of<float>(given, t / 32, t / 8 % 4, t % 8)) + 100 * int(fa::dlogsumexp_of<float>(args, 1, 2, t));"""
+    assert run(backend, tmp_path, body, block=64)[:64].tolist() == list(range(64))
+
+
 def test_kv_head_of(backend: Backend, tmp_path: Path) -> None:
     """Neighbouring query heads share a key head."""
     for heads_kv in (1, 3, 8, 24):

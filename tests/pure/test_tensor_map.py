@@ -11,9 +11,9 @@ import numpy as np
 import planted
 import pytest
 
-from harness.backends import Loaded, launch, tensor_map
+from harness.backends import Backend, Loaded, launch, tensor_map
 from harness.backends.launch import View
-from harness.backends.tensor_map import HOST, for_cuda, for_host
+from harness.backends.tensor_map import HOST, for_cuda, for_host, movable_for_cuda
 from harness.fault import KernelFault, UsageFault
 from harness.kernel import Device, Kernel, planner
 from harness.kernel.plan import TensorMap
@@ -138,6 +138,8 @@ class Keeps:
     def __init__(self) -> None:
         self.submitted: list[Any] = []
 
+    movable_map = Backend.movable_map
+
     def repeated(self, loaded: Loaded, words: memoryview, fills: Any, calls: Any) -> Any:
         def enqueue(stream: int | None) -> None:
             self.submitted.append(([call._replace(parameters=tuple(bytes(p) for p in call.parameters)) for call in calls], stream))
@@ -167,6 +169,10 @@ def test_tensor_maps_follow_the_tensors(tmp_path: Path) -> None:
         assert [k_map[name] for name in ("rank", "element_bytes", "swizzle", "type")] == [4, 4, 64, 3]
         fixed([given[name].address for name in names], turn)
         assert backend.submitted[-1] == ([call], turn)
+    with pytest.raises(KernelFault, match="not 16-byte aligned"):
+        fixed([given[name].address + 8 * (name == "O") for name in names], 4)
+    fixed([given[name].address for name in names], 5)  # what that call had half written is not used again
+    assert backend.submitted[-1] == ([call], 5)
 
 
 def test_what_tma_cannot_address_is_told(tmp_path: Path) -> None:
@@ -199,3 +205,31 @@ def test_tensor_maps_are_the_driver_s(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [[0, 9, 4, 0x7F0000001000, *sizes, 0, 3, 2, 0]]
     with pytest.raises(KernelFault, match="the driver refuses tensor_map k\ncuTensorMapEncodeTiled answers 1"):
         for_cuda(map_, 0x7F0000002000, map_.byte_strides(25600, 6400, 64))
+
+
+def test_a_drivers_map_is_encoded_once_and_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is 64-byte aligned; later addresses are replaced in it; where the driver refuses, it is encoded anew, or a fault."""
+    done: list[Any] = []
+
+    def replace(to: int, address: int) -> int:
+        done.append((to % 64, address))
+        ctypes.memset(to, 9, 128)
+        return int(address == 48)
+
+    def encode(to: Any, *given: Any) -> int:
+        done.append(given[2].value)
+        ctypes.memset(to, 7, 128)
+        return 0
+
+    monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode, cuTensorMapReplaceAddress=replace))
+    for_cuda.cache_clear()
+    map_ = TensorMap("k", "K", "bfloat16", (59, 100, 4, 3), ((0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0)), (64, 128, 1, 1), 128)
+    room, move = movable_for_cuda(map_, map_.byte_strides(25600, 6400, 64))
+    assert room.nbytes == 128
+    for address, wrote in (16, 7), (32, 9), (48, 7), (64, 9):
+        move(address)
+        assert bytes(room) == bytes([wrote]) * 128
+    assert done == [16, (0, 32), (0, 48), 48, (0, 64)]
+    monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapReplaceAddress=lambda to, address: 1))
+    with pytest.raises(KernelFault, match="not 16-byte aligned"):
+        move(8)

@@ -169,7 +169,7 @@ def test_rows_that_end_where_their_memory_ends(device: Any) -> None:
     q = room.view(1, 2, 5, 64)[..., :59]
     short = torch.randn(2 * 5 * 64 - 5, device=device).as_strided((1, 2, 5, 59), (640, 320, 64, 1))
     attention(q, q, q, kernel="naive")
-    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False)
+    ready = call.ready("forward", "naive", (), *operator._kind(q, q, q), False, None, None, True, False, False)
     assert ready is not None and ready.view(q) is not None and ready.view(short) is None
     assert torch.equal(attention(q, short, q, kernel="naive"), attention(q, short.contiguous(), q, kernel="naive"))
 
@@ -301,7 +301,7 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
-        used = call._kernel("auto", "backward", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)
+        used = call.kernels_of("auto", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)["backward"]
         assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
         for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 23 and 24, by their headers
@@ -313,7 +313,7 @@ def test_auto_never_rounds_to_tf32(device: Any) -> None:
     """float32 stays float32: step 11 takes it only as tf32."""
     q = torch.randn(1, 1, 33, 64, device=device)
     attention(q, q, q)
-    used = call.ready("forward", "auto", (), *operator._kind(q, q, q), False, None, None, True, False)
+    used = call.ready("forward", "auto", (), *operator._kind(q, q, q), False, None, None, True, False, False)
     assert used is not None and used.launch.loaded.kernel.arithmetic_for("float32") == "f32"
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from harness.torch_op import attention  # noqa: E402
+from harness.torch_op import attention, call  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = """\
@@ -80,14 +82,57 @@ def test_a_kernel_that_is_not_deterministic_is_asked_for_by_word(device: Any, tm
     assert attention(q, q, q, kernel=path, deterministic=False).shape == q.shape
 
 
-@pytest.mark.parametrize("init", ["zero", "zero_once"])
-def test_workspaces_start_as_zero(device: Any, tmp_path: Path, init: str) -> None:
-    """Each call has a workspace of its own, zeroed where the header says so: nothing of another call or stream is in it."""
-    more = f'// [workspace.count]\n// dtype = "float32"\n// size = "64"\n// init = "{init}"\n'
-    path = write(tmp_path, COUNTS, more)
+COUNT = '// [workspace.count]\n// dtype = "float32"\n// size = "64"\n// init = "{}"\n'
+
+
+def test_workspaces_start_as_zero(device: Any, tmp_path: Path) -> None:
+    """One of init zero is zeroed before every pass."""
+    path = write(tmp_path, COUNTS, COUNT.format("zero"))
     q = torch.randn(1, 1, 1, 64, device=device)
     for _ in range(3):
         assert not attention(q, q, q, kernel=path).any()
+
+
+def test_what_is_zeroed_once_is_kept(device: Any, tmp_path: Path) -> None:
+    """One of init zero_once is zeroed at the first call of a kernel, whatever the strides; a thread of the CPU has its own."""
+    path = write(tmp_path, COUNTS, COUNT.format("zero_once"))
+    q = torch.randn(1, 1, 1, 64, device=device)
+
+    def kept(*_: Any) -> bool:
+        return bool(attention(q, q, q, kernel=path).any())
+
+    assert [kept() for _ in range(3)] == [False, True, True]
+    assert attention(q, q, torch.randn(1, 1, 2, 64, device=device)[:, :, ::2], kernel=path).any()  # the same compiled kernel
+    with ThreadPoolExecutor(1) as other:
+        assert list(other.map(kept, range(2))) == ([False, True] if device.type == "cpu" else [True, True])
+
+
+def test_what_a_dead_pass_left_is_not_found(tmp_path: Path) -> None:
+    """On the CPU a kernel that faults may have written what is zeroed once: the next call has other memory."""
+    fault = "    __syncthreads();\n    if (args.scale > 2) __trap();\n}"
+    path = write(tmp_path, COUNTS.rstrip().removesuffix("}") + fault + "\n", COUNT.format("zero_once"))
+    q = torch.randn(1, 1, 1, 64)
+    assert not attention(q, q, q, kernel=path).any() and attention(q, q, q, kernel=path).any()
+    with pytest.raises(RuntimeError):
+        attention(q, q, q, kernel=path, scale=3.0)
+    assert not attention(q, q, q, kernel=path).any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_after_use(tmp_path: Path) -> None:
+    """A child of a process that has called it calls it too: the same values, and nothing of what the parent's passes left."""
+    path = write(tmp_path, COUNTS, COUNT.format("zero_once"))
+    q = torch.randn(1, 1, 1, 64)
+    expected = attention(q, q, q, kernel="naive")
+    assert not attention(q, q, q, kernel=path).any()
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(attention(q, q, q, kernel=path).any() or not torch.equal(attention(q, q, q, kernel="naive"), expected))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_file_that_is_edited_is_another_kernel(device: Any, tmp_path: Path) -> None:
@@ -131,6 +176,30 @@ def test_a_file_that_does_not_compile_is_an_error_with_its_line(device: Any, tmp
         attention(q, q, q, kernel=path)
     with pytest.raises(ValueError, match="no kernel file .*mine_backward.cu"):
         attention(q.requires_grad_(), q, q, kernel=path)
+
+
+def test_both_passes_compile_at_the_same_time(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a gradient is wanted the forward call has the backward pass compiled beside its own, once; else its own alone."""
+    for pass_ in ("forward", "backward"):
+        text = (ROOT / "kernels_cu" / f"00_naive_{pass_}.cu").read_text()
+        (tmp_path / f"mine_{pass_}.cu").write_text(text)
+    backend, both, seen = call.backend_of(device), threading.Barrier(2, timeout=60), []
+    load = type(backend).load
+
+    def waits(self: Any, kernel: Any, problem: Any, tiles: Any = None) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            both.wait()  # of one alone it would time out
+            seen.append(kernel.pass_)
+        return load(self, kernel, problem, tiles)
+
+    monkeypatch.setattr(type(backend), "load", waits)
+    q = torch.randn(1, 1, 4, 8, device=device)
+    attention(q, q, q, kernel=tmp_path / "mine_forward.cu")
+    assert not seen
+    for rows in (4, 5):
+        q = torch.randn(1, 1, rows, 8, device=device, requires_grad=True)
+        attention(q, q, q, kernel=tmp_path / "mine_forward.cu").sum().backward()
+    assert sorted(seen) == ["backward", "forward"]
 
 
 def test_a_header_that_is_wrong_is_an_error_with_its_line(device: Any, tmp_path: Path) -> None:

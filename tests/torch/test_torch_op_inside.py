@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from harness.torch_op import attention, call, operator, sdpa  # noqa: E402
+from harness.torch_op import attention, call, explain, operator, sdpa  # noqa: E402
 
 #: What fa::forward takes beside q, k and v.
 OPTIONS = (False, None, "naive", True, None, False)
@@ -130,10 +130,9 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
 
 
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
-    """The second derivative, forward mode and torch.func.grad are errors, never zero; logsumexp is a constant."""
+    """The second derivative, forward mode and torch.func.grad are errors, never zero."""
     q, k, v = tensors(device, grad=True)
-    o, lse = attention(q, k, v, return_lse=True)
-    assert not lse.requires_grad
+    o = attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dq.sum().backward()
@@ -177,7 +176,7 @@ def test_backward_is_deterministic(device: Any) -> None:
     call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
     do = q.detach().new_ones(()).expand(q.shape)  # as sum() gives it
-    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True)
+    used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True, False)
     assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
 
 
@@ -236,6 +235,47 @@ def test_sdpa_in_place_of_torchs(device: Any, monkeypatch: pytest.MonkeyPatch) -
         torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
 
 
+# -- what runs --------------------------------------------------------------------------------------------------------
+
+
+def test_explain(device: Any) -> None:
+    """Kernel, file, form and row of each pass, as the call then has them; why not the steps above; nothing of what was named."""
+    q, k, v = tensors(device, (1, 2, 70, 64), grad=True, dtype=torch.bfloat16)
+    told = explain(q, k, v, causal=True)
+    attention(q, k, v, causal=True).sum().backward()
+    assert told.by == "fa-cli" and list(told.passes) == ["forward", "backward"]
+    for pass_, strides in ("forward", (q, k, v)), ("backward", (q, k, v, q, q)):
+        used = call.ready(pass_, "auto", (), *operator._kind(*strides), True, None, None, True, True, False)
+        chosen = told.passes[pass_]
+        assert used is not None and used.launch.loaded.kernel.path.name == chosen.file
+        assert dict(used.launch.loaded.plan.macros).items() >= dict(chosen.tiles).items() and chosen.deterministic
+        assert chosen.rows == tuple(map(str, used.launch.loaded.plan.choices))
+    if device.type == "cpu":
+        assert told.passes["forward"].kernel == "hopper" and "promises float32" not in str(told)
+        assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
+        assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(told)
+        wide = explain(q, k, v, deterministic=False).passes["backward"]
+        assert wide.above["hopper_wide"].startswith("its header takes it where not causal and")
+        assert wide.file == "19_hopper_atomic_backward.cu" and wide.kernel == "hopper"
+    with torch.no_grad():
+        assert list(explain(q, k, v, kernel="fa2").passes) == ["forward"]
+    assert explain(q, k, v, kernel="fa2").passes["backward"].above == {}
+    with pytest.raises(ValueError, match="does not take bfloat16"):
+        explain(q, k, v, kernel="split")
+    assert str(explain(q[:, :, :0], k, v)) == "nothing: a tensor is empty"
+
+
+def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
+    """Why, and which of torch's own; where sdpa covers the case, our kernels, with its mask."""
+    q, k, v = tensors(device)
+    told = explain(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool, device=device))
+    assert told.by == "torch" and told.why == "attn_mask is not covered" and told.backend in torch.nn.attention.SDPBackend.__members__
+    assert str(told).startswith("torch's own, ")
+    assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        explain(q, k, v, mask=None)
+
+
 # -- a GPU's own ------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +290,7 @@ def gpu(device: Any) -> Any:
 def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     """A call on any GPU leaves torch's current device and stream as they were; tensors of the last GPU work from the first."""
     before = torch.cuda.current_device(), torch.cuda.current_stream()
-    call._backend.cache_clear()
+    call.backend_of.cache_clear()
     q, k, v = tensors(gpu, (1, 2, 70, 64), grad=True)
     o = attention(q, k, v)
     o.sum().backward()

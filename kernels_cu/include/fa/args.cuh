@@ -25,6 +25,7 @@ struct alignas(64) Args {
     Tensor Q, K, V;            // Q: (batch, heads_q, seq_q, head_dim); K, V: (batch, heads_kv, seq_kv, head_dim)
     Tensor O, logsumexp;       // O like Q; logsumexp natural, of the scaled scores; written forward, read backward
     Tensor dO, dQ, dK, dV;     // dO, dQ like Q; dK, dV like K
+    Tensor dlogsumexp;         // like logsumexp; data is null where logsumexp has no gradient
     void* workspace[8];        // in the header's order; WORKSPACE_<NAME> is the index
     int32_t batch, heads_q, heads_kv, seq_q, seq_kv;
     int32_t head_dim;          // the true one; HEAD_DIM is the compiled width, never less
@@ -37,6 +38,11 @@ struct alignas(64) Args {
 template <class T>
 __device__ __forceinline__ T* row_pointer(const Tensor& tensor, int batch, int head, int row) {
     return static_cast<T*>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
+}
+
+// The gradient of a query's logsumexp, whose derivative by the scores is P: dS = P (dP - delta) + P dlogsumexp, so it comes off delta.
+template <class T> __device__ __forceinline__ T dlogsumexp_of(const Args& args, int batch, int head, int query) {
+    return args.dlogsumexp.data ? *row_pointer<T>(args.dlogsumexp, batch, head, query) : T(0);
 }
 
 // The key head that a query head reads (grouped-query attention; the same head where there is no grouping).

@@ -81,7 +81,7 @@ template <int M, int N> __device__ __forceinline__ void clear_hidden(float (&p)[
         }
 }
 
-// delta = dO · O of a query (FlashAttention-2, Algorithm 2, line 4): for the 8 neighbouring lanes that share the row; 0 beyond seq_q.
+// delta = dO · O - dlogsumexp of a query (FlashAttention-2, Algorithm 2, line 4, has dO · O): for the 8 neighbouring lanes that share the row; 0 beyond seq_q.
 template <class T, int Width> __device__ __forceinline__ float delta_of(const Args& args, int batch, int head, int query, int lane) {
     float sum = 0;
     if (query < args.seq_q) {
@@ -94,6 +94,7 @@ template <class T, int Width> __device__ __forceinline__ float delta_of(const Ar
 #pragma unroll
             for (int i = 0; i < vec_width<T>; ++i) sum += widen(o_reg[i]) * widen(do_reg[i]);
         }
+        if (lane == 0) sum -= dlogsumexp_of<float>(args, batch, head, query);
     }
     return group_sum<8>(sum);
 }

@@ -1,0 +1,209 @@
+"""What a call of the operator costs on the host, and what it does on the device: python experiments/torch_op/host_time.py [--output-dir DIR]
+
+At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
+gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
+in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
+--operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+WAYS = {"ours": None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+SHAPE = (2, 8, 512, 64)
+PASSES = ("forward", "forward, graph kept", "backward", "both")
+
+
+def attend_by(way: str) -> Callable[..., Any]:
+    """Attention of q, k and v by one way."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from harness.torch_op import attention
+
+    if WAYS[way] is None:
+        return partial(attention, deterministic=False)
+
+    def forced(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
+            return scaled_dot_product_attention(q, k, v)
+
+    return forced
+
+
+def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
+    """Microseconds of a call: the least of five loops, each of which waits for the device at its end."""
+    import torch
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for _ in range(5):
+        call()
+    wait()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds / 2:
+        call()
+        count += 1
+    wait()
+    found = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        found.append((time.perf_counter() - began) / count * 1e6)
+    return min(found)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call as a CUDA graph's replay."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], Any] = graph.replay
+    return replay
+
+
+def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable[[], Any]]:
+    """The calls that are timed, by the name of their pass."""
+    import torch
+
+    *inputs, do = tensors
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    kept = attend(*leaves)
+    return {
+        "forward": lambda: attend(*inputs),
+        "forward, graph kept": lambda: attend(*leaves),
+        "backward": lambda: torch.autograd.grad(kept, leaves, do, retain_graph=True),
+        "both": lambda: torch.autograd.grad(attend(*leaves), leaves, do),
+    }
+
+
+def one_process(way: str, dtype: str) -> Iterator[dict[str, Any]]:
+    """The figures of one process. What a way does not take is left out."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
+    attend = attend_by(way)
+    hows: dict[str, Any] = {"eager": attend}
+    if device == "cuda":
+        hows |= {"compiled": torch.compile(attend) if way == "ours" else None, "CUDA graph": attend}
+    for how, called in hows.items():
+        if called is None:
+            continue
+        try:
+            calls = passes(called, tensors)
+            for name in PASSES:
+                if how == "CUDA graph" and name == "backward":
+                    continue  # a replay of both, less that of forward
+                call = captured(calls[name]) if how == "CUDA graph" else calls[name]
+                yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
+        except RuntimeError as error:
+            click.echo(f"{way} {dtype} {how}: {str(error).splitlines()[0]}", err=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row a dtype, how and pass; a column a way; medians over the processes."""
+    lines = [f"| us a call, {SHAPE} | " + " | ".join(WAYS) + " |", "|---|" + "---:|" * len(WAYS)]
+    for dtype, how, name in dict.fromkeys((r["dtype"], r["how"], r["pass"]) for r in rows):
+        cells = []
+        for way in WAYS:
+            found = [r["us"] for r in rows if (r["way"], r["dtype"], r["how"], r["pass"]) == (way, dtype, how, name)]
+            cells.append(f"{statistics.median(found):.1f}" if found else "")
+        lines.append(f"| {dtype} {how} {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def operations() -> Iterator[str]:
+    """A line for each operation on the device in a forward and a backward call of each kernel with both and type, in order."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from harness.kernel import catalogue
+    from harness.torch_op import attention
+
+    able = {k.name for k in catalogue() if k.pass_ == "forward"}
+    for kernel in catalogue():
+        if kernel.pass_ != "backward" or kernel.variant_of:
+            continue
+        for dtype in kernel.dtypes:
+            spec, width = kernel.name if kernel.name in able else f"hopper+{kernel.name}", 256 if kernel.name == "hopper_cluster" else 64
+            given = [torch.randn(2, 4, 256, width, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)]
+
+            def both(spec: str = spec, given: list[Any] = given) -> None:
+                o = attention(*given, causal=True, kernel=spec, deterministic=False)
+                torch.autograd.grad(o, given, torch.ones_like(o))
+
+            yield f"{spec} {dtype}"
+            try:
+                for _ in range(2):
+                    both()
+                torch.cuda.synchronize()
+                with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+                    both()
+                    torch.cuda.synchronize()
+            except (RuntimeError, ValueError) as error:
+                yield f"    {str(error).splitlines()[0]}"
+                continue
+            for event in sorted(seen.events(), key=lambda e: e.time_range.start):
+                if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+                    yield f"    {event.device_time:8.2f} us  {event.name[:100]}"
+
+
+@click.command()
+@click.option("--processes", default=5, show_default=True)
+@click.option("--ways", default=",".join(WAYS), show_default=True)
+@click.option("--operations", "listed", is_flag=True, help="Also the operations on the device.")
+@click.option("--own", default="", hidden=True)
+@click.option("--output-dir", type=click.Path(path_type=Path), default=Path(__file__).with_name("host"), show_default=False)
+def main(processes: int, ways: str, listed: bool, own: str, output_dir: Path) -> None:
+    """Print the table; write host.csv, host.md, operations.txt."""
+    if own:
+        for row in one_process(*own.split(",")):
+            click.echo(json.dumps(row))
+        return
+    rows: list[dict[str, Any]] = []
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for number in range(processes):
+        for dtype in ("bfloat16", "float32"):
+            for way in ways.split(","):
+                if dtype == "float32" and way in ("cudnn", "flash"):
+                    continue
+                done = subprocess.run([sys.executable, __file__, "--own", f"{way},{dtype}"], stdout=subprocess.PIPE, text=True)
+                rows += [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, ["process", "way", "dtype", "how", "pass", "us"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        (output_dir / "host.csv").write_text(text.getvalue())
+        (output_dir / "host.md").write_text(table(rows))
+    click.echo(table(rows))
+    if listed:
+        (output_dir / "operations.txt").write_text("\n".join(operations()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What a call of the operator runs, and why: explain(q, k, v)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from ..check import choose
+from ..check.choose import passed_over
+from ..fault import Fault
+from ..kernel import Kernel, planner
+from ..problem import PASSES, Problem
+from .call import backend_of, check, kernels_of
+from .operator import error_of
+from .sdpa import uncovered
+
+_OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The kernel of a pass. tiles: the values of its [tile] for this call; rows: the rows of choice that gave some of them.
+
+    above: the higher steps by name, the highest first, each with why it is not taken; empty where the kernel was named.
+    """
+
+    kernel: str
+    number: int | None
+    file: str
+    deterministic: bool
+    tiles: Mapping[str, str]
+    rows: tuple[str, ...]
+    above: Mapping[str, str]
+
+    def __str__(self) -> str:
+        number = "" if self.number is None else f"{self.number:02} "
+        form = "deterministic" if self.deterministic else "not deterministic"
+        lines = [f"{number}{self.kernel}, {form}, {self.file}; " + ", ".join(f"{name} = {value}" for name, value in self.tiles.items())]
+        lines += [f"  row of choice: {row}" for row in self.rows]
+        lines += [f"  not {name}: {why}" for name, why in self.above.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason."""
+
+    by: str
+    passes: Mapping[str, Chosen]
+    backend: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.by == "torch":
+            return f"torch's own, {self.backend}: {self.why}"
+        return "\n".join(f"{pass_}: {chosen}" for pass_, chosen in self.passes.items()) or "nothing: a tensor is empty"
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kernel: Any = choose.AUTO,
+    deterministic: bool = True,
+    causal_shift: int | None = None,
+    **of_sdpa: Any,
+) -> Explanation:
+    """What attention() runs for these arguments, which are its own, or sdpa() where one of attn_mask, dropout_p, is_causal, enable_gqa is given.
+
+    For each pass (the backward pass where an input wants a gradient) the kernel, its file and form, its tiles, the rows of choice that gave
+    them, and why no higher step is taken. Nothing is launched or compiled; print it, or read its fields. Autocast is not looked at.
+    Raises ValueError for what the kernel does not take, as attention does, and TypeError for another argument.
+    """
+    if unknown := set(of_sdpa) - set(_OF_SDPA):
+        raise TypeError(f"explain() got an unexpected keyword argument {min(unknown)!r}")
+    if of_sdpa:
+        given = _OF_SDPA | of_sdpa
+        if why := uncovered(q, k, v, given["attn_mask"], given["dropout_p"], given["enable_gqa"]):
+            number = torch._fused_sdp_choice(q, k, v, **given, scale=scale)
+            return Explanation("torch", {}, SDPBackend(number).name, why)
+        causal, causal_shift = given["is_causal"], 0 if given["is_causal"] else None
+        if q.dim() != 4:
+            q, k, v = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (q, k, v))
+    passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
+    try:
+        check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+        if not (q.numel() and k.numel()):
+            return Explanation("fa-cli", {})
+        (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
+        dtype = str(q.dtype).removeprefix("torch.")
+        problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
+        device = backend_of(q.device).device()
+        found = {}
+        for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():
+            above = passed_over(named, problem, device, deterministic) if str(kernel) == choose.AUTO else {}
+            found[pass_] = _chosen(planner.variant(named, problem), named, planner.plan(named, problem, device), above)
+    except Fault as fault:
+        raise error_of(fault) from fault
+    return Explanation("fa-cli", found)
+
+
+def _chosen(runs: Kernel, named: Kernel, plan: Any, above: Mapping[str, str]) -> Chosen:
+    tiles = {name: value for name, value in plan.macros if name in runs.tile}
+    return Chosen(named.name, named.number, runs.path.name, runs.deterministic, tiles, tuple(map(str, plan.choices)), above)
