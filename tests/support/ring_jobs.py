@@ -1,4 +1,4 @@
-"""What the ranks of test_torch_op_ring.py do: each function is a job of world.run and runs on every rank."""
+"""What the ranks of test_torch_op_ring.py do (jobs of world.run, which run on every rank), and what is right."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def attend(cases: list[Case]) -> list[dict[str, Any]]:
 
 def _attend(case: Case) -> dict[str, Any]:
     rows = case.rows(dist.get_rank())
-    *inputs, do = (t[:, :, rows].to(getattr(torch, case.dtype)) for t in case.whole())
+    device = "cuda" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "cpu"
+    *inputs, do = (t[:, :, rows].to(device, getattr(torch, case.dtype)) for t in case.whole())
     if case.rows_first:
         inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
     bytes_, exchange = [0], ring.exchange
@@ -74,8 +75,31 @@ def _attend(case: Case) -> dict[str, Any]:
     finally:
         ring.exchange = exchange
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    made = dict(zip(("O", "dQ", "dK", "dV"), (t.double().numpy() for t in found[0]), strict=True))
+    made = dict(zip(("O", "dQ", "dK", "dV"), (t.double().cpu().numpy() for t in found[0]), strict=True))
     return made | {"bytes": bytes_[0] // 2, "same": same, "dtypes": {str(t.dtype) for t in found[0]}}
+
+
+def apart(case: Case, ranks: list[Any]) -> float:
+    """How far O and the gradients of every row, put together from all ranks, are from those of one rank in float64: the largest
+    |error| / (1 + |value|)."""
+    found = []
+    for name, right in zip(("O", "dQ", "dK", "dV"), expected(*case.whole(), case.causal, case.scale), strict=True):
+        whole = torch.full_like(right, float("nan"))
+        for rank, made in enumerate(ranks):
+            whole[:, :, case.rows(rank)] = torch.from_numpy(made[name])
+        found.append(((whole - right).abs() / (1 + right.abs())).max())
+    return float(torch.stack(found).max())
+
+
+def expected(q: Any, k: Any, v: Any, do: Any, causal: bool, scale: float | None) -> list[Any]:
+    """O, dQ, dK and dV by the definition, in float64."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    q, k, v = leaves[0], *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float("-inf"))
+    o = scores.softmax(-1) @ v
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
 def _told(call: Callable[[], Any]) -> str:
