@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from harness.partition import shards
@@ -53,8 +54,16 @@ def attend(cases: list[Case]) -> list[dict[str, Any]]:
     return [_attend(case) for case in cases]
 
 
-def _attend(case: Case) -> dict[str, Any]:
-    rows = case.rows(dist.get_rank())
+def in_groups(cases: dict[str, Case]) -> dict[str, Any]:
+    """The cases in a group of the last two ranks, and in a mesh of all, under autocast."""
+    some = dist.new_group([1, 2])
+    found = {"some": _attend(cases["some"], some)} if dist.get_rank() else {}
+    with torch.autocast("cpu", torch.bfloat16):
+        return found | {"mesh": _attend(cases["mesh"], init_device_mesh("cpu", (3,)))}
+
+
+def _attend(case: Case, group: Any = None) -> dict[str, Any]:
+    rows = case.rows(group.get_local_rank() if hasattr(group, "get_local_rank") else dist.get_rank(group))
     device = "cuda" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "cpu"
     *inputs, do = (t[:, :, rows].to(device, getattr(torch, case.dtype)) for t in case.whole())
     if case.rows_first:
@@ -70,8 +79,8 @@ def _attend(case: Case) -> dict[str, Any]:
         found = []
         for _ in range(2):
             leaves = [t.detach().requires_grad_() for t in inputs]
-            o = ring_attention(*leaves, **case.options)
-            found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+            o = ring_attention(*leaves, group=group, **case.options)
+            found.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))])
     finally:
         ring.exchange = exchange
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -124,6 +124,16 @@ def test_wrong_calls_are_told_on_every_rank(tmp_path: Path) -> None:
     assert "rank 2: q, k and v do not belong" in told[0]["one rank's shapes"]
 
 
+def test_in_a_part_of_the_world_and_in_a_mesh(tmp_path: Path) -> None:
+    """Ranks are counted in the group; a mesh of one dimension is one; autocast's type is the result's, the gradients are the inputs'."""
+    cases = {"some": Case((3, 4), form="ring"), "mesh": Case((9, 7, 8), kernel="auto", dtype="float32", dim=32)}
+    told = world.run(3, ring_jobs.in_groups, tmp_path, cases)
+    assert all(isinstance(each, dict) for each in told), told
+    assert apart(cases["some"], [each["some"] for each in told[1:]]) < MOST["float64"]
+    assert 1e-5 < apart(cases["mesh"], [each["mesh"] for each in told]) < MOST["bfloat16"]
+    assert all(each["mesh"]["dtypes"] == {"torch.bfloat16", "torch.float32"} for each in told)
+
+
 @pytest.mark.parametrize("call", [lambda q: ring_attention(q, q, q), lambda q: context_parallel(buffers=[q], seq_dims=[2]).__enter__()])
 def test_without_a_process_group(call: Any) -> None:
     """It says what to call."""
