@@ -16,7 +16,7 @@ from typing import Any
 TIMEOUT, LIMIT = 120, 300
 
 
-def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout: float = TIMEOUT, by: str = "gloo") -> list[Any]:
+def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, by: str = "gloo") -> list[Any]:
     """What job(*given) returns on each of `count` ranks; None of one that died, the traceback (a text) of one that raised.
 
     job: a function of a module that other processes can import. folder: where the ranks find each other, empty. by: the group's backends;
@@ -27,7 +27,7 @@ def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout:
     started = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), timeout, by, theirs, job, given), daemon=True)
+        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), by, theirs, job, given), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -44,9 +44,7 @@ def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout:
     return found
 
 
-def _rank(
-    rank: int, count: int, file: str, timeout: float, by: str, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, count: int, file: str, by: str, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -54,7 +52,7 @@ def _rank(
     torch.set_num_threads(1)
     if "nccl" in by:
         torch.cuda.set_device(rank)
-    dist.init_process_group(by, init_method=f"file://{file}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(by, init_method=f"file://{file}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
     try:
         answer.send(job(*given))
     except Exception:
