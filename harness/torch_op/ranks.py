@@ -107,14 +107,14 @@ class Arrival:
 
 
 def exchange(group: Any, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> Arrival:
-    """Begin to send (rank of the group, contiguous tensor) and to receive (rank, tensor to fill); those without elements are left out.
+    """Begin to send (rank of the group, contiguous tensor) and to receive (rank, tensor to fill), also tensors without elements: NCCL
+    wants all ranks in the first message of a group.
 
     Raises RuntimeError where a rank has ended.
     """
     ways = [(dist.isend, each) for each in messages] + [(dist.irecv, each) for each in expected]
-    operations = [dist.P2POp(way, tensor, dist.get_global_rank(group, rank), group) for way, (rank, tensor) in ways if tensor.numel()]
     try:
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = dist.batch_isend_irecv([dist.P2POp(way, tensor, dist.get_global_rank(group, rank), group) for way, (rank, tensor) in ways])
     except RuntimeError as error:
         raise _lost("ring_attention", group, error) from error
     return Arrival(group, works, [tensor for _, tensor in messages], [tensor for _, tensor in expected])

@@ -22,7 +22,7 @@ from ..check.request import Request
 from ..fault import UsageFault
 from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
 
@@ -108,7 +108,7 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
     if not sum(lengths) * math.prod((*q.shape[:2], q.shape[3])):
         return q.clone()
     try:
-        width = _width(options.form, len(lengths), q.shape[1], k.shape[1], DTYPE_BYTES.get(mine["dtype"], 4))
+        width = _width(options.form, len(lengths), q.shape[1], k.shape[1], q.element_size())
         plan = _plan(q.shape[0], q.shape[1], q.shape[3], k.shape[1], lengths, width, mine["dtype"], options)
         _check_kernel(plan, options.kernel, options.deterministic, any(trains), str(q.device))
     except UsageFault as fault:

@@ -1,4 +1,4 @@
-"""What the ranks of test_torch_op_ring.py do: each function is a job of world.run and runs on every rank."""
+"""What the ranks of test_torch_op_ring.py do (jobs of world.run, which run on every rank), and what is right."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from harness.partition import shards
@@ -53,9 +55,18 @@ def attend(cases: list[Case]) -> list[dict[str, Any]]:
     return [_attend(case) for case in cases]
 
 
-def _attend(case: Case) -> dict[str, Any]:
-    rows = case.rows(dist.get_rank())
-    *inputs, do = (t[:, :, rows].to(getattr(torch, case.dtype)) for t in case.whole())
+def in_groups(cases: dict[str, Case]) -> dict[str, Any]:
+    """The cases in a group of the last two ranks, and in a mesh of all, under autocast."""
+    some = dist.new_group([1, 2])
+    found = {"some": _attend(cases["some"], some)} if dist.get_rank() else {}
+    with torch.autocast("cpu", torch.bfloat16):
+        return found | {"mesh": _attend(cases["mesh"], init_device_mesh("cpu", (3,)))}
+
+
+def _attend(case: Case, group: Any = None) -> dict[str, Any]:
+    rows = case.rows(group.get_local_rank() if hasattr(group, "get_local_rank") else dist.get_rank(group))
+    device = "cuda" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "cpu"
+    *inputs, do = (t[:, :, rows].to(device, getattr(torch, case.dtype)) for t in case.whole())
     if case.rows_first:
         inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
     bytes_, exchange = [0], ring.exchange
@@ -69,13 +80,36 @@ def _attend(case: Case) -> dict[str, Any]:
         found = []
         for _ in range(2):
             leaves = [t.detach().requires_grad_() for t in inputs]
-            o = ring_attention(*leaves, **case.options)
-            found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+            o = ring_attention(*leaves, group=group, **case.options)
+            found.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))])
     finally:
         ring.exchange = exchange
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    made = dict(zip(("O", "dQ", "dK", "dV"), (t.double().numpy() for t in found[0]), strict=True))
+    made = dict(zip(("O", "dQ", "dK", "dV"), (t.double().cpu().numpy() for t in found[0]), strict=True))
     return made | {"bytes": bytes_[0] // 2, "same": same, "dtypes": {str(t.dtype) for t in found[0]}}
+
+
+def apart(case: Case, ranks: list[Any]) -> float:
+    """How far O and the gradients of every row, put together from all ranks, are from those of one rank in float64: the largest
+    |error| / (1 + |value|)."""
+    found = []
+    for name, right in zip(("O", "dQ", "dK", "dV"), expected(*case.whole(), case.causal, case.scale), strict=True):
+        whole = torch.full_like(right, float("nan"))
+        for rank, made in enumerate(ranks):
+            whole[:, :, case.rows(rank)] = torch.from_numpy(made[name])
+        found.append(((whole - right).abs() / (1 + right.abs())).max())
+    return float(torch.stack(found).max())
+
+
+def expected(q: Any, k: Any, v: Any, do: Any, causal: bool, scale: float | None) -> list[Any]:
+    """O, dQ, dK and dV by the definition, in float64."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    q, k, v = leaves[0], *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float("-inf"))
+    o = scores.softmax(-1) @ v
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
 def _told(call: Callable[[], Any]) -> str:
@@ -118,6 +152,7 @@ def mistakes() -> dict[str, str]:
 
 def dies(when: str) -> str:
     """The last rank dies, before the forward pass or between both passes, or does not call; what the others are told."""
+    group = dist.new_group(timeout=timedelta(seconds=2)) if when == "silent" else None
     q = torch.ones(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
     last = dist.get_rank() == dist.get_world_size() - 1
     if last and when == "silent":
@@ -126,7 +161,7 @@ def dies(when: str) -> str:
     if last and when == "forward":
         os._exit(7)
     try:
-        o = ring_attention(q, q, q, kernel="naive", form="ring")
+        o = ring_attention(q, q, q, group=group, kernel="naive", form="ring")
         if last:
             os._exit(7)
         o.sum().backward()

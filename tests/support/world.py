@@ -1,4 +1,4 @@
-"""Worlds of ranks on this machine: processes with a gloo group, each started once, that run a job and hand back what it returns."""
+"""Worlds of ranks on this machine: processes of one group, each started once, that run a job and hand back what it returns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from typing import Any
 TIMEOUT, LIMIT = 120, 300
 
 
-def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, by: str = "gloo") -> list[Any]:
     """What job(*given) returns on each of `count` ranks; None of one that died, the traceback (a text) of one that raised.
 
-    job: a function of a module that other processes can import. folder: where the ranks find each other, empty.
+    job: a function of a module that other processes can import. folder: where the ranks find each other, empty. by: the group's backends;
+    with NCCL each rank has a GPU of its own.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "harness.torch_op.training"])  # imported once for all worlds
     started = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), timeout, theirs, job, given), daemon=True)
+        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), by, theirs, job, given), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -43,13 +44,15 @@ def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, timeout:
     return found
 
 
-def _rank(rank: int, count: int, file: str, timeout: float, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _rank(rank: int, count: int, file: str, by: str, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ["FA_CLI_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
+    if "nccl" in by:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(by, init_method=f"file://{file}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
     try:
         answer.send(job(*given))
     except Exception:
