@@ -35,7 +35,6 @@ CLASSES = {
     "several works a block, registers": (
         "a work lost behind the first of each block",
         "the accumulators of the work before go on",
-        "the storer waits for the phase of the first works",
         "a sum of registers that nothing has set to 0",
         "an accumulator of O that nothing has cleared",
         "accumulators of tensor cores that nothing has cleared",

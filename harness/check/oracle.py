@@ -83,6 +83,11 @@ class Oracle:
         here = self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp
         return budget.compare(self.problem, self._on(outputs), *here, tile, arithmetic, self._limits)
 
+    def largest(self, tensor: str, arithmetic: str) -> float:
+        """The largest error that an element of a tensor may have, 0 where none of that class has been judged."""
+        limits = self._limits_on_host.get((tensor, arithmetic)) or self._limits.get((tensor, arithmetic))
+        return min(limits.largest, math.inf if self.tolerance is None else self.tolerance) if limits else 0.0
+
     def _on(self, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs where this oracle computes."""
         return outputs.on(self.xp) if isinstance(outputs, Outputs) else {name: put(self.xp, array) for name, array in outputs.items()}

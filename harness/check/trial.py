@@ -227,9 +227,11 @@ class Trial:
             own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in found.items()}
             arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in own.items()}
             verdicts = part.oracle.judge(Outputs(part.oracle.problem, {}, arrays), self._class, self._tile).values()
-            # no moments: a head has too few rows of its own, and constant ones share an error that the first launch had too
-            if wrong := next((budget.message(verdict) for verdict in verdicts if not verdict.max_abs <= verdict.budget), ""):
-                return wrong
+            # No moments: a head has too few rows of its own, and constant ones share an error that the first launch had too. And where
+            # all rows of a head are equal and cancel, its own budget is that of one small number.
+            for verdict in verdicts:
+                if not verdict.max_abs <= max(verdict.budget, self.oracle.largest(verdict.tensor, self._class)):
+                    return budget.message(verdict)
             for name, bits in found.items():  # of the other heads the answer is known
                 bits[part.place[name]] = self._change.of(self._xp, name, first[name])[part.place[name]]
         return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in found.items()}, first))

@@ -18,7 +18,7 @@ from harness import kernel
 from harness.array import ArrayModule, copied, to_host
 from harness.backends import Backend, pick
 from harness.check.contender import PassResult, run_kernel
-from harness.check.oracle import oracle_for
+from harness.check.oracle import Oracle, oracle_for
 from harness.check.tensors import Bound, Tensor, row_pitch
 from harness.check.trial import Trial, _alike, _untouched
 from harness.dataset.change import Change
@@ -127,6 +127,17 @@ def test_a_cold_measurement_and_one_after_it(backend: Backend) -> None:
 def test_one_head_of_one_column(backend: Backend) -> None:
     """The smallest problem still has inputs that are new."""
     assert timed(backend, first(backend, kernel.find("naive", "forward"), Problem.of(1, 1, 1, 1))).broken == ""
+
+
+def test_a_head_whose_rows_are_equal_and_cancel(backend: Backend) -> None:
+    """Its dV is one small number, the rest of a sum of large ones: a new K in that head alone is judged as the whole problem is."""
+    problem, draw = Problem.of(1, 36, 63, 1, 12, scale=0.0), np.random.default_rng(0)
+    inputs = {name: draw.standard_normal(problem.shape(name)).astype(np.float32) for name in ("Q", "K", "V", "dO")}
+    inputs["dO"][:, 3:, -1] -= inputs["dO"][:, 3:].sum(axis=2)
+    oracle = Oracle(problem, inputs, xp=backend.xp)
+    result = run_kernel(backend, kernel.find("fa2", "backward"), oracle, oracle.inputs_of("backward"))
+    assert result.passed and isinstance(result.timed, Judged)
+    assert [result.timed._alone("K", False) for _ in range(6)] == [""] * 6
 
 
 def test_changes_undo_and_follow_each_other() -> None:
