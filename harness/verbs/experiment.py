@@ -217,6 +217,8 @@ class _Shape:
 def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list[Row], list[files.Json]]]:
     """The rows and samples of one shape: first of what cannot run or is wrong, then of the rest, measured in round-robin turns."""
     backend, mode, problem = shape.backend, shape.mode, shape.problem
+    if pool := getattr(backend.xp, "get_default_memory_pool", None):
+        pool().free_all_blocks()  # CuPy's, of the shapes before: PyTorch has a pool of its own, and would find no room
     oracle: Oracle | None = None
     good: list[run.Result] = []
     for number, contender in enumerate(contenders):
