@@ -128,7 +128,6 @@
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
-#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -158,18 +157,23 @@ struct Shared {
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
 };
 
-// Tile n of K or V lies in a stage of the ring, and its arrival and its release end phases of this parity. A block counts the tiles of all
-// its works: of a work's tile n it is `before` + n.
-__device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
-__device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
+// A position in a ring of N stages, and the parity of its round. Two numbers, not fa::Ring's one: the main loop has no instruction to spare.
+template <int N> struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == N) stage = 0, parity ^= 1;
+    }
+};
 
 // Starts the copies: one thread's task.
 struct Producer {
     Shared& shared;
     const fa::TensorMap &q_map, &k_map, &v_map;
     Work work = {};
-    int kv_head = 0, before = 0;  // before: tiles of keys of the works before
-    fa::Ring<Q_STAGES> q = {};
+    int kv_head = 0;
+    Ring<Q_STAGES> q;
+    Ring<STAGES> k, v;
 
     // The barrier of a tile is told how many bytes are to come, before they do.
     template <uint32_t Slab>
@@ -181,8 +185,8 @@ struct Producer {
     // A piece for each consumer, and the work with it; where there is no more work, that alone.
     __device__ __forceinline__ void load_q() {
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-            const int piece = q.stage() * CONSUMERS + consumer;
-            fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity() ^ 1);
+            const int piece = q.stage * CONSUMERS + consumer;
+            fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
             if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
@@ -191,14 +195,14 @@ struct Producer {
     }
     // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
     __device__ __forceinline__ void load_k(int n) {
-        const int at = before + n;
-        fa::mbarrier_wait_parity(&shared.k_empty[stage_of(at)], parity_of(at) ^ 1);
-        load<K_SLAB>(shared.k[stage_of(at)], k_map, shared.k_full[stage_of(at)], n * BLOCK_K, kv_head);
+        fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
+        load<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], n * BLOCK_K, kv_head);
+        k.next();
     }
     __device__ __forceinline__ void load_v(int n) {
-        const int at = before + n;
-        fa::mbarrier_wait_parity(&shared.v_empty[stage_of(at)], parity_of(at) ^ 1);
-        load<K_SLAB>(shared.v[stage_of(at)], v_map, shared.v_full[stage_of(at)], n * BLOCK_K, kv_head);
+        fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
+        load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
+        v.next();
     }
     // All works of the block: its own number first, then what the counter gives. A number is fetched one work ahead: the counter's answer
     // takes a microsecond.
@@ -214,7 +218,6 @@ struct Producer {
                 if (K_FIRST && n == 0) load_q();
                 load_v(n);
             }
-            before += work.tiles;
         }
         work = {};
         load_q();
@@ -228,15 +231,15 @@ struct Storer {
     Shared& shared;
     const fa::TensorMap& o_map;
     int index;  // of the consumer
-    fa::Ring<Q_STAGES> q = {};
+    Ring<Q_STAGES> q;
 
     __device__ __forceinline__ void store_works() {
         for (;; q.next()) {
-            const int piece = q.stage() * CONSUMERS + index;
-            fa::mbarrier_wait_parity(&shared.q_full[piece], q.parity());
+            const int piece = q.stage * CONSUMERS + index;
+            fa::mbarrier_wait_parity(&shared.q_full[piece], q.parity);
             const Work work = shared.works[piece];
             if (work.tiles == 0) break;
-            fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity());
+            fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab)
                 fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
@@ -262,16 +265,16 @@ struct Consumer {
     bool grows;
     Work work;
     int first, row, tiles;  // first: of the 64 queries; tiles: those of work.tiles that they see
-    int before = 0;  // tiles of keys of the works before
-    fa::Ring<Q_STAGES> q = {};
+    Ring<Q_STAGES> q;
+    Ring<STAGES> k, v;
 
-    __device__ __forceinline__ int piece() const { return q.stage() * CONSUMERS + index; }
+    __device__ __forceinline__ int piece() const { return q.stage * CONSUMERS + index; }
     __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
 
     // Waits for the next work and its Q; false: there is none. The mask ends the first consumers' keys earlier, and where a head's last
     // tile has too few queries a consumer has none, and no tile of keys.
     __device__ __forceinline__ bool take_work() {
-        fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity());
+        fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity);
         work = shared.works[piece()];
         if (work.tiles == 0) return false;
         first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
@@ -290,11 +293,10 @@ struct Consumer {
     }
 
     // Starts S = Q K(n)^T.
-    __device__ __forceinline__ void issue_scores(int n) {
-        const int at = before + n;
+    __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem());
-        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[stage_of(at)]);
-        fa::mbarrier_wait_parity(&shared.k_full[stage_of(at)], parity_of(at));
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage]);
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)
@@ -304,9 +306,8 @@ struct Consumer {
     }
     // Starts O += P V(n); a work's first one begins O.
     __device__ __forceinline__ void issue_output(int n) {
-        const int at = before + n;
-        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[stage_of(at)], K_SLAB);
-        fa::mbarrier_wait_parity(&shared.v_full[stage_of(at)], parity_of(at));
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[v.stage], K_SLAB);
+        fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
@@ -318,11 +319,13 @@ struct Consumer {
     __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
 
     // This warp has read tile n. Its products are complete; the producer waits for all warps.
-    __device__ __forceinline__ void release_k(int n) {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[stage_of(before + n)]);
+    __device__ __forceinline__ void release_k() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[k.stage]);
+        k.next();
     }
-    __device__ __forceinline__ void release_v(int n) {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[stage_of(before + n)]);
+    __device__ __forceinline__ void release_v() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[v.stage]);
+        v.next();
     }
     // O lies in Q's shared memory. Without tiles it does not, and the storer sends nothing that exists, but gives the piece back.
     __device__ __forceinline__ void release_o() {
@@ -383,8 +386,8 @@ struct Consumer {
     __device__ __forceinline__ void check_sum(int n) {
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
-        fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB,
-                                              fa::smem_u32(shared.k[stage_of(before + n)]), K_SLAB);
+        fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
+                                              K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
         float maximum[2];
         mask(n);
@@ -417,16 +420,15 @@ struct Consumer {
                 logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
     }
     // A tile that only other consumers need.
-    __device__ __forceinline__ void skip_tile(int n) {
-        const int at = before + n;
+    __device__ __forceinline__ void skip_tile() {
         begin_turn();
         end_turn();
-        fa::mbarrier_wait_parity(&shared.k_full[stage_of(at)], parity_of(at));
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
         __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-        release_k(n);
-        fa::mbarrier_wait_parity(&shared.v_full[stage_of(at)], parity_of(at));
+        release_k();
+        fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
         __syncwarp();
-        release_v(n);
+        release_v();
     }
 };
 
@@ -464,37 +466,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (consumer.tiles > 0) {
             // Prologue: S(0) = Q K(0)^T
             consumer.begin_turn();
-            consumer.issue_scores(0);
+            consumer.issue_scores();
             consumer.end_turn();
             consumer.wait_first_scores();
             consumer.first_softmax();
-            consumer.release_k(0);
+            consumer.release_k();
             consumer.pack();
 
             // Main loop over tiles of keys
             for (int n = 1; n < consumer.tiles; ++n) {
                 consumer.begin_turn();
-                consumer.issue_scores(n);
+                consumer.issue_scores();
                 consumer.issue_output(n - 1);
                 consumer.end_turn();
                 consumer.wait_scores();
                 consumer.softmax(n);
                 consumer.wait_output();
-                consumer.release_v(n - 1);
+                consumer.release_v();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
                 consumer.rescale();
-                consumer.release_k(n);
+                consumer.release_k();
                 consumer.pack();
             }
 
             // Epilogue: the last product, O / row sum and the logsumexp
             consumer.issue_output(consumer.tiles - 1);
             consumer.wait_output();
-            consumer.release_v(consumer.tiles - 1);
+            consumer.release_v();
         }
-        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile(n);
+        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
         if (consumer.tiles > 0) consumer.store();
         else consumer.release_o();
-        consumer.before += consumer.work.tiles, consumer.q.next();
+        consumer.q.next();
     }
 }
