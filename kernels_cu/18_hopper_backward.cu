@@ -26,9 +26,9 @@
 // group = "heads_q // heads_kv"
 // tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
 // once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
-// most = "min(9 * units // (2 * works), tiles // 2)"  # under the causal mask, where works differ in length
+// most = "tiles // 2 if 4 * works < 9 * units else 1"  # under the causal mask, where works differ in length
 // square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// wanted = "8 if square > 30 else 4 if square > 7 else 2 if square > 3 else 1"  # splits: about the root of square
+// wanted = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # splits: about the root of square
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
@@ -49,7 +49,7 @@
 // SECTION = 64
 // evidence = "NOTES.md, 18 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
 // [[choice]]
-// when = "causal and not deterministic and works * SPLITS < 5 * units"
+// when = "causal and not deterministic and works < 5 * units"
 // SECTION = 64
 // evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
