@@ -214,7 +214,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
 
     def built(key: str, *more: str) -> cache.Opened:
         steps: list[Sequence[str] | Callable[[Path], None]] = [[*more, *compile_], link]
-        if not _clang():
+        if _locals_start() and not _clang():
             steps.insert(1, set_locals)
         return cache.library(key, compiler(), steps, {"unit.cpp": unit, **GUARDS}, wanted, kernel)
 
