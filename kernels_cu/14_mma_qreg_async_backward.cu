@@ -121,8 +121,8 @@ __device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
     return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + fa::int64_t(tile) * (BLOCK_Q * HEAD_DIM);
 }
 
-// Launch 1. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; and logsumexp, with +inf where P must be 0: for a query beyond seq_q, or
-// one that sees no key and has -inf.
+// Launch 1. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; and logsumexp, with +inf where P must be 0: for a query
+// beyond seq_q, or one that sees no key and has -inf.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     const float delta = fa::delta_of<scalar, HEAD_DIM>(args, batch, head, query, lane);

@@ -175,8 +175,8 @@ __device__ __forceinline__ void prepare_keys(const fa::Args& args, int number, b
     if (is_v ? i > INVERSE && i < INFO : i == INVERSE) info[i] = i == NORM ? sizes.norm : i <= INVERSE_2 ? sizes.inverse : 0.0f;
 }
 
-// Q and dO likewise; with dO delta[query] = dO · O - dlogsumexp, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for a query
-// beyond seq_q, or one that sees no key and has -inf.
+// Q and dO likewise; with dO delta[query] = dO · O - dlogsumexp, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for
+// a query beyond seq_q, or one that sees no key and has -inf.
 __device__ __forceinline__ void prepare_queries(const fa::Args& args, int number, bool is_do) {
     float* smem = fa::dynamic_shared<float>();  // [24]
     const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, row = number / tiles, tile = number - row * tiles;

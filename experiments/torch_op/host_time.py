@@ -3,7 +3,8 @@
 At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
 gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
 in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
---operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt).
+--operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt);
+the fill between the passes is that of dO, which is the script's.
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
     import torch
 
     *inputs, do = tensors
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    kept = attend(*leaves)
+    leaves, others = ([t.detach().requires_grad_() for t in inputs] for _ in range(2))
+    kept = attend(*leaves)  # it ties its leaves to this stream, so a graph is captured with the others
     return {
         "forward": lambda: attend(*inputs),
-        "forward, graph kept": lambda: attend(*leaves),
+        "forward, graph kept": lambda: attend(*others),
         "backward": lambda: torch.autograd.grad(kept, leaves, do, retain_graph=True),
-        "both": lambda: torch.autograd.grad(attend(*leaves), leaves, do),
+        "both": lambda: torch.autograd.grad(attend(*others), others, do),
     }
 
 

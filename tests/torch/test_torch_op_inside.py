@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -276,6 +277,20 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
         explain(q, k, v, mask=None)
 
 
+def test_two_threads_at_once(device: Any) -> None:
+    """Both passes from two threads, with parameters and workspaces of one kernel, give the bits of one thread."""
+    q, k, v = tensors(device, (1, 2, 70, 64), grad=True)
+
+    def both(_: int) -> list[Any]:
+        o = attention(q, k, v, causal=True, kernel="fa2")
+        return [o, *torch.autograd.grad(o.sum(), (q, k, v))]
+
+    expected = both(0)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(both, range(6)):
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 # -- a GPU's own ------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +343,26 @@ def test_runs_on_torchs_current_stream(gpu: Any) -> None:
             found = [o.detach(), *torch.autograd.grad(o.sum(), leaves)]
         stream.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_two_streams_and_a_graph_at_once(gpu: Any) -> None:
+    """Calls on two streams and replays of a graph on a third run beside one another: the counters of one are not another's."""
+    q, k, v = tensors(gpu, (2, 8, 700, 64), dtype=torch.bfloat16)
+    with torch.cuda.device(gpu):
+        expected = attention(q, k, v, causal=True, kernel="hopper")
+        torch.cuda.synchronize()
+        streams, graph = [torch.cuda.Stream() for _ in range(3)], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[2]):
+            of_graph = attention(q, k, v, causal=True, kernel="hopper")
+        found = []
+        for _ in range(20):
+            for stream in streams[:2]:
+                with torch.cuda.stream(stream):
+                    found.append(attention(q, k, v, causal=True, kernel="hopper"))
+            with torch.cuda.stream(streams[2]):
+                graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(each, expected) for each in (*found, of_graph))
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # torch, of leaves used on two streams

@@ -81,7 +81,8 @@ template <int M, int N> __device__ __forceinline__ void clear_hidden(float (&p)[
         }
 }
 
-// delta = dO · O - dlogsumexp of a query (FlashAttention-2, Algorithm 2, line 4, has dO · O): for the 8 neighbouring lanes that share the row; 0 beyond seq_q.
+// delta = dO · O - dlogsumexp of a query (FlashAttention-2, Algorithm 2, line 4, has dO · O): for the 8 neighbouring lanes that share the
+// row; 0 beyond seq_q.
 template <class T, int Width> __device__ __forceinline__ float delta_of(const Args& args, int batch, int head, int query, int lane) {
     float sum = 0;
     if (query < args.seq_q) {

@@ -220,8 +220,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
     }
 
-    // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf where P must
-    // be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
+    // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf
+    // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
     template <class T> static __device__ __forceinline__ void prepare(const Args& args) {
         const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
         const int tile = number(args, batch, head, query / BlockQ);
