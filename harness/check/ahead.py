@@ -136,10 +136,12 @@ def parts(
         expected, dtype = _random(xp, problem, "O"), problem.tensor_dtype(name)
         right = _random(xp, problem, name)
         values = round_to(xp, right, dtype)
-        whole = reference.Reference({"O": expected, name: right}, None, 1.0, dict.fromkeys((*WRITES["forward"], *WRITES["backward"]), 0.0))
+        whole = reference.Reference(
+            problem, xp, {"O": expected, name: right}, None, 1.0, dict.fromkeys((*WRITES["forward"], *WRITES["backward"]), 0.0)
+        )
         near: list[Mapping[str, Array]] = [{name: right + side * 1e-3 * right} for side in (-1, 1)]
         near = [{name: each[name].astype(np.float32)} for each in near]
-        budget.compare(problem, {name: values}, whole, near, None, on_device(), xp, 64, arithmetic)
+        budget.compare(whole, {name: values}, near, None, on_device(), 64, arithmetic)
 
     if not judged:
         return [lambda: _trial(backend, problem, passes, inputs)]

@@ -78,10 +78,10 @@ class Oracle:
         if max(math.prod(self.problem.shape(name)) for name in whole) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
-            host = self._host_reference, self._on_host[arithmetic], self.tolerance, self.inputs, np
-            return budget.compare(self.problem, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
-        here = self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp
-        return budget.compare(self.problem, self._on(outputs), *here, tile, arithmetic, self._limits)
+            host = self._on_host[arithmetic], self.tolerance, self.inputs
+            return budget.compare(self._host_reference, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
+        here = self._baselines[arithmetic], self.tolerance, self._device
+        return budget.compare(self.reference, self._on(outputs), *here, tile, arithmetic, self._limits)
 
     def largest(self, tensor: str, arithmetic: str) -> float:
         """The largest error that an element of a tensor may have, 0 where none of that class has been judged."""
@@ -97,7 +97,7 @@ class Oracle:
         """The reference in host memory."""
         values = {name: to_host(array) for name, array in self.reference.values.items()}
         rows = self.reference.rows and {name: to_host(array) for name, array in self.reference.rows.items()}
-        return replace(self.reference, values=values, rows=rows)
+        return replace(self.reference, xp=np, values=values, rows=rows)
 
     def changed(self) -> str:
         """The input whose copy in device memory, of which all contenders are given theirs, is not what it was; empty where none is.
@@ -113,7 +113,7 @@ class Oracle:
         """The |error| map (budget.error_map) of each output that failed."""
         failed = [name for name, verdict in verdicts.items() if not verdict.passed]
         got = self._on(outputs) if failed else {}
-        return {name: budget.error_map(self.problem, name, got[name], self.reference, xp=self.xp) for name in failed}
+        return {name: budget.error_map(self.reference, name, got[name]) for name in failed}
 
     def inputs_of(self, pass_: str, forward: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The host storage arrays that a pass reads, by name.

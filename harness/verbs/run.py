@@ -198,10 +198,9 @@ class Run(Request):
 def run(asked: Run) -> Results:
     """Run what is asked for, and write the first one's outputs into the data folder, which is locked meanwhile.
 
-     All that pass are then timed in round-robin turns, warm; with check they are launched once more
-    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. progress is told what is
-    being done, with N/M before it where it is known how much is done. sms: multiprocessors that plans are told of. Raises Fault: usage,
-    data, environment, kernel or disk; a failed check is no exception, it is Result.passed.
+    All that pass are then timed in round-robin turns, warm; with check they are launched once more instead, and with debug, which
+    compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data, environment, kernel or disk; a
+    failed check is no exception, it is Result.passed.
     """
     mode, progress = asked.mode, asked.progress
     _refuse_nothing(asked)

@@ -13,6 +13,7 @@ from rows import plain
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.check.moments import Moments
+from harness.fault import UsageFault
 from harness.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
 from harness.problem import PASSES, Problem
@@ -172,7 +173,7 @@ def test_rows_without_a_result() -> None:
     """A refusal is a row too, on one line, for each pass."""
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
     about = (Contender("fa1"), "both", Problem.of(), backend)
-    rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
+    rows = results.rows_without("case", *about, "run", 42, UsageFault("what", "why"))  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what; why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()
 
