@@ -1,8 +1,9 @@
-"""What compiling the checks ahead gains: python experiments/launch/rehearsal.py > experiments/launch/rehearsal.txt
+"""What compiling the oracle's kernels ahead gains: python experiments/launch/rehearsal.py > experiments/launch/rehearsal.txt
 
-harness/check/ahead.py runs the code that judges on a few heads while the inputs are drawn, so that CuPy's kernels are compiled at the same
-time and not one after another. Here a first run is timed with all of that, without its part for the trial, and without any; the kernels
-under test are compiled in threads in each. Each run is a process of its own with empty caches, and draws its inputs; the three take turns.
+While inputs are drawn, harness/check/ahead.py runs the code that judges on a few heads, so that CuPy's kernels are compiled at the same
+time and not one after another. Here a first run is timed with that and without; the kernels under test are compiled in threads in both.
+Each run is a process of its own with empty caches, and draws its inputs; the two take turns. The record is of commit c8b11b3, where the
+kernels of a kernel's trial were compiled ahead, too, in every run: "no trial" is without them, and what is left now.
 """
 
 from __future__ import annotations
@@ -11,35 +12,27 @@ import runpy
 import statistics
 import sys
 import time
-from typing import Any
 
 import click
 from first_contact import LARGE, ROOT, empty_caches, timed
 
 RUNS = {
-    "fa2, default": ("run",),
-    "fa2 --mode both, default": ("run", "--mode", "both"),
     "fa2, B4_H16_S4096_D128": ("run", *LARGE),
     "hopper --mode both, B1_H16_S16384_D128_bfloat16": (
         *("run", "hopper", "--mode", "both", "--dtype", "bfloat16"),
         *("--batch", "1", "--heads", "16", "--seq", "16384", "--dim", "128"),
     ),
 }
-#: What is compiled ahead, by how many of the parts are left out at the end (the last is the trial's).
-WAYS = {"all": slice(None), "no trial": slice(-1), "nothing": slice(0)}
+WAYS = ("ahead", "not ahead")
 
 
 def child(way: str, arguments: list[str]) -> None:
-    """Run the command line in this process with some of the parts."""
+    """Run the command line in this process, in one of the ways."""
     sys.path.insert(0, str(ROOT))
-    from harness.check import ahead
+    from harness.check import oracle
 
-    parts = ahead.parts
-
-    def some(*given: Any) -> list[Any]:
-        return parts(*given)[WAYS[way]]
-
-    ahead.parts = some
+    if way != WAYS[0]:
+        oracle.rehearsal = lambda *given: []
     sys.argv = [str(ROOT / "cli.py"), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -57,7 +50,7 @@ def main(rounds: int, seconds: float, device: str) -> None:
         for what, arguments in RUNS.items():
             if time.perf_counter() - began > seconds:
                 break
-            for way in list(WAYS)[turn % 3 :] + list(WAYS)[: turn % 3]:
+            for way in WAYS[:: 1 - 2 * (turn % 2)]:
                 with empty_caches() as folder:
                     command = [sys.executable, __file__, "--child", way, *arguments, "--device", device]
                     found[what][way].append(timed(what, command, folder))

@@ -14,7 +14,8 @@ from pathlib import Path
 from ..backends import Backend
 from ..check.budget import UNIT, Verdict
 from ..check.choose import forward_for
-from ..check.contender import Contender, PassResult, arithmetic_of
+from ..check.contender import Contender, PassResult
+from ..check.oracle import arithmetic_of
 from ..dataset.generate import recipe
 from ..fault import EnvironmentFault, UsageFault
 from ..files import Json

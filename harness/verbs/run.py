@@ -17,8 +17,8 @@ from ..array import Array
 from ..backends import Backend, pick
 from ..check import budget, choose, memory
 from ..check.ahead import ahead
-from ..check.contender import Contender, PassResult, arithmetic_of, run_kernel
-from ..check.oracle import Oracle, oracle_for, small
+from ..check.contender import Contender, PassResult, run_kernel
+from ..check.oracle import Oracle, arithmetic_of, oracle_for, small
 from ..check.request import Request, with_options
 from ..dataset.generate import INPUTS
 from ..fault import UsageFault
@@ -210,7 +210,7 @@ def run(asked: Run) -> Results:
     given = {"causal": asked.causal, "scale": asked.scale}
     problem = shape.with_(**{name: value for name, value in given.items() if value is not None})
     dataset.check_size(problem)
-    contenders, notes = choose.choose(replace(asked, problem=problem), backend.device())
+    contenders, notes = choose.choose(asked, backend.device(), [problem])
     _refuse(contenders, problem, asked, backend)
     with ExitStack() as held:
         compiling = held.enter_context(ahead(backend, contenders, problem, asked.passes))
