@@ -65,8 +65,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
         "fa-cli run --compute ./mine_forward.cu --data data/B2_H8_S512_D64 --causal",
     )
 )
-@options.kernels
-@options.compute
+@options.computes
 @options.mode
 @click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
 @options.shape
@@ -86,7 +85,6 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 def run(
     context: Context,
     /,
-    kernels: tuple[str, ...],
     compute: list[str],
     mode: str,
     data: Path | None,
@@ -98,7 +96,7 @@ def run(
 ) -> int:
     """Run kernels on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
-    compute = [*kernels, *compute] or ["fa2"]
+    compute = compute or ["fa2"]
     if given["debug"] and not given["check"]:  # run refuses both
         harness.terminal.debugger.debug(again, compute, mode, given["device"], json, watch)
     if watch and not harness.terminal.watch.watched():
@@ -182,7 +180,6 @@ def experiment(
     )
 )
 @options.kernels
-@options.compute_kernels
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option(
@@ -206,7 +203,6 @@ def experiment(
 def verify(
     context: Context,
     /,
-    kernels: tuple[str, ...],
     compute: list[str],
     matrix: str,
     sanitizer: str | None,
@@ -219,21 +215,20 @@ def verify(
     if sanitizer and harness.verbs.verify.sanitizer_child_needed():
         return harness.verbs.verify.run_under_sanitizer(sanitizer, given["device"], [__file__, *context.obj["arguments"]])
     told = harness.terminal.show.checks.Told(bool(given["count"]), json, context.obj["verbosity"], given["check"])
-    return told.all_of(partial(harness.verbs.verify.verify, [*kernels, *compute], matrix=matrix, **given))
+    return told.all_of(partial(harness.verbs.verify.verify, compute, matrix=matrix, **given))
 
 
 @main.command("compile", epilog=help.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
 @options.kernels
-@options.compute_kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Every head dim, mask and tile shape, not only the widest and causal.")
 @click.option("--order", is_flag=True, help="Also the order of products, exponentials, waits and barriers in the main loop (nvdisasm).")
 @options.printing
 @click.pass_context
-def compile_(context: Context, kernels: tuple[str, ...], compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
+def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    rows = harness.verbs.compile.compile_all([*kernels, *compute], every, step, arch, errors.note, order)
+    rows = harness.verbs.compile.compile_all(compute, every, step, arch, errors.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 

@@ -181,6 +181,13 @@ class Problem:
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
+    def row_pitch(self, tensor: str) -> int:
+        """Elements from one row of a tensor in device memory to the next: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
+        if tensor == "logsumexp":
+            return 1
+        size = DTYPE_BYTES[self.dtype]
+        return -(-self.head_dim * size // 16) * 16 // size
+
     @property
     def default_shift(self) -> int:
         """The causal_shift of FlashAttention's bottom-right alignment: every key is visible to the last query."""

@@ -21,8 +21,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from harness import backends  # noqa: E402
 from harness.check.ahead import load_all  # noqa: E402
 from harness.check.choose import choose  # noqa: E402
-from harness.check.contender import Contender, arithmetic_of  # noqa: E402
-from harness.check.oracle import oracle_for  # noqa: E402
+from harness.check.contender import Contender  # noqa: E402
+from harness.check.oracle import arithmetic_of, oracle_for  # noqa: E402
 from harness.check.request import Request  # noqa: E402
 from harness.fault import Fault, UsageFault  # noqa: E402
 from harness.kernel import Device, Kernel, Plan, catalogue, planner  # noqa: E402

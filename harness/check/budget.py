@@ -81,10 +81,8 @@ def ulp(value: float, dtype: str) -> float:
 
 
 def budget(
-    xp: ArrayModule,
-    problem: Problem,
-    tensor: str,
     reference: Reference,
+    tensor: str,
     baselines: Sequence[Mapping[str, Array]],
     inputs: Mapping[str, Array],
     arithmetic: str = "f32",
@@ -112,13 +110,13 @@ def budget(
     inputs: the storage tensors Q, K and dO, read for dQ and dK. baselines: what baselines.baselines gives. Raises KeyError for a tensor
     or an input that is not there.
     """
-    expected = _expected(xp, problem, tensor, reference)
+    xp, problem, expected = reference.xp, reference.problem, _expected(reference, tensor)
     dtype, sizes = problem.tensor_dtype(tensor), xp.abs(reference[tensor])
     largest = min(float(xp.where(xp.isfinite(sizes), sizes, 0.0).max()), _TYPES[dtype][2])
-    noise = _noise(xp, problem, tensor, reference, inputs)
+    noise = _noise(reference, tensor, inputs)
     if problem.dtype == "float64":
         return UNIT64 * largest + noise
-    terms = _terms(problem, tensor)
+    terms = moments.terms(problem, tensor)
     errors = [_finite_error(xp, baseline[tensor], expected) for baseline in baselines if tensor in baseline]
     summed = UNIT * math.sqrt(terms)
     if tensor == "logsumexp":
@@ -134,18 +132,16 @@ def budget(
 
 
 def compare(
-    problem: Problem,
-    got: Mapping[str, Array],
     reference: Reference,
+    got: Mapping[str, Array],
     baselines: Sequence[Mapping[str, Array]],
     tolerance: float | None = None,
     inputs: Mapping[str, Array] | None = None,
-    xp: ArrayModule = np,
     tile: int = 64,
     arithmetic: str = "f32",
     known: dict[tuple[str, str], Limits] | None = None,
 ) -> dict[str, Verdict]:
-    """A verdict for each tensor of `got`: whole storage arrays of xp, in the shapes of the problem.
+    """A verdict for each tensor of `got`: whole storage arrays of the reference's xp, in the shapes of its problem.
 
     inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
     tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (baselines.baselines). known: the limits
@@ -155,18 +151,17 @@ def compare(
     """
     found, known = {}, {} if known is None else known
     for tensor, array in got.items():
-        of = xp, problem, tensor, reference
         if (tensor, arithmetic) not in known:
-            largest = budget(*of, baselines, inputs or {}, arithmetic)
-            may = None if problem.dtype == "float64" else _allowed(*of, inputs or {}, arithmetic)
+            largest = budget(reference, tensor, baselines, inputs or {}, arithmetic)
+            may = None if reference.problem.dtype == "float64" else _allowed(reference, tensor, inputs or {}, arithmetic)
             known[tensor, arithmetic] = Limits(largest, may)
         limits = known[tensor, arithmetic]
         limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
-        verdict = _judge(xp, problem, tensor, array, reference, limit, tile)
+        verdict = _judge(reference, tensor, array, limit, tile)
         if reference.rows is not None and reference.finite and math.isfinite(verdict.max_abs):
-            verdict = _elsewhere(*of, array, limit, tile) or verdict
+            verdict = _elsewhere(reference, tensor, array, limit, tile) or verdict
         if limits.may and math.isfinite(verdict.max_abs):
-            its = _moments(*of, array, baselines, limits.may, limits)
+            its = _moments(reference, tensor, array, baselines, limits.may, limits)
             reason = verdict.reason or its.reason(tensor)
             verdict = dataclasses.replace(verdict, moments=its, reason=reason, passed=not reason)
         found[tensor] = verdict
@@ -174,10 +169,9 @@ def compare(
 
 
 @np.errstate(over="ignore")  # an error of 1e38, which a register left as it was gives, has no square
-def _judge(xp: ArrayModule, problem: Problem, tensor: str, array: Array, reference: Reference, limit: float, tile: int) -> Verdict:
-    expected = _expected(xp, problem, tensor, reference)
-    values = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor))
-    error = _near_overflow(xp, problem, tensor, _error(xp, values, expected), values, reference)
+def _judge(reference: Reference, tensor: str, array: Array, limit: float, tile: int) -> Verdict:
+    xp, expected, values = reference.xp, _expected(reference, tensor), _selected(reference, tensor, array)
+    error = _near_overflow(reference, tensor, _error(xp, values, expected), values)
     if not error.size:
         raise ValueError(f"{tensor} has no elements to compare")
     at = _worst(error)
@@ -209,19 +203,18 @@ def _judge(xp: ArrayModule, problem: Problem, tensor: str, array: Array, referen
         index,
         value,
         wanted,
-        _place(problem, tensor, index, tile),
+        _place(reference.problem, tensor, index, tile),
         reason,
     )
 
 
-def _elsewhere(
-    xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, array: Array, limit: float, tile: int
-) -> Verdict | None:
+def _elsewhere(reference: Reference, tensor: str, array: Array, limit: float, tile: int) -> Verdict | None:
     """The verdict of a tensor that is not finite somewhere in the rows that the reference's sample leaves out, as where none is written.
 
     For finite inputs: then only logsumexp of fully masked rows is -inf. Where the sample comes near to the largest value that is stored,
     others may be rounded to infinity, and NaN alone is wrong. None where nothing is.
     """
+    xp, problem = reference.xp, reference.problem
     dtype = problem.tensor_dtype(tensor)
     first = max(0, -problem.causal_shift) if tensor == "logsumexp" and problem.causal else 0
     sizes = xp.abs(reference[tensor])
@@ -249,15 +242,15 @@ def message(verdict: Verdict) -> str:
     return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {wanted}; {verdict.reason}"
 
 
-def error_map(problem: Problem, tensor: str, got: Array, reference: Reference, tile: int = 8, xp: ArrayModule = np) -> Array:
+def error_map(reference: Reference, tensor: str, got: Array, tile: int = 8) -> Array:
     """|error| of the worst (batch, head) as a host array (rows, blocks of `tile` columns): the largest of each block.
 
     logsumexp has one column. inf marks an element that is not finite where the reference is, or the reverse. rows are those that the
     reference holds.
     """
-    values = widen(xp, reference.select(tensor, got), problem.tensor_dtype(tensor))
-    error = _error(xp, values, _expected(xp, problem, tensor, reference))
-    error = error.reshape(problem.batch, error.shape[1], error.shape[2], -1)
+    xp = reference.xp
+    error = _error(xp, _selected(reference, tensor, got), _expected(reference, tensor))
+    error = error.reshape(reference.problem.batch, error.shape[1], error.shape[2], -1)
     batch, head = _worst(error)[:2]
     picture = error[batch, head]
     blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
@@ -270,33 +263,26 @@ def _different(xp: ArrayModule, expected: Array) -> int:
     return xp.unique(flat[:: max(1, flat.size // 4096)].astype(np.float32)).size
 
 
-def _terms(problem: Problem, tensor: str) -> int:
-    """The terms that an element of a tensor sums."""
-    return problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
-
-
-def _noise(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, inputs: Mapping[str, Array]) -> float:
+def _noise(reference: Reference, tensor: str, inputs: Mapping[str, Array]) -> float:
     """The absolute terms of :func:`budget`: the cancellation in dP - delta and, not in float64, Reference.noise."""
+    xp, problem, noise = reference.xp, reference.problem, 0.0
     unit = UNIT64 if problem.dtype == "float64" else UNIT
-    noise = 0.0
     if tensor in ("dQ", "dK"):
         output = _norm(xp, reference["O"])
         of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
         noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
         noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
     if tensor == "dK":
-        noise *= math.sqrt(_terms(problem, tensor))
+        noise *= math.sqrt(moments.terms(problem, tensor))
     return noise if problem.dtype == "float64" else noise + 4 * UNIT * reference.noise[tensor]
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _allowed(
-    xp: ArrayModule, problem: Problem, tensor: str, reference: Reference, inputs: Mapping[str, Array], arithmetic: str
-) -> moments.Allowed:
+def _allowed(reference: Reference, tensor: str, inputs: Mapping[str, Array], arithmetic: str) -> moments.Allowed:
     """What a right kernel's errors may have in common."""
-    expected = _expected(xp, problem, tensor, reference)
+    xp, expected = reference.xp, _expected(reference, tensor)
     sizes = xp.where(xp.isfinite(expected), xp.abs(expected), 0.0)
     size = math.sqrt(float((sizes * sizes).mean()))
     if tensor == "logsumexp":
@@ -304,24 +290,20 @@ def _allowed(
         alike = 2 * least if reference.spread < max(64 * least, 2.0**-12) else 0.0
     else:
         alike = moments.copies(xp, expected)
-    noise = _noise(xp, problem, tensor, reference, inputs)
-    of = problem, tensor, arithmetic, _terms(problem, tensor), reference.score, noise, alike, size
-    return moments.allowed(*of, reference.typical, reference.drift)
+    return moments.allowed(reference, tensor, arithmetic, _noise(reference, tensor, inputs), alike, size)
 
 
 def _moments(
-    xp: ArrayModule,
-    problem: Problem,
-    tensor: str,
     reference: Reference,
+    tensor: str,
     array: Array,
     baselines: Sequence[Mapping[str, Array]],
     may: moments.Allowed,
     limits: Limits,
 ) -> moments.Moments:
     """The moments of a tensor that is finite where it should be. limits: keeps the baselines' part, where every error is finite."""
-    absolute = tensor == "logsumexp"
-    values, expected = widen(xp, reference.select(tensor, array), problem.tensor_dtype(tensor)), _expected(xp, problem, tensor, reference)
+    xp, absolute = reference.xp, tensor == "logsumexp"
+    values, expected = _selected(reference, tensor, array), _expected(reference, tensor)
     shape = (*expected.shape, 1) if absolute else expected.shape
     values, expected = values.reshape(shape), expected.reshape(shape)
     with np.errstate(invalid="ignore"):
@@ -336,9 +318,14 @@ def _moments(
         return moments.beside(xp, expected, error, base, may, absolute)
 
 
-def _expected(xp: ArrayModule, problem: Problem, tensor: str, reference: Reference) -> Array:
+def _selected(reference: Reference, tensor: str, array: Array) -> Array:
+    """The rows of a whole storage tensor that the reference holds, in float64."""
+    return widen(reference.xp, reference.select(tensor, array), reference.problem.tensor_dtype(tensor))
+
+
+def _expected(reference: Reference, tensor: str) -> Array:
     """The reference, infinite where it overflows the storage type: a float16 gradient of 1e5 is stored as inf."""
-    dtype, expected = problem.tensor_dtype(tensor), reference[tensor]
+    xp, dtype, expected = reference.xp, reference.problem.tensor_dtype(tensor), reference[tensor]
     return xp.where(xp.abs(expected) > _overflow(dtype), xp.copysign(xp.asarray(np.inf), expected), expected)
 
 
@@ -361,10 +348,10 @@ def _error(xp: ArrayModule, values: Array, expected: Array) -> Array:
     return xp.where(xp.isnan(error), np.inf, error)
 
 
-def _near_overflow(xp: ArrayModule, problem: Problem, tensor: str, error: Array, values: Array, reference: Reference) -> Array:
+def _near_overflow(reference: Reference, tensor: str, error: Array, values: Array) -> Array:
     """The error where one of value and reference overflows the storage type and the other does not, near the edge: not infinite. A
     reference of 65,429 may be rounded up to infinity in float16, one of 65,530 down to 65,504, both by a right kernel."""
-    exact, edge = reference[tensor], _overflow(problem.tensor_dtype(tensor))
+    xp, exact, edge = reference.xp, reference[tensor], _overflow(reference.problem.tensor_dtype(tensor))
     size, got = xp.abs(exact), xp.abs(values)
     with np.errstate(invalid="ignore", over="ignore"):
         alike = xp.isfinite(exact) & (values * exact > 0)

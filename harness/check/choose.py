@@ -17,7 +17,8 @@ from .. import peers
 from ..fault import UsageFault
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, planner
 from ..problem import Problem
-from .contender import Contender, arithmetic_of
+from .contender import Contender
+from .oracle import arithmetic_of
 from .request import Request
 
 _RANGE = re.compile("([0-9]{1,2})-([0-9]{1,2})")

@@ -18,7 +18,7 @@ from ..measure.sampling import Timed, Timing
 from ..peers.base import Peer
 from ..problem import WRITES, Problem
 from . import budget, memory
-from .oracle import Oracle
+from .oracle import Oracle, arithmetic_of
 from .tensors import PLACED, Bound, Outputs
 from .trial import Trial
 
@@ -168,15 +168,6 @@ def run_kernel(
     trial = Trial(bound, oracle, placed, outputs, arithmetic, tile)
     named = arithmetic_of(oracle.problem, chosen)
     return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, loaded.kernel, loaded, maps=maps, arithmetic=named)
-
-
-def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
-    """The class of arithmetic that a kernel, or None: a peer, is judged by and tables name; f64 on float64, whatever the header says."""
-    if problem.dtype == "float64":
-        return "f64"
-    if kernel:
-        return kernel.arithmetic_for(problem.dtype)
-    return "f32" if problem.dtype == "float32" else "p16"
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:

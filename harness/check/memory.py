@@ -14,7 +14,6 @@ from ..dataset.memory import available_memory
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
 from . import baselines, reference, rounded
-from .tensors import row_pitch
 
 #: What numpy's and BLAS's own temporaries and the allocator add, measured: a share of it all, and bytes in any case.
 SLACK, FIXED = 1.2, 16 << 20
@@ -66,4 +65,4 @@ def _tile(p: Problem, group: int, limit: int, multiple: int = 1) -> tuple[int, i
 def _device(p: Problem, tensor: str) -> int:
     """Bytes of a tensor in device memory, where its rows are padded."""
     size = p.tensor_bytes(tensor)
-    return size if tensor == "logsumexp" else size // p.head_dim * row_pitch(p, tensor)
+    return size if tensor == "logsumexp" else size // p.head_dim * p.row_pitch(tensor)

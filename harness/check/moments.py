@@ -76,6 +76,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule, every, to_host
 from ..problem import Problem
+from .reference import Reference
 
 #: Standard deviations t of the self-normalised sums; the docstring above has the rate of false alarms.
 SIGNIFICANCE = 6.1
@@ -129,36 +130,30 @@ class Allowed:
     rms: float
 
 
-def allowed(
-    problem: Problem,
-    tensor: str,
-    arithmetic: str,
-    terms: int,
-    score: float,
-    noise: float,
-    copies: float,
-    size: float,
-    typical: float = 0.0,
-    drift: float = 0.0,
-) -> Allowed:
+def terms(problem: Problem, tensor: str) -> int:
+    """The terms that an element of a tensor sums."""
+    return problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
+
+
+def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, copies: float, size: float) -> Allowed:
     """A and a of the docstring above.
 
-    terms: what an element sums. score: the mean |score| under P. noise: absolute, of budget.budget. copies: of :func:`copies`. size: the
-    RMS of the reference. typical, drift: Reference's, of row sums.
+    noise: absolute, of budget.budget. copies: of :func:`copies`. size: the RMS of the tensor's reference.
     """
+    problem, score, n = reference.problem, reference.score, terms(reference.problem, tensor)
     per_step = {"p16": 16, "tf32": 8}.get(arithmetic, 0)
     truncated = problem.head_dim / per_step if per_step else 0.0
-    of_scores, summed = UNIT * (3 + truncated) * score, UNIT * math.sqrt(terms)
+    of_scores, summed = UNIT * (3 + truncated) * score, UNIT * math.sqrt(n)
     random = UNIT * math.sqrt(problem.head_dim) * score
     if tensor == "logsumexp":
-        bias = of_scores + 2 * UNIT + copies + drift
-        return Allowed(bias, bias + random + 2 * UNIT * size + max(summed, typical) + noise)
-    bias = of_scores + (UNIT * terms / per_step if per_step else 0.0)
+        bias = of_scores + 2 * UNIT + copies + reference.drift
+        return Allowed(bias, bias + random + 2 * UNIT * size + max(summed, reference.typical) + noise)
+    bias = of_scores + (UNIT * n / per_step if per_step else 0.0)
     if arithmetic == "p16":
-        bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (terms * 2.0**-25 if problem.dtype == "float16" else 0.0)
+        bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (n * 2.0**-25 if problem.dtype == "float16" else 0.0)
     if problem.dtype == "float32" and size:
         bias += noise / size
-    of_row_sum = (drift, typical) if tensor == "O" else (0.0, 0.0)
+    of_row_sum = (reference.drift, reference.typical) if tensor == "O" else (0.0, 0.0)
     return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]))
 
 

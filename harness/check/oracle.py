@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to, widen
 from ..fault import UsageFault
+from ..kernel import Kernel
 from ..problem import MODES, READS, WRITES, Problem
 from . import baselines, budget, memory, reference
 from .tensors import Outputs, put
@@ -35,6 +36,9 @@ def small(problem: Problem) -> bool:
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     return max(scores, *(math.prod(problem.shape(name)) for name in ("Q", "K"))) <= SMALL
 
+
+#: Rows of a head that are enough for what CuPy compiles, which depends on them only by being more than one; batches and key heads likewise.
+ROWS, SOME = 512, 2
 
 #: Scores of a key head up to which a part of a problem gets a reference of its own.
 PART = 1 << 26
@@ -78,10 +82,10 @@ class Oracle:
         if max(math.prod(self.problem.shape(name)) for name in whole) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
-            host = self._host_reference, self._on_host[arithmetic], self.tolerance, self.inputs, np
-            return budget.compare(self.problem, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
-        here = self.reference, self._baselines[arithmetic], self.tolerance, self._device, self.xp
-        return budget.compare(self.problem, self._on(outputs), *here, tile, arithmetic, self._limits)
+            host = self._on_host[arithmetic], self.tolerance, self.inputs
+            return budget.compare(self._host_reference, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
+        here = self._baselines[arithmetic], self.tolerance, self._device
+        return budget.compare(self.reference, self._on(outputs), *here, tile, arithmetic, self._limits)
 
     def largest(self, tensor: str, arithmetic: str) -> float:
         """The largest error that an element of a tensor may have, 0 where none of that class has been judged."""
@@ -97,7 +101,7 @@ class Oracle:
         """The reference in host memory."""
         values = {name: to_host(array) for name, array in self.reference.values.items()}
         rows = self.reference.rows and {name: to_host(array) for name, array in self.reference.rows.items()}
-        return replace(self.reference, values=values, rows=rows)
+        return replace(self.reference, xp=np, values=values, rows=rows)
 
     def changed(self) -> str:
         """The input whose copy in device memory, of which all contenders are given theirs, is not what it was; empty where none is.
@@ -113,7 +117,7 @@ class Oracle:
         """The |error| map (budget.error_map) of each output that failed."""
         failed = [name for name, verdict in verdicts.items() if not verdict.passed]
         got = self._on(outputs) if failed else {}
-        return {name: budget.error_map(self.problem, name, got[name], self.reference, xp=self.xp) for name in failed}
+        return {name: budget.error_map(self.reference, name, got[name]) for name in failed}
 
     def inputs_of(self, pass_: str, forward: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The host storage arrays that a pass reads, by name.
@@ -149,6 +153,15 @@ class Oracle:
         return {name: here[name] if name in shared else put(xp, array) for name, array in inputs.items()}
 
 
+def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
+    """The class of arithmetic that a kernel, or None: a peer, is judged by and tables name; f64 on float64, whatever the header says."""
+    if problem.dtype == "float64":
+        return "f64"
+    if kernel:
+        return kernel.arithmetic_for(problem.dtype)
+    return "f32" if problem.dtype == "float32" else "p16"
+
+
 def oracle_for(
     problem: Problem, backend: Backend, mode: str, seed: int = 42, progress: Callable[[str], None] = lambda text: None
 ) -> Oracle:
@@ -162,6 +175,31 @@ def oracle_for(
     # On the CPU the shapes of a sweep run in forks, which keep nothing for each other, and memory.check counts one set of inputs.
     inputs = generate.inputs(problem, seed, names) if backend.xp is np else generate.kept(problem, seed, names)
     return Oracle(problem, inputs, None, backend.xp, progress)
+
+
+def few(problem: Problem) -> Problem:
+    """A problem whose oracle compiles the same on a GPU: of the same type, width, mask and grouping, with few heads and rows."""
+    kv, group = min(problem.heads_kv, SOME), min(problem.heads_q // problem.heads_kv, SOME)
+    rows, keys = min(problem.seq_q, ROWS), min(problem.seq_kv, ROWS)
+    return Problem.of(min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys, problem.dtype, problem.causal, problem.scale)
+
+
+def rehearsal(xp: ArrayModule, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> list[Callable[[], object]]:
+    """All that an oracle does on a problem, in parts that share few operations. classes: of arithmetic."""
+    drawn = generate.generate(problem, 0, ("Q", "K", "V", *("dO" for pass_ in passes if pass_ == "backward")))
+    inputs = {name: put(xp, array) for name, array in drawn.items()}
+
+    def verdict(name: str) -> None:
+        """Of an output that is as its baselines are."""
+        values = {each: put(xp, np.random.default_rng(0).standard_normal(problem.shape(each))) for each in {"O", name}}
+        exact = reference.Reference(problem, xp, values, None, 1.0, dict.fromkeys((*WRITES["forward"], *WRITES["backward"]), 0.0))
+        near = [{name: ((1 + off) * exact[name]).astype(np.float32)} for off in (-1e-3, 1e-3)]
+        budget.compare(exact, {name: round_to(xp, exact[name], problem.tensor_dtype(name))}, near, None, inputs, arithmetic=classes[0])
+
+    found: list[Callable[[], object]] = [partial(reference.reference, xp, problem, inputs)]
+    found += [partial(baselines.baselines, xp, problem, inputs, each) for each in classes]
+    written = [name for pass_ in passes for name in WRITES[pass_]]
+    return found + [partial(verdict, name) for name in written if name in ("O", "logsumexp", "dQ")]
 
 
 @dataclass(frozen=True)

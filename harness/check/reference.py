@@ -50,8 +50,11 @@ class Reference:
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
+    problem: whose attention it is. xp: numpy or cupy, whose arrays the values are.
     """
 
+    problem: Problem
+    xp: ArrayModule
     values: Mapping[str, Array]
     rows: Mapping[str, Array] | None
     share: float
@@ -329,7 +332,7 @@ def reference(
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
     finite = all(every(xp.isfinite(array)) for array in x.values())
-    return Reference(values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
+    return Reference(problem, xp, values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:

@@ -20,9 +20,8 @@ from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
 from ..fault import KernelFault
-from ..kernel.expression import round_up
 from ..kernel.plan import Workspace
-from ..problem import DTYPE_BYTES, READS, WRITES, Problem
+from ..problem import READS, WRITES, Problem
 
 POISON = 0xFF
 _ALIGN = 256
@@ -31,14 +30,6 @@ _PIECE = 1 << 28
 _STEP = 16
 #: Elements of outputs up to which a GPU keeps a copy of them, to be judged and compared with; those of more lie on the host.
 PLACED = 1 << 27
-
-
-def row_pitch(problem: Problem, tensor: str) -> int:
-    """The row pitch of a device tensor in elements: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
-    if tensor == "logsumexp":
-        return 1
-    size = DTYPE_BYTES[problem.dtype]
-    return round_up(problem.head_dim * size, 16) // size
 
 
 def put(xp: ArrayModule, array: Array) -> Array:
@@ -184,7 +175,7 @@ class Bound:
         self.plain = any(launcher.plain)
         self.tensors: dict[str, Tensor] = {}
         for i, name in enumerate((*READS[self.pass_], *WRITES[self.pass_])):
-            pitch = (problem.head_dim if name != "logsumexp" else 1) if self.plain else row_pitch(problem, name)
+            pitch = (problem.head_dim if name != "logsumexp" else 1) if self.plain else problem.row_pitch(name)
             self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like else 0)
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])

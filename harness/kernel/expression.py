@@ -14,7 +14,11 @@ from ..fault import clipped
 
 
 class ExpressionError(ValueError):
-    """An expression with other syntax, an unknown name, or no integer value."""
+    """An expression with other syntax, an unknown name, or no integer value. what: where in a header it stands, the key last."""
+
+    def __init__(self, message: str, what: str = "", expression: int | str = "") -> None:
+        super().__init__(message)
+        self.what, self.expression = what, expression
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -127,3 +131,24 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
             except (TypeError, ValueError) as error:
                 raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
     raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")
+
+
+class Names(dict[str, int]):
+    """Names of a header's expressions, with their values."""
+
+    def number(self, expression: int | str, what: str, least: int = 0) -> int:
+        """The value of an expression, at least `least`; what: where it stands, the key last. Raises ExpressionError, which has both."""
+        try:
+            value = evaluate(expression, self)
+        except ExpressionError as error:
+            raise ExpressionError(str(error), what, expression) from None
+        if value < least:
+            raise ExpressionError(f"{expression!r} is {value}, less than {least}", what, expression)
+        return value
+
+    def has(self, expression: int | str, what: str) -> bool:
+        """Whether it has every name of an expression. Raises ExpressionError as :meth:`number` does."""
+        try:
+            return names_of(expression) <= self.keys()
+        except ExpressionError as error:
+            raise ExpressionError(str(error), what, expression) from None

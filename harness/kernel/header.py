@@ -256,8 +256,9 @@ def bad(path: Path, line: int, message: str) -> UsageFault:
     return UsageFault(f"{path}:{line}: {clipped(message)}", "", "kernels_cu/README.md lists the header's keys")
 
 
-def wrong_expression(path: Path, what: str, expression: int | str, error: ExpressionError) -> UsageFault:
-    """A fault of an expression, at the line of the header that holds its text; what: where it stands, the key last."""
+def wrong_expression(path: Path, error: ExpressionError) -> UsageFault:
+    """A fault of an expression in a kernel file, at the line of the header that holds its text."""
+    what, expression = error.what, error.expression
     lines = _block(path, path.read_text(encoding="utf-8-sig", errors="replace"))
     key, text = re.compile(rf"\b{what.split()[-1]}\b"), f'"{expression}"' if isinstance(expression, str) else str(expression)
     holding = [(number, each) for number, each in enumerate(lines.body.split("\n") if lines else ()) if text in each]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ..fault import UsageFault
@@ -66,19 +65,6 @@ class LaunchPlan:
         if not 1 <= self.block <= 1024:
             raise UsageFault(f"{label} needs {self.block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
         return self
-
-
-def cluster_macro(label: str, clusters: Set[tuple[int, int, int]], macros: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The macro CLUSTER, blocks of a cluster, where launches have clusters and no tile value is that already.
-
-    One compile has one such macro: raises UsageFault where launches, or a tile value of that name, differ.
-    """
-    sizes = {str(math.prod(each)) for each in clusters}
-    known = sizes | {value for name, value in macros.items() if name == "CLUSTER" and sizes}
-    if len(known) > 1:
-        why = f"cluster and the tile value CLUSTER give {', '.join(sorted(known))} blocks"
-        raise UsageFault(f"{label} has clusters of different sizes", why, "a file's clusters have one size, the macro CLUSTER")
-    return [("CLUSTER", size) for size in sizes if "CLUSTER" not in macros]
 
 
 @dataclass(frozen=True)

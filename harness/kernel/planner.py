@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, Problem
-from .choice import Names, choose
-from .header import Choice, Launch
+from .expression import ExpressionError, Names
+from .header import Choice, Launch, wrong_expression
 from .kernel import Kernel
-from .plan import Device, LaunchPlan, Plan, Workspace, cluster_macro
+from .plan import Device, LaunchPlan, Plan, Workspace
 from .tensor_map import tensor_maps
 
 
@@ -57,8 +59,19 @@ def variant(kernel: Kernel, problem: Problem) -> Kernel:
 
 
 def _runs_instead(kernel: Kernel, problem: Problem) -> bool:
-    fits = problem.head_dim <= kernel.head_dims[-1]
-    return fits and bool(names(kernel, problem, Device("cpu", "")).number(kernel.when, "when"))
+    if problem.head_dim > kernel.head_dims[-1]:
+        return False
+    with _told(kernel):
+        return bool(names(kernel, problem, Device("cpu", "")).number(kernel.when, "when"))
+
+
+@contextmanager
+def _told(kernel: Kernel) -> Iterator[None]:
+    """A wrong expression is a fault of the header, at its line."""
+    try:
+        yield
+    except ExpressionError as error:
+        raise wrong_expression(kernel.path, error) from None
 
 
 def names(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Names:
@@ -89,13 +102,59 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "l2_bytes": device.l2_bytes,
         "shared_optin": device.shared_optin,
     }
-    known = Names(kernel.path, values)
-    return known, choose(kernel, known, tiles)
+    known = Names(values)
+    with _told(kernel):
+        return known, _choose(kernel, known, tiles)
+
+
+#: A part of an expression may be negative where the whole is not: max(32, rows).
+_LEAST = -(2**63)
+
+
+def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Choice, ...]:
+    """Add to `names` every name of [tile], in its order, and of [let], each as soon as what it names is known. Returns the rows taken.
+
+    A tile has its value of `given`; else of the first row that gives it and holds; else of [tile]. A row's `when` is evaluated when a
+    tile's turn comes, so it may name the tiles above. Raises UsageFault for a name that is taken, ExpressionError.
+    """
+    _refuse_taken(kernel, names)
+    taken: dict[Choice, None] = {}
+    waiting = dict(kernel.let)
+    _settle(waiting, names)
+    for name, value in kernel.tile.items():
+        if name in given:
+            names[name] = given[name]
+        elif row := next((c for c in kernel.choices if name in dict(c.values) and names.number(c.when, "when")), None):
+            names[name] = names.number(dict(row.values)[name], f"choice {name}")
+            taken[row] = None
+        else:
+            names[name] = names.number(value, f"tile {name}")
+        _settle(waiting, names)
+    for name, value in waiting.items():  # what is left names something unknown
+        names[name] = names.number(value, f"let {name}", _LEAST)
+    return tuple(row for row in kernel.choices if row in taken)
+
+
+def _settle(waiting: dict[str, int | str], names: Names) -> None:
+    """Move to `names` what waits for nothing any more."""
+    while ready := [name for name, value in waiting.items() if names.has(value, f"let {name}")]:
+        for name in ready:
+            names[name] = names.number(waiting.pop(name), f"let {name}", _LEAST)
+
+
+def _refuse_taken(kernel: Kernel, names: Names) -> None:
+    """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
+    taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
+    for table, own in (("tile", kernel.tile), ("let", kernel.let)):
+        if name := next((name for name in own if name in taken), None):
+            what = f"{kernel.path}: {table} {name} is taken"
+            raise UsageFault(what, "the harness gives that name a value", f"choose another name in [{table}]")
 
 
 def for_auto(kernel: Kernel, problem: Problem, device: Device) -> bool:
     """Whether --compute auto may take a kernel for a problem that it takes."""
-    return bool(names(kernel, problem, device).number(kernel.auto, "auto"))
+    with _told(kernel):
+        return bool(names(kernel, problem, device).number(kernel.auto, "auto"))
 
 
 def plan(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Plan:
@@ -111,25 +170,23 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     """A plan depends on these values only: the kernel's header is compared, the rest of its file has no effect."""
     refuse(kernel, problem)
     known, choices = _chosen(kernel, problem, device, dict(tiles))
-    macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
-    macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
-    macros += [(name, str(known[name])) for name in kernel.tile]
-    macros += cluster_macro(kernel.label, {_cluster(launch, known) for launch in kernel.launches if launch.cluster}, dict(macros))
-    macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
-    spaces = tuple(
-        Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
-        for name, space in kernel.workspace.items()
-    )
-    maps = tensor_maps(kernel, problem, known, spaces)
-    launches = tuple(
-        _launch(kernel, launch, known).checked(kernel.label, problem.folder, device)
-        for launch in kernel.launches
-        if known.number(launch.when, "when")
-    )
+    with _told(kernel):
+        macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
+        macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
+        macros += [(name, str(known[name])) for name in kernel.tile]
+        macros += _cluster_macro(kernel, known, dict(macros))
+        macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
+        spaces = tuple(
+            Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
+            for name, space in kernel.workspace.items()
+        )
+        maps = tensor_maps(kernel, problem, known, spaces)
+        launches = [_launch(kernel, launch, known) for launch in kernel.launches if known.number(launch.when, "when")]
     if not launches:
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
-    return Plan(tuple(macros), launches, spaces, maps, choices)
+    checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
+    return Plan(tuple(macros), checked, spaces, maps, choices)
 
 
 def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:
@@ -143,3 +200,16 @@ def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:
 def _cluster(launch: Launch, known: Names) -> tuple[int, int, int]:
     x, y, z = [known.number(size, "cluster") for size in launch.cluster] + [1] * (3 - len(launch.cluster))
     return x, y, z
+
+
+def _cluster_macro(kernel: Kernel, names: Names, macros: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The macro CLUSTER, blocks of a cluster, where launches have clusters and no tile value is that already.
+
+    One compile has one such macro: raises UsageFault where launches, or a tile value of that name, differ.
+    """
+    sizes = {str(math.prod(_cluster(launch, names))) for launch in kernel.launches if launch.cluster}
+    known = sizes | {value for name, value in macros.items() if name == "CLUSTER" and sizes}
+    if len(known) > 1:
+        why = f"cluster and the tile value CLUSTER give {', '.join(sorted(known))} blocks"
+        raise UsageFault(f"{kernel.label} has clusters of different sizes", why, "a file's clusters have one size, the macro CLUSTER")
+    return [("CLUSTER", size) for size in sizes if "CLUSTER" not in macros]

@@ -6,7 +6,7 @@ Coordinates and everything in their order are innermost first: (column, row, hea
 from __future__ import annotations
 
 from ..problem import DTYPE_BYTES, READS, WRITES, Problem
-from .choice import Names
+from .expression import Names
 from .header import Table, bad
 from .kernel import Kernel
 from .plan import TensorMap, Workspace
@@ -27,15 +27,15 @@ def tensor_maps(kernel: Kernel, problem: Problem, names: Names, spaces: tuple[Wo
     for name, table in kernel.tensor_map.items():
         if table["tensor"] not in known:
             raise bad(kernel.path, 1, f"tensor_map {name} is of {table['tensor']}, which a {kernel.pass_} kernel is not given")
-    return tuple(_map(name, table, problem, names, spaces) for name, table in kernel.tensor_map.items())
+    return tuple(_map(kernel, name, table, problem, names, spaces) for name, table in kernel.tensor_map.items())
 
 
-def _map(name: str, table: Table, problem: Problem, names: Names, spaces: tuple[Workspace, ...]) -> TensorMap:
+def _map(kernel: Kernel, name: str, table: Table, problem: Problem, names: Names, spaces: tuple[Workspace, ...]) -> TensorMap:
     tensor, what = table["tensor"], f"tensor_map {name}"
     space = next((s for s in spaces if s.name == tensor), None)
     dtype = space.dtype if space else problem.tensor_dtype(tensor)
     if space and not {"dims", "strides"} <= table.keys():
-        raise bad(names.path, 1, f"{what} is of the workspace {tensor}: it needs dims and strides")
+        raise bad(kernel.path, 1, f"{what} is of the workspace {tensor}: it needs dims and strides")
     own = tuple(reversed(problem.shape(tensor))) if not space else ()
     dims = tuple(names.number(d, f"{what}: dims") for d in table["dims"]) if "dims" in table else own
     given = table.get("strides", _OWN[-(len(dims) - 1) :] if len(dims) > 1 else ())  # logsumexp has no row stride
@@ -56,22 +56,22 @@ def _map(name: str, table: Table, problem: Problem, names: Names, spaces: tuple[
         (0 < swizzle < inner, f"has box rows of {inner} bytes, more than its swizzle of {swizzle}"),
     ):
         if wrong:
-            raise bad(names.path, 1, f"{what} {why}")
-    strides = tuple(_linear(what, each, names) for each in given)
+            raise bad(kernel.path, 1, f"{what} {why}")
+    strides = tuple(_linear(kernel, what, each, names) for each in given)
     last = dims[0] + sum((dim - 1) * constant for dim, (constant, *_) in zip(dims[1:], strides, strict=True))
     if space and last > space.elements:
-        raise bad(names.path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
+        raise bad(kernel.path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
     return TensorMap(name, tensor, dtype, dims, strides, box, swizzle)
 
 
-def _linear(what: str, expression: int | str, names: Names) -> tuple[int, int, int, int]:
+def _linear(kernel: Kernel, what: str, expression: int | str, names: Names) -> tuple[int, int, int, int]:
     """A stride as a constant and multiples of the tensor's batch, head and row stride, which only a launch knows."""
 
     def at(*values: int) -> int:
-        return Names(names.path, {**names, **dict(zip(STRIDES, values, strict=True))}).number(expression, f"{what}: strides")
+        return Names(names, **dict(zip(STRIDES, values, strict=True))).number(expression, f"{what}: strides")
 
     constant = at(0, 0, 0)
     batch, head, row = (at(*(int(i == j) for j in range(3))) - constant for i in range(3))
     if at(1009, 2003, 4001) != constant + 1009 * batch + 2003 * head + 4001 * row:
-        raise bad(names.path, 1, f"{what}: the stride {expression!r} is no sum of multiples of {', '.join(STRIDES)}")
+        raise bad(kernel.path, 1, f"{what}: the stride {expression!r} is no sum of multiples of {', '.join(STRIDES)}")
     return constant, batch, head, row

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..backends import Backend, nvidia_driver, pick
 from ..check import budget, choose
-from ..check.contender import Contender, arithmetic_of
-from ..check.oracle import Oracle
+from ..check.contender import Contender
+from ..check.oracle import Oracle, arithmetic_of
 from ..check.request import Request
 from ..dataset import generate
 from ..dataset.folder import check_size

@@ -10,7 +10,6 @@ import numpy as np
 from ..backends import Backend
 from ..backends.launch import Launcher, View
 from ..check.contender import Contender
-from ..check.tensors import row_pitch
 from ..dataset.storage import STORAGE
 from ..kernel import Kernel, planner
 from ..partition import Partition, rows
@@ -141,7 +140,7 @@ class Memory:
 
     def _block(self, name: str, count: int, heads: int, most: int, dtype: str = "", pitch: int = 0) -> Block:
         """Rows have room for whole vectors of 16 bytes of the problem's type, also where they are float32."""
-        pitch = pitch or row_pitch(self.problem, "Q")
+        pitch = pitch or self.problem.row_pitch("Q")
         made = self._blocks[name] = Block(self.backend, count, self.problem.batch, heads, most, pitch, dtype or self.problem.dtype)
         return made
 

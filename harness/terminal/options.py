@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -188,9 +189,24 @@ def _compute(text: str) -> Callable[[F], F]:
     return click.option("--compute", "--kernel", "compute", multiple=True, callback=_names, metavar="KERNEL[,KERNEL...]", help=text)
 
 
+def _or_arguments(option: Callable[[F], F]) -> Callable[[F], F]:
+    """--compute, and KERNEL... which says the same: a command is given one list of both, `compute`."""
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def joined(*given: Any, kernels: tuple[str, ...], compute: list[str], **named: Any) -> Any:
+            return command(*given, compute=[*kernels, *compute], **named)
+
+        argument = click.argument("kernels", nargs=-1, callback=lambda *given: tuple(_names(*given)), metavar="[KERNEL]...")
+        return argument(option(cast("F", joined)))
+
+    return decorate
+
+
 _KERNELS = "Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file"
 compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
 compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
+computes, kernels = _or_arguments(compute), _or_arguments(compute_kernels)
 mode = click.option(
     "--mode",
     default="forward",
@@ -217,7 +233,6 @@ checks_and_sms = options(
     click.option("--sms", type=click.IntRange(1), metavar="N", help="As on N multiprocessors: fewer blocks, more works each."),
 )
 deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
-kernels = click.argument("kernels", nargs=-1, callback=lambda *given: tuple(_names(*given)), metavar="[KERNEL]...")
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),

@@ -205,7 +205,7 @@ def _row(case: _Case) -> CompileRow:
 
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
-    """Bytes of dynamic shared memory each entry's launches need, evaluated before Kernel.plan, which refuses what does not fit."""
+    """Bytes of dynamic shared memory each entry's launches need, evaluated before planner.plan, which refuses what does not fit."""
     names = planner.names(kernel, problem, device)
     wanted = dict.fromkeys(kernel.entries, 0)
     for launch in kernel.launches:

@@ -209,9 +209,9 @@ class _Shape:
     tell: Callable[[str, int], None]
     policy: Policy | None = None
 
-    def without(self, contender: Contender, status: str, why: str) -> list[Row]:
+    def without(self, contender: Contender, error: Exception) -> list[Row]:
         """The rows of a contender that has no times."""
-        return results.rows_without(self.test, contender, self.mode, self.problem, self.backend, self.run_id, SEED, status, why)
+        return results.rows_without(self.test, contender, self.mode, self.problem, self.backend, self.run_id, SEED, error)
 
 
 def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list[Row], list[files.Json]]]:
@@ -229,9 +229,7 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
         except DiskFault:
             raise  # it would stop every other row too
         except Exception as error:
-            absent = isinstance(error, EnvironmentFault)
-            status = "ABSENT" if absent else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
-            yield shape.without(contender, status, str(error)), []
+            yield shape.without(contender, error), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(shape.run_id) from error
     ready: dict[str, dict[str, Ready]] = {}
@@ -267,7 +265,7 @@ def _survived(fork: bool, shape: _Shape, contenders: Sequence[Contender]) -> Ite
             yield found, samples
     except child.Ended as ended:
         if len(left) == 1:
-            yield shape.without(left[0], "ERROR", str(ended)), []
+            yield shape.without(left[0], ended), []
             return
         for each in left:
             yield from _survived(fork, shape, [each])

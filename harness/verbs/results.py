@@ -14,8 +14,10 @@ from pathlib import Path
 from ..backends import Backend
 from ..check.budget import UNIT, Verdict
 from ..check.choose import forward_for
-from ..check.contender import Contender, PassResult, arithmetic_of
+from ..check.contender import Contender, PassResult
+from ..check.oracle import arithmetic_of
 from ..dataset.generate import recipe
+from ..fault import EnvironmentFault, UsageFault
 from ..files import Json
 from ..kernel import Kernel, planner
 from ..measure.sampling import TIMINGS, Timing, together
@@ -139,13 +141,13 @@ def rows_without(
     backend: Backend,
     run_id: str,
     seed: int,
-    status: str,
-    why: str,
+    error: Exception,
 ) -> list[Row]:
-    """The rows of a contender that gave no result: status REFUSED, ERROR or ABSENT, and why."""
+    """The rows of a contender that gave no result but an error: its status is REFUSED, ABSENT or ERROR."""
+    status = "ABSENT" if isinstance(error, EnvironmentFault) else "REFUSED" if isinstance(error, UsageFault) else "ERROR"
     modes = (*PASSES, "both") if mode == "both" else (mode,)
     kernels = list(contender.kernels.values())
-    message = "; ".join(" ".join(line.split()) for line in why.splitlines() if line.strip())
+    message = "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())
     facts: Json = {"device": backend.name, "device_name": backend.device().name, "seed": seed, "run_id": run_id}
     return [
         Row(**_of_problem(test, contender.name, kernels, m, problem, contender.deterministic), Status=status, ErrorMessage=message, **facts)

@@ -17,8 +17,8 @@ from ..array import Array
 from ..backends import Backend, pick
 from ..check import budget, choose, memory
 from ..check.ahead import ahead
-from ..check.contender import Contender, PassResult, arithmetic_of, run_kernel
-from ..check.oracle import Oracle, oracle_for, small
+from ..check.contender import Contender, PassResult, run_kernel
+from ..check.oracle import Oracle, arithmetic_of, oracle_for, small
 from ..check.request import Request, with_options
 from ..dataset.generate import INPUTS
 from ..fault import UsageFault
@@ -198,10 +198,9 @@ class Run(Request):
 def run(asked: Run) -> Results:
     """Run what is asked for, and write the first one's outputs into the data folder, which is locked meanwhile.
 
-     All that pass are then timed in round-robin turns, warm; with check they are launched once more
-    instead, and with debug, which compiles them for a debugger, not again: a breakpoint stops in one launch. progress is told what is
-    being done, with N/M before it where it is known how much is done. sms: multiprocessors that plans are told of. Raises Fault: usage,
-    data, environment, kernel or disk; a failed check is no exception, it is Result.passed.
+    All that pass are then timed in round-robin turns, warm; with check they are launched once more instead, and with debug, which
+    compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data, environment, kernel or disk; a
+    failed check is no exception, it is Result.passed.
     """
     mode, progress = asked.mode, asked.progress
     _refuse_nothing(asked)
@@ -211,7 +210,7 @@ def run(asked: Run) -> Results:
     given = {"causal": asked.causal, "scale": asked.scale}
     problem = shape.with_(**{name: value for name, value in given.items() if value is not None})
     dataset.check_size(problem)
-    contenders, notes = choose.choose(replace(asked, problem=problem), backend.device())
+    contenders, notes = choose.choose(asked, backend.device(), [problem])
     _refuse(contenders, problem, asked, backend)
     with ExitStack() as held:
         compiling = held.enter_context(ahead(backend, contenders, problem, asked.passes))

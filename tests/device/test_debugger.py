@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from planted import top
 
 from harness.backends.host.backend import Host
 from harness.fault import UsageFault
@@ -27,17 +28,9 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), 
 SHAPE = ("--batch", "1", "--heads", "2", "--seq", "20", "--dim", "64", "--device", "cpu")
 
 #: A forward pass with plain parameters: a static array, an array of the launch's size, a function to step into.
-OWN = """\
-// /// kernel
-// title = "a block a query, scores in shared memory"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = false
-// gqa = false
-// cross = false
-// logits = 80
-// deterministic = true
+OWN = (
+    top(title='"a block a query, scores in shared memory"', causal="false", gqa="false", cross="false", logits="80")
+    + """\
 // [tile]
 // THREADS = 64
 // [[launch]]
@@ -72,6 +65,7 @@ extern "C" __global__ void attend(const float* Q, const float* K, const float* V
     if (d == 0) logsumexp[head * seq + query] = logf(total);
 }
 """
+)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import top
 
 from harness import backends, kernel
 from harness.backends import CompileError
@@ -29,17 +30,9 @@ from harness.problem import Problem
 from harness.verbs.run import check_in_memory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HEADER = """\
-// /// kernel
-// title = "a user's own"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = false
-// gqa = false
-// cross = false
-// logits = "any"
-// deterministic = true
+HEADER = (
+    top(title='"a user\'s own"', causal="false", gqa="false", cross="false")
+    + """\
 // [[launch]]
 // entry = "forward"
 // grid = ["seq_q", "heads_q", "batch"]
@@ -48,6 +41,7 @@ HEADER = """\
 // args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim", "scale"]
 // ///
 """
+)
 #: Attention of one row a block, written as anyone might: plain parameters, extern and static shared memory, no word of ours.
 PLAIN = """\
 extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp,

@@ -17,7 +17,6 @@ import sample
 from harness.backends import Backend
 from harness.backends.launch import View, prepare
 from harness.check.oracle import oracle_for
-from harness.check.tensors import row_pitch
 from harness.dataset.storage import STORAGE
 from harness.kernel import Kernel, catalogue
 from harness.problem import READS, WRITES, Problem
@@ -51,7 +50,7 @@ def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str) -> set[
     address, at, views = backend.address(memory), {}, {}
     for name in (*READS[chosen.pass_], *WRITES[chosen.pass_]):
         batches, heads, rows, *_ = problem.shape(name)
-        pitch = row_pitch(problem, name)
+        pitch = problem.row_pitch(name)
         near = rows * pitch * (heads if axis == "batch" else batches)
         batch, head = (APART, rows * pitch) if axis == "batch" else (rows * pitch, APART)
         item = STORAGE[problem.tensor_dtype(name)]

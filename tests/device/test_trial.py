@@ -19,7 +19,7 @@ from harness.array import ArrayModule, copied, to_host
 from harness.backends import Backend, pick
 from harness.check.contender import PassResult, run_kernel
 from harness.check.oracle import Oracle, oracle_for
-from harness.check.tensors import Bound, Tensor, row_pitch
+from harness.check.tensors import Bound, Tensor
 from harness.check.trial import Trial, _alike, _untouched
 from harness.dataset.change import Change
 from harness.dataset.storage import STORAGE
@@ -168,7 +168,7 @@ def test_one_column_of_v_is_new_in_every_head() -> None:
 def test_a_tensor_that_lies_as_no_other_does(dtype: str, backend: Backend) -> None:
     """(batch, rows, heads, pitch) with a row more, 16-byte aligned and no more; it holds the same, and what lies between is guarded."""
     shape = (2, 3, 5, 24)
-    pitch = row_pitch(Problem.of(2, 3, 5, 24, dtype=dtype), "Q")
+    pitch = Problem.of(2, 3, 5, 24, dtype=dtype).row_pitch("Q")
     values = np.arange(720).reshape(shape).astype(STORAGE[dtype])
     for wide in (1, 3):
         tensor = Tensor(backend, shape, dtype, pitch, wide)

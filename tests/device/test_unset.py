@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import top
 
 from harness.backends.host.backend import Host
 from harness.backends.host.build import _clang, compiler
@@ -21,17 +22,9 @@ from harness.kernel import Kernel
 from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HEADER = """\
-// /// kernel
-// title = "says how its locals start"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = false
-// gqa = false
-// cross = false
-// logits = "any"
-// deterministic = true
+HEADER = (
+    top(title='"says how its locals start"', causal="false", gqa="false", cross="false")
+    + """\
 // [[launch]]
 // entry = "forward"
 // grid = [1]
@@ -39,6 +32,7 @@ HEADER = """\
 // args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "head_dim", "scale"]
 // ///
 """
+)
 #: O[i] is how many 16-bit words of a local are neither 0xfffe nor 0xffff: of each kind of local one i.
 KINDS = ["int", "float", "double", "long long", "half", "fa::bfloat16", "Pair", "Fragment", "float2", "float4"]
 SIZES = [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 64, 100, 400, 1500]

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from planted import top
 
 from harness.backends import Backend
 from harness.check.tensors import Bound
@@ -24,17 +25,9 @@ from harness.problem import Problem
 GOLDEN = Path(__file__).with_name("golden_h200.npz")
 WIDTH, ROWS = 64, 64
 COUNT = WIDTH * ROWS  # elements: one thread each, 256 a block
-SOURCE = """\
-// /// kernel
-// title = "one word"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = false
-// gqa = false
-// cross = false
-// logits = "any"
-// deterministic = true
+SOURCE = (
+    top(title='"one word"', causal="false", gqa="false", cross="false")
+    + """\
 // [[launch]]
 // entry = "forward"
 // grid = "seq_q * head_dim // 256"
@@ -58,6 +51,7 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
     out[i] = y;
 }
 """
+)
 
 
 def run_word(backend: Backend, folder: Path, body: str, bits: Any, before: str = "") -> Any:

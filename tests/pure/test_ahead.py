@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from harness.backends import Backend, pick
-from harness.check import ahead as made
 from harness.check import contender as contenders
-from harness.check.ahead import ahead, load_all, parts, small
+from harness.check import oracle
+from harness.check.ahead import ahead, load_all
 from harness.check.choose import choose
 from harness.check.request import Request
 from harness.fault import KernelFault
@@ -65,34 +65,41 @@ def fa2(problem: Problem, backend: Backend) -> list[contenders.Contender]:
 def test_every_part_runs(problem: Problem, passes: tuple[str, ...]) -> None:
     """On numpy, where whatever raises is a fault of the part: on a GPU it would only be slow."""
     classes = ["p16" if problem.dtype in ("float16", "bfloat16") else "f32"]
-    for part in parts(pick("cpu"), problem, passes, classes):
+    for part in oracle.rehearsal(pick("cpu").xp, problem, passes, classes):
         part()
 
 
-def test_small_keeps_what_kernels_depend_on() -> None:
+def test_few_keeps_what_kernels_depend_on() -> None:
     """One stays one, many are two; type, width, mask and scale are the problem's."""
     whole = Problem.of(16, 32, 4096, 128, heads_kv=8, seq_kv=100, dtype="bfloat16", causal=True, scale=0.1)
-    assert small(whole) == Problem.of(2, 4, 512, 128, heads_kv=2, seq_kv=100, dtype="bfloat16", causal=True, scale=0.1)
-    assert small(Problem.of(1, 8, 64, 59)) == Problem.of(1, 2, 64, 59)
+    assert oracle.few(whole) == Problem.of(2, 4, 512, 128, heads_kv=2, seq_kv=100, dtype="bfloat16", causal=True, scale=0.1)
+    assert oracle.few(Problem.of(1, 8, 64, 59)) == Problem.of(1, 2, 64, 59)
 
 
 def test_once(gpu: Any, left: Callable[[], set[threading.Thread]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A marker keeps the next run from it, unless a part failed or the problem is another kind."""
+    """A marker keeps the next run from it, unless a part failed or the problem is another kind. What is judged on the CPU needs none."""
     ran, fails = list[str](), list[bool]()
 
     def fake(*given: Any) -> list[Callable[[], object]]:
         return [lambda: ran.append("part"), lambda: fails[-1] and 1 / 0]
 
-    monkeypatch.setattr(made, "parts", fake)
+    monkeypatch.setattr(oracle, "rehearsal", fake)
+    monkeypatch.setattr(oracle, "SMALL", 1 << 10)
     problem = Problem.of(1, 2, 64, 32)
-    for broken, shape, runs in ((True, problem, 1), (False, problem, 2), (False, problem, 2), (False, Problem.of(1, 2, 64, 40), 3)):
+    for broken, shape, runs in (
+        (True, problem, 1),
+        (False, problem, 2),
+        (False, problem, 2),
+        (False, Problem.of(1, 2, 64, 40), 3),
+        (False, Problem.of(1, 1, 8, 16), 3),
+    ):
         fails.append(broken)
         with ahead(gpu, fa2(shape, gpu), shape, PASSES) as compiling:
             compiling.checks()
             compiling.kernels()
             assert not left()
         assert len(ran) == runs
-    assert sorted(set(gpu.loaded)) == ["fa2_backward", "fa2_forward"] and len(gpu.loaded) == 8
+    assert sorted(set(gpu.loaded)) == ["fa2_backward", "fa2_forward"] and len(gpu.loaded) == 10
 
 
 def test_a_fault_ends_it(gpu: Any, left: Callable[[], set[threading.Thread]]) -> None:

@@ -28,7 +28,7 @@ def oracle(problem: Problem, scale: float = 1.0, backward: bool = True) -> tuple
 
 def judge(problem: Problem, scale: float = 1.0, backward: bool = True, **model: Any) -> dict[str, budget.Verdict]:
     tensors, exact, ways = oracle(problem, scale, backward)
-    return budget.compare(problem, flash_model.run(problem, tensors, **model), exact, ways, inputs=tensors)
+    return budget.compare(exact, flash_model.run(problem, tensors, **model), ways, inputs=tensors)
 
 
 # -- what must pass ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_a_stored_value_half_way_may_go_either_way() -> None:
     problem = Problem.of(1, 2, 2, 1, heads_kv=1, dtype="bfloat16", causal=True)
     tensors = generate(problem, 15, input_scale=1e-3)
     exact, ways = reference(np, problem, tensors), baselines(np, problem, tensors, "f32")
-    verdict = budget.compare(problem, flash_model.run(problem, tensors), exact, ways, inputs=tensors)["dK"]
+    verdict = budget.compare(exact, flash_model.run(problem, tensors), ways, inputs=tensors)["dK"]
     assert verdict.passed, budget.message(verdict)
 
 
@@ -93,9 +93,9 @@ def test_float64_has_its_own_rule() -> None:
         tensors, exact, ways = oracle(problem)
         right = {name: array * (1 + 1e-13) for name, array in exact.values.items()}
         right["dQ"] += 1e-16
-        assert all(v.passed for v in budget.compare(problem, right, exact, ways, inputs=tensors).values())
+        assert all(v.passed for v in budget.compare(exact, right, ways, inputs=tensors).values())
         single = {name: array.astype(np.float32).astype(np.float64) for name, array in exact.values.items()}
-        verdicts = budget.compare(problem, single, exact, ways, inputs=tensors)
+        verdicts = budget.compare(exact, single, ways, inputs=tensors)
         assert not any(verdicts[name].passed for name in ("O", "logsumexp", "dV") if keys > 1 or name == "logsumexp")
 
 
@@ -143,7 +143,7 @@ def test_not_finite_fails_always(tensor: str, value: float) -> None:
     tensors, exact, ways = oracle(problem)
     got = flash_model.run(problem, tensors)
     got[tensor][0, 1, 5] = value
-    verdicts = budget.compare(problem, got, exact, ways, tolerance=1e30, inputs=tensors)
+    verdicts = budget.compare(exact, got, ways, tolerance=1e30, inputs=tensors)
     assert [name for name, v in verdicts.items() if not v.passed] == [tensor]
     assert verdicts[tensor].worst[:3] == (0, 1, 5)
     assert "not finite" in verdicts[tensor].reason
@@ -155,14 +155,14 @@ def test_masked_rows_must_match_exactly() -> None:
     tensors, exact, ways = oracle(problem)
     good = flash_model.run(problem, tensors)
     assert np.isneginf(good["logsumexp"][0, 0, :3]).all()
-    assert all(v.passed for v in budget.compare(problem, good, exact, ways, inputs=tensors).values())
+    assert all(v.passed for v in budget.compare(exact, good, ways, inputs=tensors).values())
     for wrong in (-1e30, np.inf, np.nan, 0.0):
         got = {"logsumexp": good["logsumexp"].copy()}
         got["logsumexp"][0, 0, 0] = wrong
-        assert not budget.compare(problem, got, exact, ways)["logsumexp"].passed
+        assert not budget.compare(exact, got, ways)["logsumexp"].passed
     got = {"logsumexp": good["logsumexp"].copy()}
     got["logsumexp"][0, 0, 4] = -np.inf
-    assert not budget.compare(problem, got, exact, ways)["logsumexp"].passed
+    assert not budget.compare(exact, got, ways)["logsumexp"].passed
 
 
 def test_overflow_of_the_storage_type() -> None:
@@ -172,11 +172,11 @@ def test_overflow_of_the_storage_type() -> None:
     big = replace(exact, values={**exact.values, "dV": np.array([[[[1e5, -1e5], [1.0, 2.0]]]])})
     ways = [{"dV": big["dV"].astype(np.float32)}]
     right = round_to(np, big["dV"], "float16")
-    assert budget.compare(problem, {"dV": right}, big, ways)["dV"].passed
+    assert budget.compare(big, {"dV": right}, ways)["dV"].passed
     for wrong in (65504.0, -np.inf):
         spoiled = right.copy()
         spoiled[0, 0, 0, 0] = wrong
-        assert not budget.compare(problem, {"dV": spoiled}, big, ways)["dV"].passed
+        assert not budget.compare(big, {"dV": spoiled}, ways)["dV"].passed
 
 
 # -- what a verdict says ----------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def test_overflow_of_the_storage_type() -> None:
 def test_metrics() -> None:
     """Worst, mean and squared error, and the relative error of references above 1e-8 only (seed 002's rule)."""
     problem = Problem.of(1, 1, 2, 2, seq_kv=1)
-    exact = Reference({"O": np.array([[[[1.0, 2.0], [0.0, 1e-9]]]])}, None, 1.0, {"O": 0.0})
+    exact = Reference(problem, np, {"O": np.array([[[[1.0, 2.0], [0.0, 1e-9]]]])}, None, 1.0, {"O": 0.0})
     got = np.array([[[[1.5, 2.0], [0.25, 0.0]]]], np.float32)
-    verdict = budget.compare(problem, {"O": got}, exact, [{"O": exact["O"]}])["O"]
+    verdict = budget.compare(exact, {"O": got}, [{"O": exact["O"]}])["O"]
     assert (verdict.max_abs, verdict.max_rel) == (0.5, 0.5)
     assert verdict.mean_abs == pytest.approx(0.1875)
     assert verdict.mse == pytest.approx((0.25 + 0.0625) / 4)
@@ -198,22 +198,22 @@ def test_budget_by_hand() -> None:
     """2e + 2 ulp(m) + 2^-24 sqrt(n) m for O; 3e for gradients; 2e + 4 ulp + 2^-24 sqrt(n) for logsumexp; 4 2^-24 noise on top."""
     problem = Problem.of(1, 2, 9, 4, heads_kv=1, seq_kv=16, dtype="float16")
     shapes = {name: problem.shape(name) for name in ("O", "logsumexp", "dV")}
-    exact = Reference({name: np.full(shape, 3.0) for name, shape in shapes.items()}, None, 1.0, dict.fromkeys(shapes, 0.5))
+    exact = Reference(problem, np, {name: np.full(shape, 3.0) for name, shape in shapes.items()}, None, 1.0, dict.fromkeys(shapes, 0.5))
     ways = [{name: np.full(shape, 3.0 + 2**-6) for name, shape in shapes.items()}]
     unit = 2.0**-24
     noise = 4 * unit * 0.5
-    assert budget.budget(np, problem, "O", exact, ways, {}) == pytest.approx(2 * 2**-6 + 2 * 2**-9 + unit * 4 * 3 + noise, rel=1e-14)
-    assert budget.budget(np, problem, "dV", exact, ways, {}) == pytest.approx(3 * 2**-6 + 2 * 2**-9 + unit * 18**0.5 * 3 + noise, rel=1e-14)
-    assert budget.budget(np, problem, "logsumexp", exact, ways, {}) == pytest.approx(2 * 2**-6 + 4 * 2**-22 + unit * 4 + noise, rel=1e-14)
+    assert budget.budget(exact, "O", ways, {}) == pytest.approx(2 * 2**-6 + 2 * 2**-9 + unit * 4 * 3 + noise, rel=1e-14)
+    assert budget.budget(exact, "dV", ways, {}) == pytest.approx(3 * 2**-6 + 2 * 2**-9 + unit * 18**0.5 * 3 + noise, rel=1e-14)
+    assert budget.budget(exact, "logsumexp", ways, {}) == pytest.approx(2 * 2**-6 + 4 * 2**-22 + unit * 4 + noise, rel=1e-14)
 
 
 @pytest.mark.parametrize(("arithmetic", "rounded"), [("f32", 2.0**-24), ("p16", 2.0**-11), ("tf32", 2.0**-11)])
 def test_budget_of_few_elements(arithmetic: str, rounded: float) -> None:
     """O has room for six standard deviations of its own rounding errors where a baseline happens to have none."""
     problem = Problem.of(1, 1, 1, 1, seq_kv=16, dtype="float16")
-    exact = Reference({"O": np.full((1, 1, 1, 1), 0.5)}, None, 1.0, {"O": 0.0}, products=0.25)
+    exact = Reference(problem, np, {"O": np.full((1, 1, 1, 1), 0.5)}, None, 1.0, {"O": 0.0}, products=0.25)
     wanted = 6 * (rounded + 4 * 2.0**-24) * 0.25 / 3**0.5 + 2 * 2.0**-11
-    assert budget.budget(np, problem, "O", exact, [{"O": exact["O"]}], {}, arithmetic) == pytest.approx(wanted, rel=1e-12)
+    assert budget.budget(exact, "O", [{"O": exact["O"]}], {}, arithmetic) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_budget_of_few_elements(arithmetic: str, rounded: float) -> None:
 def test_at_the_edge_of_overflow(exact: float, got: float, error: float) -> None:
     """In float16 65,520 is the first size that becomes infinite: the error is the way to it, whichever side of it a kernel is on."""
     problem = Problem.of(1, 1, 1, 1, seq_kv=1, dtype="float16")
-    wanted = Reference({"dK": np.full((1, 1, 1, 1), exact), "O": np.ones((1, 1, 1, 1))}, None, 1.0, {"dK": 0.0})
+    wanted = Reference(problem, np, {"dK": np.full((1, 1, 1, 1), exact), "O": np.ones((1, 1, 1, 1))}, None, 1.0, {"dK": 0.0})
     ways, inputs = [{"dK": wanted["dK"]}], {name: np.ones((1, 1, 1, 1), np.float16) for name in ("Q", "K", "dO")}
-    verdict = budget.compare(problem, {"dK": np.full((1, 1, 1, 1), got, np.float16)}, wanted, ways, None, inputs)["dK"]
+    verdict = budget.compare(wanted, {"dK": np.full((1, 1, 1, 1), got, np.float16)}, ways, None, inputs)["dK"]
     assert verdict.max_abs == error and verdict.passed == (error < 70)
 
 
@@ -253,8 +253,8 @@ def test_tolerance_only_tightens() -> None:
     problem = Problem.of(1, 1, 65, 16)
     tensors, exact, ways = oracle(problem)
     got = {"O": flash_model.run(problem, tensors)["O"]}
-    assert budget.compare(problem, got, exact, ways, tolerance=1e-3)["O"].budget < 1e-4
-    assert not budget.compare(problem, got, exact, ways, tolerance=1e-12)["O"].passed
+    assert budget.compare(exact, got, ways, tolerance=1e-3)["O"].budget < 1e-4
+    assert not budget.compare(exact, got, ways, tolerance=1e-12)["O"].passed
 
 
 def test_equal_errors_have_one_place() -> None:
@@ -266,7 +266,7 @@ def test_equal_errors_have_one_place() -> None:
         values[0, 0, 2, 1] += noise
         got = np.ones((1, 1, 4, 2), np.float32)
         got[0, 0, 1:] = 3
-        found = budget.compare(problem, {"O": got}, replace(exact, values={**exact.values, "O": values}), ways)["O"]
+        found = budget.compare(replace(exact, values={**exact.values, "O": values}), {"O": got}, ways)["O"]
         assert found.worst == (0, 0, 1, 0)
 
 
@@ -276,7 +276,7 @@ def test_message_names_the_place() -> None:
     tensors, exact, ways = oracle(problem)
     got = {"dK": flash_model.run(problem, tensors)["dK"]}
     got["dK"][1, 0, 129, 3] = 77
-    line = budget.message(budget.compare(problem, got, exact, ways, inputs=tensors)["dK"])
+    line = budget.message(budget.compare(exact, got, ways, inputs=tensors)["dK"])
     assert line.startswith("dK is wrong at batch 1, head 0, key row 129 (tile 2 of 3, rows 128-129), column 3: got 77, expected ")
     assert "(1 of 2080 values do)" in line and "\n" not in line
 
@@ -285,17 +285,17 @@ def test_sampled_rows_are_named_by_their_own_number() -> None:
     """The worst row of a sampled reference is the row of the whole tensor, and rows not held must be finite, no more."""
     problem = Problem.of(1, 1, 10, 2)
     rows = np.array([0, 9])
-    exact = Reference({"O": np.ones((1, 1, 2, 2))}, {"O": rows}, 0.2, {"O": 0.0})
+    exact = Reference(problem, np, {"O": np.ones((1, 1, 2, 2))}, {"O": rows}, 0.2, {"O": 0.0})
     got = np.ones((1, 1, 10, 2), np.float32)
     got[0, 0, 5] = 7
     ways = [{"O": exact["O"]}]
-    assert budget.compare(problem, {"O": got}, exact, ways)["O"].passed
+    assert budget.compare(exact, {"O": got}, ways)["O"].passed
     got[0, 0, 5] = np.nan
-    torn = budget.compare(problem, {"O": got}, exact, ways)["O"]
+    torn = budget.compare(exact, {"O": got}, ways)["O"]
     assert "got nan, expected a number; 2 values of this head are not finite" in budget.message(torn)
     got[0, 0, 5] = 7
     got[0, 0, 9, 1] = 2
-    assert budget.compare(problem, {"O": got}, exact, ways)["O"].worst == (0, 0, 9, 1)
+    assert budget.compare(exact, {"O": got}, ways)["O"].worst == (0, 0, 9, 1)
 
 
 def test_error_map() -> None:
@@ -304,12 +304,12 @@ def test_error_map() -> None:
     tensors, exact, _ = oracle(problem)
     got = flash_model.run(problem, tensors)
     got["O"][0, 1, 4, 17] += 3
-    picture = budget.error_map(problem, "O", got["O"], exact, tile=8)
+    picture = budget.error_map(exact, "O", got["O"], tile=8)
     assert picture.shape == (6, 3)
     assert np.unravel_index(picture.argmax(), picture.shape) == (4, 2)
     assert picture[4, 2] == pytest.approx(3, rel=1e-5)
     got["logsumexp"][0, 0, 2] = np.nan
-    picture = budget.error_map(problem, "logsumexp", got["logsumexp"], exact)
+    picture = budget.error_map(exact, "logsumexp", got["logsumexp"])
     assert picture.shape == (6, 1) and picture[2, 0] == np.inf
 
 

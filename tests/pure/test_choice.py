@@ -7,24 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planted import top
 
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, Plan, catalogue, planner
 from harness.problem import Problem
 from harness.verbs.verify.choices import counts_multiprocessors, known
 
-HEADER = """\
-// /// kernel
-// title = "a test"
-// dtypes = ["float32"]
-// head_dims = [64, 128]
-// arch = ">=sm_70"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
-// auto = "rounds <= 2"
+HEADER = (
+    top(title='"a test"', head_dims="[64, 128]", auto='"rounds <= 2"')
+    + """\
 // [tile]
 // WARPS = 4
 // BLOCK_Q = "16 * WARPS"
@@ -54,6 +46,7 @@ HEADER = """\
 // shared = "bytes * BLOCK_K"
 // ///
 """
+)
 
 
 def read(folder: Path, text: str = HEADER) -> Kernel:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from planted import top
 
 from harness.backends import nvrtc
 from harness.backends.host.backend import Host
@@ -18,17 +19,9 @@ from harness.problem import Problem
 
 DEVICE = Device("cpu", "a processor")
 PROBLEM = Problem.of(2, 4, 100, 64, dtype="float16")
-CLUSTERED = """\
-// /// kernel
-// title = "a test"
-// dtypes = ["float16"]
-// head_dims = [64]
-// arch = "sm_90a"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+CLUSTERED = (
+    top(title='"a test"', dtypes='["float16"]', arch='"sm_90a"')
+    + """\
 // [tile]
 // BLOCK_K = 32
 // [[launch]]
@@ -48,6 +41,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(256
     if (threadIdx.x == 0) static_cast<int*>(args.O.data)[blockIdx.x] = blockIdx.x % CLUSTER;
 }
 """
+)
 DIMS = "__cluster_dims__(CLUSTER, 1, 1) "
 
 

@@ -81,6 +81,29 @@ def test_packages_have_one_home(package: str, home: set[str]) -> None:
     assert users, f"nothing imports {package}: the rule, or this test, is out of date"
 
 
+#: The functions with more than eight parameters, and why.
+WIDE = {
+    "of of harness/problem.py": "it makes the value that others are given whole",
+    "sdpa of harness/torch_op/sdpa.py": "the signature of torch's scaled_dot_product_attention, and two more",
+    "attention of harness/torch_op/operator.py": "the public operator: its tensors, the mask, and what a caller chooses",
+    "ring_attention of harness/torch_op/ring.py": "the same, over the ranks of a group",
+    "ready of harness/torch_op/call.py": "the key of its cache is all of a call",
+    **{f"{name} of harness/peers/triton_kernels.py": "a kernel of a GPU" for name in ("forward_kernel", "dq_kernel", "dk_dv_kernel")},
+}
+
+
+def test_no_function_of_a_door_has_more_than_eight_parameters() -> None:
+    """What a room gives others: functions and methods without an underscore. self does not count, nor * and **."""
+    wide = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len(set(names) - {"self", "cls"}) > 8:
+                    wide.add(f"{node.name} of {path.relative_to(ROOT).as_posix()}")
+    assert wide <= WIDE.keys(), f"more than eight parameters: {', '.join(sorted(wide - WIDE.keys()))}"
+
+
 @pytest.mark.filterwarnings("default")
 def test_what_has_grown_large_is_told() -> None:
     """A warning, not a law: a .py over 500 lines, a function over 60 from its first statement, a .cu over 300 lines of code.

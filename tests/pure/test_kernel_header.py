@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from harness import kernel
-from harness.check.tensors import row_pitch
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, planner
 from harness.kernel.signature import check_parameters
@@ -257,10 +256,10 @@ def test_source_hash_covers_includes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_row_pitch() -> None:
     """Rows start 16-byte aligned."""
-    assert row_pitch(Problem.of(dim=59), "Q") == 60
-    assert row_pitch(Problem.of(dim=59, dtype="bfloat16"), "dK") == 64
-    assert row_pitch(Problem.of(dim=1, dtype="float64"), "O") == 2
-    assert row_pitch(Problem.of(dim=59), "logsumexp") == 1
+    assert Problem.of(dim=59).row_pitch("Q") == 60
+    assert Problem.of(dim=59, dtype="bfloat16").row_pitch("dK") == 64
+    assert Problem.of(dim=1, dtype="float64").row_pitch("O") == 2
+    assert Problem.of(dim=59).row_pitch("logsumexp") == 1
 
 
 def test_a_plan_is_kept_until_one_of_its_values_changes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from harness.backends import Call, Fill, Loaded, launch
 from harness.backends.launch import ARGS, View
 from harness.fault import KernelFault
-from harness.kernel import Device, Kernel, choice, find, planner
+from harness.kernel import Device, Kernel, expression, find, planner
 from harness.kernel.header import SIZES
 from harness.problem import READS, WRITES, Problem
 
@@ -153,7 +153,7 @@ def test_a_warm_call_loads_plans_and_parses_nothing(tmp_path: Path, monkeypatch:
     """Equal values are enough: another Problem object, tiles in another order."""
     backend, chosen = Nowhere(), planted.kernel(tmp_path, tile='BLOCK = "32 if causal else 64"\n// OTHER = 4')
     launch.launcher(backend, chosen, Problem.of(1, 2, 64, 64), {"BLOCK": 16, "OTHER": 2})(views("forward"), stream=0x77)
-    for owner, name in [(planner, "refuse"), (planner, "names"), (planner, "choose"), (choice, "evaluate")]:
+    for owner, name in [(planner, "refuse"), (planner, "names"), (planner, "_chosen"), (expression, "evaluate")]:
         monkeypatch.setattr(owner, name, lambda *given, what=name: pytest.fail(f"a warm call uses {what}"))
     for module in ("np", "struct"):  # launch.py's own names: other threads of the test runner use these modules
         monkeypatch.setattr(launch, module, None)

@@ -10,6 +10,7 @@ import pytest
 
 from harness.check import alike, moments
 from harness.check.oracle import Oracle
+from harness.check.reference import Reference
 from harness.dataset.storage import through
 from harness.problem import Problem
 from harness.verbs.verify.cases import Case
@@ -93,11 +94,12 @@ def test_values_that_are_not_finite_are_left_out() -> None:
 def test_what_a_right_kernel_may_have_in_common() -> None:
     """A and a of the docstring, by hand."""
     unit, problem = 2.0**-24, Problem.of(1, 1, 1024, 64, dtype="bfloat16")
-    plain = moments.allowed(problem, "O", "f32", 1024, 2.0, 9.0, 1.0, 1.0)
+    exact = Reference(problem, np, {}, None, 1.0, {}, score=2.0)
+    plain = moments.allowed(exact, "O", "f32", 9.0, 1.0, 1.0)
     assert plain.bias == pytest.approx(unit * (3 * 2 + 32)) and plain.rms == pytest.approx(plain.bias + unit * 8 * 2)
-    rounded = moments.allowed(problem, "O", "p16", 1024, 2.0, 9.0, 0.5, 1.0)
+    rounded = moments.allowed(exact, "O", "p16", 9.0, 0.5, 1.0)
     assert rounded.bias == pytest.approx(unit * ((3 + 4) * 2 + 32 + 64) + 0.5 * 2.0**-8)
-    lse = moments.allowed(problem, "logsumexp", "p16", 1024, 2.0, 0.0, 0.0, 7.0)
+    lse = moments.allowed(exact, "logsumexp", "p16", 0.0, 0.0, 7.0)
     assert lse.bias == pytest.approx(unit * ((3 + 4) * 2 + 2)) and lse.rms == pytest.approx(lse.bias + unit * (8 * 2 + 14 + 32))
 
 
@@ -139,7 +141,8 @@ def test_row_sums_of_terms_near_one_may_stagnate() -> None:
     problem = Problem.of(1, 1, 129, 64, seq_kv=keys)
     typical = float((np.abs(one) + np.abs(other)).mean())
     for known, factor, right in ((drift, 1.0, True), (drift, 1.3, False), (0.0, 1.0, False)):
-        may = moments.allowed(problem, "logsumexp", "f32", keys, 1e-6, 0.0, 0.0, float(exact.mean()), typical, known)
+        its = Reference(problem, np, {}, None, 1.0, {}, score=1e-6, typical=typical, drift=known)
+        may = moments.allowed(its, "logsumexp", "f32", 0.0, 0.0, float(exact.mean()))
         may = moments.Allowed(may.bias - 2 * moments.UNIT, may.rms)  # without what an exponential may be off in the mean
         assert bool(moments.judge(np, exact, factor * error, [rest], may, True).reason("logsumexp")) is not right
 

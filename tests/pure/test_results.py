@@ -13,6 +13,7 @@ from rows import plain
 from harness.check.budget import Verdict
 from harness.check.contender import PEER_BUDGETS, Contender, PassResult
 from harness.check.moments import Moments
+from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel import Kernel, find
 from harness.measure.sampling import Energy, Timing
 from harness.problem import PASSES, Problem
@@ -99,7 +100,7 @@ def test_the_command_runs_the_kernels_of_the_row(kernels: str, mode: str, comman
         Problem.of(1, 2, 32, 64, heads_kv=1, dtype="bfloat16"),
         SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a")),
     )
-    for row in results.rows_without("test", of, mode, problem, backend, "run", 42, "ABSENT", "why"):  # type: ignore[arg-type]
+    for row in results.rows_without("test", of, mode, problem, backend, "run", 42, EnvironmentFault("why")):  # type: ignore[arg-type]
         passes = {"FOR": "forward"}.get(row.Type, "both")
         assert row.repro and row.repro.startswith(f"fa-cli run --compute {command.partition(' ')[0]} --mode {passes} --batch 1")
         assert results.is_of(row, "test", of, {"FOR": "forward", "BAC": "backward", "BOT": "both"}[row.Type], problem)
@@ -172,7 +173,7 @@ def test_rows_without_a_result() -> None:
     """A refusal is a row too, on one line, for each pass."""
     backend = SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a processor"))
     about = (Contender("fa1"), "both", Problem.of(), backend)
-    rows = results.rows_without("case", *about, "run", 42, "REFUSED", "what\nwhy")  # type: ignore[arg-type]
+    rows = results.rows_without("case", *about, "run", 42, UsageFault("what", "why"))  # type: ignore[arg-type]
     assert [(r.Type, r.Status, r.ErrorMessage) for r in rows] == [(t, "REFUSED", "what; why") for t in ("FOR", "BAC", "BOT")]
     assert results.new_run_id() != results.new_run_id()
 

@@ -21,17 +21,9 @@ from harness.kernel.signature import check_parameters
 from harness.problem import Problem
 
 DEVICE = Device("cpu", "a processor")
-MAPPED = """\
-// /// kernel
-// title = "a test"
-// dtypes = ["float32", "float16"]
-// head_dims = [32, 64]
-// arch = ">=sm_90"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+MAPPED = (
+    planted.top(title='"a test"', dtypes='["float32", "float16"]', head_dims="[32, 64]", arch='">=sm_90"')
+    + """\
 // [workspace.delta]
 // dtype = "float32"
 // size = "batch * heads_q * round_up(seq_q, 4)"
@@ -61,6 +53,7 @@ MAPPED = """\
 // block = 128
 // ///
 """
+)
 
 
 def mapped(folder: Path, text: str = MAPPED) -> Kernel:

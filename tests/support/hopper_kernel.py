@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from planted import top
 from word_kernel import Given
 
 from harness.backends import Backend
@@ -15,17 +16,9 @@ from harness.check.tensors import Bound
 from harness.kernel import Kernel
 from harness.problem import Problem
 
-HEADER = """\
-// /// kernel
-// title = "words of Hopper"
-// dtypes = ["float16", "bfloat16"]
-// head_dims = [64]
-// arch = "sm_90a"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+HEADER = (
+    top(title='"words of Hopper"', dtypes='["float16", "bfloat16"]', arch='"sm_90a"')
+    + """\
 {maps}// [[launch]]
 // entry = "forward"
 // grid = {grid}
@@ -39,6 +32,7 @@ using fa::uint16_t;
 using fa::uint32_t;
 using fa::uint64_t;
 """
+)
 MAP = '// [tensor_map.{name}]\n// tensor = "{tensor}"\n// box = {box}\n// swizzle = {swizzle}\n'
 HEADS, ROWS, WIDTH = 4, 512, 64
 TYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

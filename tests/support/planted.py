@@ -6,17 +6,17 @@ from pathlib import Path
 
 from harness.kernel import Kernel
 
-HEADER = """\
-// /// kernel
-// title = "planted for a test"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+
+def top(**edits: str) -> str:
+    """The first lines of a kernel header: every key that it must have but launch. edits: values in place of these, or more, as TOML."""
+    keys = {"title": '"planted for a test"', "dtypes": '["float32"]', "head_dims": "[64]", "arch": '">=sm_70"'}
+    keys |= {**dict.fromkeys(("causal", "gqa", "cross"), "true"), "logits": '"any"', "deterministic": "true", **edits}
+    return "// /// kernel\n" + "".join(f"// {key} = {value}\n" for key, value in keys.items())
+
+
+HEADER = (
+    top()
+    + """\
 {tile}// [[launch]]
 // entry = "forward"
 // grid = ["seq_q"]
@@ -24,6 +24,7 @@ HEADER = """\
 // shared = {shared}
 // ///
 """
+)
 
 #: Adds one to the first element of O; compiles everywhere.
 GOOD = """\
@@ -67,17 +68,9 @@ def line_of(path: Path, words: str) -> int:
 
 
 #: A kernel that writes zeros: it compiles and runs, and is wrong.
-WRONG = """\
-// /// kernel
-// title = "zeros"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+WRONG = (
+    top(title='"zeros"')
+    + """\
 // [[launch]]
 // entry = "zeros"
 // grid = ["seq_q", "heads_q", "batch"]
@@ -91,3 +84,4 @@ extern "C" __global__ void zeros(const __grid_constant__ fa::Args args) {
     if (threadIdx.x == 0) *fa::row_pointer<float>(args.logsumexp, blockIdx.z, blockIdx.y, blockIdx.x) = 0;
 }
 """
+)

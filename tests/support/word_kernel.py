@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from planted import top
 
 from harness.backends import Backend
 from harness.backends.launch import ARGS
@@ -14,17 +15,9 @@ from harness.check.tensors import Bound
 from harness.kernel import Kernel
 from harness.problem import Problem
 
-SOURCE = """\
-// /// kernel
-// title = "one word"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = true
-// gqa = true
-// cross = true
-// logits = "any"
-// deterministic = true
+SOURCE = (
+    top(title='"one word"')
+    + """\
 // [[launch]]
 // entry = "forward"
 // grid = "1"
@@ -45,6 +38,7 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {{
 {body}
 }}
 """
+)
 TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 STORED = [name for name in TYPES if name != "float64"]  # what the tiled kernels take
 UNWRITTEN = 0xFFFFFFFF  # outputs are poisoned before a run

@@ -9,28 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import top
 
 torch = pytest.importorskip("torch")
 from harness.torch_op import attention, call  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = """\
-// /// kernel
-// title = "the mean of V, or what a test makes of it"
-// dtypes = ["float32"]
-// head_dims = [64]
-// arch = ">=sm_70"
-// causal = false
-// gqa = false
-// cross = false
-// logits = "any"
-// deterministic = true
+HEADER = (
+    top(title='"the mean of V, or what a test makes of it"', causal="false", gqa="false", cross="false")
+    + """\
 {more}// [[launch]]
 // entry = "forward"
 // grid = ["seq_q", "heads_q", "batch"]
 // block = 32
 {args}// ///
 """
+)
 PLAIN = """\
 extern "C" __global__ void forward(const float* Q, const float* K, const float* V, float* O, float* logsumexp,
                                    int heads, int seq, int dim) {
