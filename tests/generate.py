@@ -31,7 +31,7 @@ from harness.row import Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", ROOT / "kernels_cu" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md")))
 _MARK = re.compile(r"(<!-- generated: ([\w ./-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -128,6 +128,16 @@ def helps() -> str:
     return "\n".join(f"### {verb}\n\n{help_of(verb)}" for verb in sorted(main.commands))
 
 
+def notes() -> str:
+    """The pages of notes, with the first sentence of each state."""
+    lines = ["| step | state |", "|---|---|"]
+    for page in sorted((ROOT / "docs" / "notes").glob("[0-9]*.md")):
+        title, _, rest = page.read_text(encoding="utf-8").removeprefix("# ").partition("\n")
+        state = " ".join(rest.split("## State\n")[1].split("\n## ")[0].split())
+        lines.append(f"| [{title}](../docs/notes/{page.name}) | {re.split(r'(?<=[.)]) (?=[A-Z])', state)[0]} |")
+    return "\n".join(lines) + "\n"
+
+
 #: What each mark stands for; what comes after its first word is handed on.
 PARTS: dict[str, Callable[[str], str]] = {
     "ladder": lambda _: ladder(),
@@ -140,6 +150,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "cells": lambda sweep: tables.cells(sweep),
     "float32": lambda which: tables.float32(which),
     "ring": lambda _: tables.ring(),
+    "notes": lambda _: notes(),
     "table": lambda path: tables.embedded(path),
 }
 

@@ -44,7 +44,8 @@ _ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { margin: 2rem auto; max-width: 84rem; padding: 0 1rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; } dt { font-weight: 600; } dd { margin: 0; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 1rem; } dt { font-weight: 600; }
+dd { margin: 0; overflow-wrap: anywhere; } h1 { overflow-wrap: anywhere; }
 figure { display: inline-block; margin: 0 1rem 1rem 0; } img { width: 26rem; max-width: 100%; background: white; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th { cursor: pointer; position: sticky; top: 0; background: Canvas; text-align: left; } th, td { padding: .15rem .5rem; }

@@ -146,14 +146,14 @@ def test_few_compiles_serve_every_length(kernel: Kernel) -> None:
 
 @each_kernel
 def test_notes_say_what_was_predicted_and_what_came_out(kernel: Kernel) -> None:
-    """NOTES.md has a section a kernel file, with prediction, outcome and counter; a variant's is that of its kernel, and names it."""
+    """Each kernel file has a section in its step's page of notes, with prediction, outcome and counter; a variant's is that of its kernel."""
     of = next(each for each in TREE if (each.name, each.pass_) == (kernel.variant_of or kernel.name, kernel.pass_))
-    title = f"## {of.number:02d} {of.name} {of.pass_}\n"
-    notes = (KERNELS / "NOTES.md").read_text()
-    assert notes.count(title) == 1, f"kernels_cu/NOTES.md needs one section {title.strip()!r}"
+    page, title = KERNELS.parent / "docs" / "notes" / f"{of.number:02d}_{of.name}.md", f"\n## {of.pass_.capitalize()}\n"
+    notes = page.read_text(encoding="utf-8")
+    assert notes.count("\n## State\n") == 1 and notes.count(title) == 1, f"{page} needs one section State and one {title.strip()!r}"
     section = notes.split(title)[1].split("\n## ")[0]
     for part in ("**Prediction.**", "**Outcome.**", "**Counter.**"):
-        assert section.count(part) == 1, f"{title.strip()} lacks {part}"
+        assert section.count(part) == 1, f"{page}, {title.strip()}, lacks {part}"
     assert of is kernel or f"{kernel.number:02d} {kernel.name}" in section
 
 
