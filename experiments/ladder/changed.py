@@ -9,6 +9,8 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from harness.kernel import Kernel, catalogue
 
 #: The last step before Hopper.

@@ -1,5 +1,5 @@
-"""The words of <fa/args.cuh>, <fa/row.cuh>, <fa/schedule.cuh> and <fa/stage.cuh>, the rest of <fa/copy.cuh>, against numpy on every
-backend, and that each word has a test.
+"""The words of <fa/args.cuh>, <fa/row.cuh>, <fa/schedule.cuh>, <fa/key_tiles.cuh> and <fa/stage.cuh>, the rest of <fa/copy.cuh>, against
+numpy on every backend, and that each word has a test.
 
 All of them are plain C++, the same text for both backends, so there are no golden vectors of a GPU for them: what they are made
 of (loads, stores, float32 arithmetic) is held to an H200 by test_words.py. Products take small integers, whose sums are exact
@@ -269,6 +269,24 @@ def test_place_in_sections(backend: Backend, tmp_path: Path) -> None:
     sections = [(0, 1, 2), (3, 4, 5), (6,)]
     places = [(tile, head) for heads in sections for tile in range(4) for head in heads]
     assert got.tolist() == [[tile, head, number] for number, (tile, head) in enumerate(places)]
+
+
+@pytest.mark.parametrize(("causal", "shift"), [(False, 250), (True, 30), (True, -80)])
+def test_key_tiles(causal: bool, shift: int, backend: Backend, tmp_path: Path) -> None:
+    """fa::KeyTiles: every tile of 64 queries of every head once, and how many tiles of 64 keys it sees, at least one. Under the mask the last
+    queries first, section by section: 1 MB are two key heads of 400 keys of 1200 bytes, so four of the six heads."""
+    fields = {"batch": 3, "heads_q": 2, "heads_kv": 1, "seq_q": 150, "seq_kv": 400, "causal_shift": shift}
+    body = """\
+    using Tiles = fa::KeyTiles<64, 64>;
+    const Tiles::Work work = t < 18 ? Tiles::of_number<1, 1200>(args, t) : Tiles::of_block(args);
+    const int all[5] = {work.q_first, work.head, work.batch, work.tiles, Tiles::works(args)};
+    for (int i = 0; i < 5; ++i) out[5 * t + i] = all[i];"""
+    got = run(backend, tmp_path, body, causal=causal, fields=fields, before="#include <fa/key_tiles.cuh>", block=19)[:95].reshape(19, 5)
+    last = {q: min(q + 64, 150) - 1 for q in (0, 64, 128)}
+    tiles = {q: max(1, -(-min(400, max(0, row + shift + 1)) // 64)) if causal else 7 for q, row in last.items()}
+    sections = [range(4), range(4, 6)]
+    places = [(q, row) for heads in sections for q in (128, 64, 0) for row in heads] if causal else [(q, r) for r in range(6) for q in last]
+    assert got.tolist() == [[q, row % 2, row // 2, tiles[q], 18] for q, row in (*places, (0, 0))]
 
 
 def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
