@@ -118,8 +118,7 @@ def run(
     epilog=f"{help.EXIT_CODES}\n\n"
     + help.examples(
         "fa-cli experiment --seqlen",
-        "fa-cli experiment forward --compute fa2,fa1 --device cpu",
-        "fa-cli experiment my_sweep.toml --mode both",
+        "fa-cli experiment my_sweep.toml --mode both --compute fa2,fa1 --device cpu",
         "fa-cli experiment mixed --seed 7 --cases 100",
     )
 )

@@ -211,7 +211,7 @@ def test_an_edited_kernel_and_an_edited_header_are_compiled_again(empty_cache: P
 
 
 SCRIPT = """
-import sys; sys.path[:0] = [{root!r}, {tests!r}]
+import sys; sys.path[:0] = [{root!r}, {tests!r}, {root!r} + "/tests/support"]
 from pathlib import Path
 from test_host import outputs
 from harness.kernel import Kernel
