@@ -112,7 +112,10 @@ def verdict(fault: Mutant, tree: Path, verb: str) -> tuple[str, str]:
         except (IndexError, ValueError):
             return "no such text", ""
         words = [str(path), "--mode", fault.kernel.rpartition("_")[2]]
-        words += ["--json"] if verb == "verify" else ["--dtype", fault.dtype] if fault.dtype != "float32" else []
+        dtype = ["--dtype", fault.dtype] if fault.dtype != "float32" else []
+        words += ["--json"] if verb == "verify" else dtype
+        if verb == "run" and words[2] == "backward":  # it reads O and logsumexp
+            fa_cli(tree, folder, verb, "fa2", "--mode", "forward", *dtype)
         done = fa_cli(tree, folder, verb, *words)
     if done.returncode == 5 or (verb == "run" and done.returncode):  # a deadlock and the like ends either
         lines = (done.stdout + done.stderr).splitlines()
