@@ -21,6 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from host_time import captured
 
 from harness.problem import Problem
 from harness.torch_op import attention, call, operator
@@ -81,16 +82,7 @@ def both(problem: Problem) -> dict[str, float]:
     def one() -> Any:
         return torch.autograd.grad(attention(*leaves, causal=problem.causal, deterministic=False), leaves, do)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            one()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one()
-    return loops({"call": one, "graph": graph.replay}, 0.01)
+    return loops({"call": one, "graph": captured(one)}, 0.01)
 
 
 @click.command()
