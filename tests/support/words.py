@@ -14,12 +14,12 @@ import sys
 import pages
 from pages import ROOT
 
-GENERATED = re.compile(r"(?s)<!-- generated: .*?<!-- end -->")
+_GENERATED = re.compile(r"(?s)<!-- generated: .*?<!-- end -->")
 
 
 def count(text: str) -> int:
     """The words of a document that somebody wrote."""
-    return sum(any(map(str.isalnum, word)) for word in pages.FENCE.sub("", GENERATED.sub("", text)).split())
+    return sum(any(map(str.isalnum, word)) for word in pages.FENCE.sub("", _GENERATED.sub("", text)).split())
 
 
 def git(*arguments: str) -> str:
