@@ -259,8 +259,7 @@ struct Producer {
     }
     __device__ __forceinline__ void send_number() {
         for (int i = 0; smem.rank == 0 && i < 2; ++i)
-            fa::store_remote_16(fa::map_shared(smem.number(kv), i), next, 0, 0, 0,
-                                fa::map_shared(at().number_full + kv.position % 2, i));
+            fa::store_remote_16(fa::map_shared(smem.number(kv), i), next, 0, 0, 0, fa::map_shared(at().number_full + kv.position % 2, i));
     }
     // The work whose K and V may come, as a number that has been sent.
     __device__ __forceinline__ int wait_number() {
@@ -422,9 +421,7 @@ struct Consumer {
     }
 
     // Whether all queries of the tile see all keys of this block.
-    __device__ __forceinline__ bool sees_all(int tile) {
-        return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q);
-    }
+    __device__ __forceinline__ bool sees_all(int tile) { return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q); }
     __device__ __forceinline__ void mask(int tile) {
         const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
         int first[2];
