@@ -110,13 +110,17 @@
 //
 // What stays: the two consumers of a block share its 64 keys. Each makes the scores of half of the queries of a tile, and half of the
 // columns of dV, dK and dQ. So P^T and dS^T go through shared memory in any case. A block's own tile is one whose dQ it makes, a sent tile
-// one whose dS^T it sends away:
+// one whose dS^T it sends away; they alternate. Tile n, as a consumer runs it; lines with (own) where the tile before was an own one:
 //
-//     own tile n                                        sent tile n + 1
-//     S, dP                                             S, dP
-//     P, dS: shared; dV += P dO                         P, dS: shared, and dS sent; dV += P dO
-//     dK += dS Q                                        dQ(n) = dS(n) K over 128 keys, dK += dS Q
-//                                                       dQ(n) added from registers, under dK
+//     issue                    wait for              compute, while the rest runs
+//     S(n), dP(n)              S                     half of P, an exponential a score
+//                              dP                    the other half, and dS; P and dS go to shared memory; a barrier: the other
+//                                                    consumer's are there. Of a sent tile one thread starts to copy dS to the other block
+//     dV += P(n) dO
+//     dQ(n - 1) = dS K (own)   the other block's dS  (over 128 keys)
+//     dK += dS(n) Q            dV                    the place of dO is empty: the producer may fill it
+//                              dQ (own)              dQ(n - 1) added from the accumulators; its dS may be overwritten, in both blocks
+//                              dK                    the stage of Q is empty
 //
 // A tile that needs no mask has a text without one, so its scores are one basic block. Half of a thread's 16 exponentials come before the
 // wait for dP. The others come behind it, beside the products and conversions of dS: the special function unit and the FMA pipe work at the
@@ -144,7 +148,7 @@
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/query_tiles.cuh>
-#include <fa/stage.cuh>
+#include <fa/wgmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -167,8 +171,10 @@ struct Here {
     uint32_t lower, upper;
     __device__ __forceinline__ explicit Here(uint64_t descriptor)
         : lower(uint32_t(fa::descriptor_here(uint32_t(descriptor)))), upper(uint32_t(descriptor >> 32)) {}
-    __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
 };
+__device__ __forceinline__ uint64_t descriptor_advance(const Here& here, uint32_t bytes) {
+    return uint64_t(here.upper) << 32 | (here.lower + (bytes >> 4));
+}
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
@@ -365,12 +371,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_transposed(float (&d)[QUERIES / 2], unsigned char* a_smem, uint32_t a_slab,
                                                      unsigned char* b_smem) {
         const Here a(fa::smem_descriptor_k_major(a_smem)), b(fa::smem_descriptor_k_major(b_smem + own_queries * 128));
-        fa::discard(d);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, a.advanced(step / 4 * a_slab + step % 4 * 32), b.advanced(step / 4 * Q_SLAB + step % 4 * 32), step > 0);
-        fa::wgmma_commit();
+        fa::issue_abt<scalar, HEAD_DIM>(d, a, a_slab, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -385,11 +386,7 @@ struct Consumer {
                                                    bool accumulate) {
         const Here a(fa::smem_descriptor_k_major(a_smem));
         const Here b(fa::smem_descriptor_mn_major(b_smem + consumer * OWN_SLABS * Q_SLAB, Q_SLAB));
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step)
-            fa::wgmma_ss<scalar, true>(d, a.advanced(step * 32), b.advanced(step * 2048), accumulate || step > 0);
-        fa::wgmma_commit();
+        fa::issue_ab<scalar, BLOCK_Q / 16>(d, a, b, accumulate);
     }
     __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, smem.p, smem.d_o, accumulate); }
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, own_ds(), q_tile(), accumulate); }
@@ -398,21 +395,14 @@ struct Consumer {
         fa::mbarrier_wait_parity(&at().ds_full, (q.position - 1) / 2 % 2);
         const Here a(fa::smem_descriptor_mn_major(smem.ds, DS_TILE));
         const Here b(fa::smem_descriptor_mn_major(smem.k + consumer * OWN_SLABS * K_SLAB, K_SLAB));
-        fa::discard(dq_reg);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < KEYS / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, a.advanced(step * 2048), b.advanced(step * 2048), step > 0);
-        fa::wgmma_commit();
+        fa::issue_atb<scalar, KEYS>(dq_reg, a, b);
     }
     // That dQ is complete, and is added; dS^T has been read. `to`: its tile.
     __device__ __forceinline__ void add_dq(float* to) {
         release(at().ds_empty);
         if (lane == 0) fa::mbarrier_arrive_remote(smem.other(at().ds_empty + 1));
         float* dq = to + consumer * OWN_SLABS * PART + threadIdx.x % 128 * 4;
-#pragma unroll
-        for (int j = 0; j < 8 * OWN_SLABS; ++j)
-            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+        Tiles::add_groups(dq, dq_reg);
     }
     __device__ __forceinline__ void make_dq(float* to) {
         issue_dq();
@@ -424,12 +414,7 @@ struct Consumer {
     __device__ __forceinline__ bool sees_all(int tile) { return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q); }
     __device__ __forceinline__ void mask(int tile) {
         const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
-        }
-        fa::clear_columns(p_reg, first);
+        fa::clear_hidden(p_reg, args, q_first, key);
     }
     __device__ __forceinline__ void store(unsigned char* tile_smem, const uint32_t (&operand)[STEPS][4]) {
         fa::store_operand(tile_smem + warp * 16 * 128, P_TILE, operand, own_queries);
