@@ -27,13 +27,13 @@ from harness.problem import Problem
 
 #: Name of the file, dtype, head dim, and the lengths at 16k tokens and 2048 columns of all heads, each with and without the causal mask.
 SIZES = (
-    ("hopper_cluster_backward", "bfloat16", 256, (512, 1024, 4096)),
-    ("hopper_wide_backward", "bfloat16", 64, (2048, 4096)),
     ("split_hopper_forward", "float32", 64, (1024, 4096)),
     ("split_hopper_forward", "float32", 128, (1024, 4096)),
     ("split_hopper_forward", "float32", 256, (1024, 4096)),
+    ("hopper_cluster_backward", "bfloat16", 256, (1024, 4096)),
+    ("hopper_wide_backward", "bfloat16", 64, (4096,)),
     ("hopper_backward", "bfloat16", 64, (4096,)),
-    ("hopper_backward", "bfloat16", 128, (1024, 4096)),
+    ("hopper_backward", "bfloat16", 128, (4096,)),
     ("hopper_atomic_backward", "bfloat16", 128, (512,)),
     ("hopper_keys_backward", "bfloat16", 256, (4096,)),
 )
