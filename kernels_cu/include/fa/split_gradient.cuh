@@ -1,4 +1,4 @@
-// What surrounds the products of step 23's backward pass: tiles of split operands (fa/split.cuh) in workspaces, and dQ on its way out.
+// What surrounds the products of split's backward pass: tiles of split operands (fa/split.cuh) in workspaces, and dQ on its way out.
 //
 //     prepare      splits K and V, Q and dO, as the tiles will lie in shared memory, with scales, norms, delta and logsumexp behind them
 //     convert      dQ from the layout of the accumulators to rows

@@ -1,5 +1,5 @@
-// Products of whole tiles by wgmma, as the backward passes of steps 18 to 22 issue them. Operands lie in swizzled slabs of 64 columns
-// (fa/wgmma.cuh): `a` and `b` are descriptors of their first rows. Each product is a committed group, which runs until its wait.
+// Products of whole tiles by wgmma, as the backward passes from hopper to hopper_cluster issue them. Operands lie in swizzled slabs of 64
+// columns (fa/wgmma.cuh): `a` and `b` are descriptors of their first rows. Each product is a committed group, which runs until its wait.
 #pragma once
 
 #include <fa/wgmma.cuh>
