@@ -290,7 +290,7 @@ def test_key_tiles(causal: bool, shift: int, backend: Backend, tmp_path: Path) -
 
 
 def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
-    """fa::Ring and fa::RingPlace: the stages in turn, and the parity of the round."""
+    """fa::Ring and fa::RingPlace: stages in turn, and the parity of the round."""
     body = """\
     fa::Ring<3> ring;
     fa::RingPlace<3> place;
