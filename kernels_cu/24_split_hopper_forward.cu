@@ -298,7 +298,7 @@ struct Consumer {
     uint32_t high_reg[BLOCK_K / 16][4], low_reg[BLOCK_K / 16][4];  // P
     float q_factor[2], row_max[2], row_sum[2];  // P = 2^(q_factor log2(e) (S - row_max))
     float v_factor;  // of the P V in sum_reg, or of the next
-    const float* v_factors;  // of this work's tiles
+    int v_first;  // the number of this work's first tile of V among those of all heads
     Work work;
     int row, tiles;  // tiles: those of work.tiles that its queries see
     fa::RingPlace<STAGES> item;
@@ -312,7 +312,7 @@ struct Consumer {
         row = work.q_first + 64 * index + 16 * warp + lane / 4;
         tiles = min(work.tiles, Tiles::seen(args, work.q_first + 64 * index + 64));
         const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
-        v_factors = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS]) + kv_head * tiles_of(args.seq_kv);
+        v_first = kv_head * tiles_of(args.seq_kv);
         const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
         const fa::int64_t at = fa::int64_t(work.batch * args.heads_q + work.head) * args.seq_q;
 #pragma unroll
@@ -399,6 +399,9 @@ struct Consumer {
                                             product + step > 0);
         fa::wgmma_commit();
         fa::wgmma_wait<0>(sum_reg, high_reg, low_reg);
+    }
+    __device__ __forceinline__ void load_v_factor(int n) {
+        v_factor = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS])[v_first + n];
     }
     __device__ __forceinline__ void add_slice(int slice) {
 #pragma unroll
@@ -516,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             consumer.end_turn();
             if (PIN) fa::schedule_fence();
             if (LATE) consumer.add_slice(0);  // P V of the tile before, under S
-            consumer.v_factor = consumer.v_factors[n];
+            consumer.load_v_factor(n);
             consumer.wait_scores();
             consumer.multiply_columns();
             consumer.release_item();
