@@ -35,15 +35,15 @@
 // [[choice]]
 // when = "deterministic and wanted > 1"
 // SPLITS = "min(wanted, floor_pow2(2 * group - 1))"  # whole heads
-// evidence = "docs/notes/18_hopper.md, splits"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "wanted > 1"
 // SPLITS = "wanted"
-// evidence = "docs/notes/18_hopper.md, splits"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "docs/notes/18_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
+// evidence = "NOTES.md, 18 hopper backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -30,11 +30,11 @@
 // [[choice]]
 // when = "wanted > 1"
 // SPLITS = "wanted"
-// evidence = "docs/notes/18_hopper.md, splits"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
-// evidence = "docs/notes/18_hopper.md, splits"
+// evidence = "NOTES.md, 18 hopper backward, splits"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -134,7 +134,7 @@
 //
 // Each block loads all of Q and dO for itself, as step 21 does, so a stage is released within the block. With multicast a block would load
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
-// is 2 to 4 % slower (docs/notes). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
+// is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
 // Where works are few, 128 keys are several works, as in step 18: each cluster walks over a range of their tiles of queries.
 //
@@ -143,7 +143,7 @@
 // the other may reach it.
 //
 // The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 18
-// has 128 keys in a block, such a kernel is slower than step 18 (docs/notes). So this step has head dim 256 alone; heads of 129 to 255
+// has 128 keys in a block, such a kernel is slower than step 18 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
 // columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 21.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
