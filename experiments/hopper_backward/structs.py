@@ -1,4 +1,4 @@
-"""Kernel files beside older versions of themselves, in turns: python experiments/hopper_backward/structs.py FOLDER [--seconds 100].
+"""Kernel files beside older versions of themselves, in turns: python experiments/hopper_backward/structs.py FOLDER [--seconds 100] [--only TEXT].
 
 FOLDER has the older versions, under the names that they have in kernels_cu; each is run beside the file of that name. A line a cell: TFLOP/s
 of both, their ratio, and whether their 20 to 80 % intervals overlap. Each cell is measured twice, the second time with the older one first.
@@ -69,10 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--only", default="", help="only cells whose line begins so")
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
     policy = replace(POLICY[backend.name], settle=0.06, turn=0.05, min_turns=4, max_seconds=0.4, patience=0.4)
-    wanted = cells(asked.folder)
+    wanted = [cell for cell in cells(asked.folder) if f"{cell[2].name} {cell[0].describe()}".startswith(asked.only)]
 
     def compiled(each: tuple[Kernel, Problem]) -> None:
         with suppress(Fault):
