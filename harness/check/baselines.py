@@ -55,13 +55,13 @@ def baselines(
         forward, gradients = math.forward(x, rows, more=backward and arithmetic == "p16"), list[dict[str, Array]]()
         if backward:
             gradients = math.backward(x, _backward_ways(xp, dtype, forward))
-    found = []
+    by_way = []
     for way in forward[:2]:
         values = {"O": math.shaped("O", through(xp, way.out, dtype)), "logsumexp": math.shaped("logsumexp", way.logsumexp)}
-        found.append({name: value[:, :, picked[name]] for name, value in values.items()} if backward and picked else values)
+        by_way.append({name: value[:, :, picked[name]] for name, value in values.items()} if backward and picked else values)
     while gradients:  # one after another: a way in its own type and rounded, not all of them
-        found.append({name: through(xp, math.shaped(name, value), dtype) for name, value in gradients.pop(0).items()})
-    return found
+        by_way.append({name: through(xp, math.shaped(name, value), dtype) for name, value in gradients.pop(0).items()})
+    return by_way
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def _backward_ways(xp: ArrayModule, dtype: str, forward: list[_Forward]) -> list
     """The ways of :func:`baselines`, from those of the forward pass: in order, reversed and, in p16, with P that is not rounded."""
     nudge = 2.0**-21 if dtype in ("float16", "bfloat16") else 0.0
     first, reverse, *exact = forward
-    found = [_Backward(each.row_max, _divisor(xp, each.row_sum), through(xp, each.out, dtype)) for each in (first, *exact)]
+    ways = [_Backward(way.row_max, _divisor(xp, way.row_sum), through(xp, way.out, dtype)) for way in (first, *exact)]
     for way, factor in ((first, 1 - nudge), (reverse, 1 + nudge)):
         shift = xp.where(way.logsumexp == -np.inf, np.float32(0), way.logsumexp)
-        found.append(_Backward(shift, xp.ones_like(shift), through(xp, way.out * np.float32(factor), dtype), way is reverse))
-    return found
+        ways.append(_Backward(shift, xp.ones_like(shift), through(xp, way.out * np.float32(factor), dtype), way is reverse))
+    return ways
 
 
 def _same(array: Array) -> Array:
@@ -160,8 +160,8 @@ class _Math(Grouped):
         """dQ of these rows, dK and dV of these keys (None: all keys) and rows, of each way. S and dP are the same for all of them."""
         xp, k, v, (n, group, _, dim) = self.xp, x["K"][:, 0], x["V"][:, 0], x["Q"].shape
         k, v, keys = (k, v, xp.arange(self.problem.seq_kv)) if keys is None else (k[:, keys], v[:, keys], keys)
-        found = [{"dQ": xp.empty((n, group, len(rows), dim), "float32")} for _ in ways]
-        for its in found:
+        gradients = [{"dQ": xp.empty((n, group, len(rows), dim), "float32")} for _ in ways]
+        for its in gradients:
             its |= {"dK": xp.zeros(k.shape, "float32"), "dV": xp.zeros(k.shape, "float32")}
         limit = TILE_CPU if xp is np else TILE_GPU
         for member in range(group):
@@ -172,7 +172,7 @@ class _Math(Grouped):
                 q, dout = (x[name][heads, member][:, some] for name in ("Q", "dO"))
                 s = self.scores(q, k[heads], some, keys)
                 dp = self.product(dout, v[heads].swapaxes(1, 2))
-                for way, its in zip(ways, found, strict=True):
+                for way, its in zip(ways, gradients, strict=True):
                     shift, divisor = (each[heads, member][:, some, None] for each in (way.shift, way.divisor))
                     p = exp(xp, s - shift)
                     p /= divisor
@@ -183,7 +183,7 @@ class _Math(Grouped):
                     self.product(p.swapaxes(1, 2), dout, into=its["dV"][heads])
                     self.product(ds.swapaxes(1, 2), q, into=its["dK"][heads])
                     its["dQ"][heads, member, at] = self.product(ds, k[heads], way.reverse)
-        for its in found:
+        for its in gradients:
             its["dQ"] *= np.float32(self.problem.scale)
             its["dK"] *= np.float32(self.problem.scale)
-        return found
+        return gradients

@@ -185,22 +185,22 @@ class Base:
 def base(xp: ArrayModule, expected: Array, finite: Array, baselines: Sequence[Array], may: Allowed, absolute: bool) -> Base:
     """The baselines' part of :func:`judge`. finite: where the error of the tensor is."""
     kept = xp.isfinite(expected) & finite
-    for each in baselines:
-        kept = kept & xp.isfinite(each)
-    expected, *others = (xp.where(kept, each, 0.0) for each in (expected, *baselines))
+    for baseline in baselines:
+        kept = kept & xp.isfinite(baseline)
+    expected, *others = (xp.where(kept, baseline, 0.0) for baseline in (expected, *baselines))
     number = int(xp.where(kept, 1.0, 0.0).sum())
     weight, largest = _weight(xp, kept, expected, absolute)
-    rough = max((float((each * each).mean(axis=-1).max()) for each in others), default=0.0)
+    rough = max((float((baseline * baseline).mean(axis=-1).max()) for baseline in others), default=0.0)
     if not number or not baselines or not (absolute or largest > _NOISE**2 * rough and not _one_value(xp, expected)):
         return Base(kept, 0)
     worst = []
     for axis in (-1,) if absolute else (-1, -2):
         counted = xp.where(kept, 0.5 * may.rms**2, 0.0).sum(axis=axis)
-        squares = functools.reduce(xp.maximum, [(each * each * weight).sum(axis=axis) for each in others])
+        squares = functools.reduce(xp.maximum, [(baseline * baseline * weight).sum(axis=axis) for baseline in others])
         worst.append((squares + counted).reshape(-1))
     root = xp.sqrt(weight)
-    bias = max(abs(float((each * root).sum())) for each in others)
-    slope = 0.0 if absolute else max(abs(float((each * expected * weight).sum())) for each in others)
+    bias = max(abs(float((baseline * root).sum())) for baseline in others)
+    slope = 0.0 if absolute else max(abs(float((baseline * expected * weight).sum())) for baseline in others)
     return Base(kept, number, tuple(worst), bias, slope)
 
 
@@ -217,7 +217,7 @@ def beside(xp: ArrayModule, expected: Array, error: Array, of: Base, may: Allowe
     if not of.number:
         return Moments()
     kept, number = of.kept, of.number
-    expected, error = (xp.where(kept, each, 0.0) for each in (expected, error))
+    expected, error = (xp.where(kept, values, 0.0) for values in (expected, error))
     weight, _ = _weight(xp, kept, expected, absolute)
 
     # The RMS error, beside the worst baseline's of each row and column
@@ -262,11 +262,11 @@ def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -
     part, total = float(terms.sum()), 0.0
     whole = float(share.sum())
     for axis in (-1, -2) if columns else (-1,):
-        each, mean = terms.sum(axis=axis), share.sum(axis=axis) / whole
+        sums, mean = terms.sum(axis=axis), share.sum(axis=axis) / whole
         left = 1 - SIGNIFICANCE * math.sqrt(float((mean * mean).sum()))
         if left <= 0:
             return math.inf
-        away = each - part * mean
+        away = sums - part * mean
         total += SIGNIFICANCE / left * math.sqrt(float((away * away).sum()))
     return total
 

@@ -99,8 +99,8 @@ class Trial:
         """Judge the outputs taken since the last time, and those of the last launch. Returns which rule is broken, or an empty text."""
         taken, self._taken = [*self._taken, (self._change, self._now())], []
         first = self._first()
-        for change, found in taken:
-            if why := self._wrong(change, found, first):
+        for change, outputs in taken:
+            if why := self._wrong(change, outputs, first):
                 return why
         if self.elements > _KEPT:
             self._last = self._right = None
@@ -128,11 +128,11 @@ class Trial:
         with self.bound.fresh():
             self.bound.poison()
             self.bound.launch()
-        found, back = self._now(), self._change.back()
-        restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
+        outputs, back = self._now(), self._change.back()
+        restored = {name: back.of(self._xp, name, bits) for name, bits in outputs.items()}
         if wrong := self._over_budget(_others(restored, self._first())):
             return f"{_LEFT} ({wrong})"
-        return _CARRIED if self.deterministic and not _same_bits(last, found) else ""
+        return _CARRIED if self.deterministic and not _same_bits(last, outputs) else ""
 
     def again(self) -> str:
         """Two launches more: with V new alone, over the outputs of the launch before, and with Q or K new alone, on tensors that lie
@@ -198,10 +198,10 @@ class Trial:
             self._into(part, {name: _bits(array) for name, array in part.inputs.items()})
         self.bound.poison()
         self.bound.launch()
-        found = self._now()
+        outputs = self._now()
         if part:
             self._into(part, kept)
-        return self._wrong_with(part, found)
+        return self._wrong_with(part, outputs)
 
     def _into(self, part: Part, inputs: Mapping[str, Array]) -> None:
         """Write bits into the buffers, at a part's place."""
@@ -220,11 +220,11 @@ class Trial:
         bound.checked()
         return self._wrong_with(part, {name: copied(self._xp, bound.tensors[name].bits()) for name in WRITES[bound.pass_]})
 
-    def _wrong_with(self, part: Part | None, found: dict[str, Array]) -> str:
+    def _wrong_with(self, part: Part | None, outputs: dict[str, Array]) -> str:
         """The first tensor that is wrong, in words, of outputs of a launch with a part new."""
         first, back = self._first(), self._change.back()
         if part:
-            own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in found.items()}
+            own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in outputs.items()}
             arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in own.items()}
             verdicts = part.oracle.judge(Outputs(part.oracle.problem, {}, arrays), self._class, self._tile).values()
             # No moments: a head has too few rows of its own, and constant ones share an error that the first launch had too. And where
@@ -232,9 +232,9 @@ class Trial:
             for verdict in verdicts:
                 if not verdict.max_abs <= max(verdict.budget, self.oracle.largest(verdict.tensor, self._class)):
                     return budget.message(verdict)
-            for name, bits in found.items():  # of the other heads the answer is known
+            for name, bits in outputs.items():  # of the other heads the answer is known
                 bits[part.place[name]] = self._change.of(self._xp, name, first[name])[part.place[name]]
-        return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in found.items()}, first))
+        return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in outputs.items()}, first))
 
     # -- details --------------------------------------------------------------------------------------------------------
 
@@ -251,11 +251,11 @@ class Trial:
         """The bits of the first launch's outputs, on the device."""
         return {name: _bits(array) for name, array in self.outputs.on(self._xp).items()}
 
-    def _wrong(self, change: Change, found: dict[str, Array], first: Mapping[str, Array]) -> str:
+    def _wrong(self, change: Change, outputs: dict[str, Array], first: Mapping[str, Array]) -> str:
         """Which rule outputs break, if any. first: bits of the first launch's, on the device."""
-        last, self._last = self._last, (change, found)
+        last, self._last = self._last, (change, outputs)
         back = change.back()
-        restored = {name: back.of(self._xp, name, bits) for name, bits in found.items()}
+        restored = {name: back.of(self._xp, name, bits) for name, bits in outputs.items()}
         if others := _others(restored, first):
             if wrong := self._over_budget(others):
                 return self._named(wrong)
@@ -263,9 +263,9 @@ class Trial:
                 self._repeated = True
                 if why := self._unsteady(first):
                     return why
-        if self.deterministic and last and last[0] is change and not _same_bits(last[1], found):
+        if self.deterministic and last and last[0] is change and not _same_bits(last[1], outputs):
             return _UNSTEADY
-        self._right = found
+        self._right = outputs
         return ""
 
     def _over_budget(self, restored: Mapping[str, Array]) -> str:
@@ -379,6 +379,6 @@ def _same_bits(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
     return all(every(a[name] == b[name]) for name in b)
 
 
-def _untouched(found: Mapping[str, Array]) -> bool:
+def _untouched(outputs: Mapping[str, Array]) -> bool:
     """Whether outputs are still poison everywhere."""
-    return all(every(~bits == 0) for bits in found.values())
+    return all(every(~bits == 0) for bits in outputs.values())

@@ -32,8 +32,8 @@ Json = dict[str, Any]
 Kind = tuple[Callable[[object], bool], str]
 TEXT: Kind = (lambda v: isinstance(v, str), "a text")
 WHOLE: Kind = (lambda v: type(v) is int, "an integer")
-TEXTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, str) for each in v.values()), "an object of texts")
-OBJECTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(each, dict) for each in v.values()), "an object of objects")
+TEXTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(value, str) for value in v.values()), "an object of texts")
+OBJECTS: Kind = (lambda v: isinstance(v, dict) and all(isinstance(value, dict) for value in v.values()), "an object of objects")
 
 
 def or_null(kind: Kind) -> Kind:
@@ -96,13 +96,13 @@ def _read(path: Path, size: int | None, hint: str, limit: int, room: Callable[[i
     """Read a file into the memory that room gives for its size. Raises as :func:`read_exact` does."""
     descriptor = open_regular(path, hint)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if size is None and found.st_size > limit:
-            raise DataFault(f"{path} is too large to be a record", f"{found.st_size} bytes; at most {limit} are read", hint)
-        if size is not None and found.st_size != size:
-            how = "empty" if not found.st_size else "too short" if found.st_size < size else "too long"
-            raise DataFault(f"{path} is {how}", f"it has {found.st_size} bytes, its shape and dtype need {size}", hint)
-        view, done = room(found.st_size), 0
+        status = os.fstat(descriptor)
+        if size is None and status.st_size > limit:
+            raise DataFault(f"{path} is too large to be a record", f"{status.st_size} bytes; at most {limit} are read", hint)
+        if size is not None and status.st_size != size:
+            how = "empty" if not status.st_size else "too short" if status.st_size < size else "too long"
+            raise DataFault(f"{path} is {how}", f"it has {status.st_size} bytes, its shape and dtype need {size}", hint)
+        view, done = room(status.st_size), 0
         while done < len(view):
             count = file.readinto(view[done:])
             if not count:
@@ -133,26 +133,28 @@ def parse_json(data: bytes, required: Mapping[str, Kind], optional: Mapping[str,
         raise ValueError(f"{word} is not JSON")
 
     try:
-        found = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        record = json.loads(data.decode("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"is not a JSON object: it holds a {type(found).__name__}")
-    level: list[object] = [found]
+    if not isinstance(record, dict):
+        raise ValueError(f"is not a JSON object: it holds a {type(record).__name__}")
+    level: list[object] = [record]
     for _ in range(JSON_DEPTH):
-        inner = [part for each in level if isinstance(each, (dict, list)) for part in (each.items() if isinstance(each, dict) else each)]
-        level = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
-        if wrong := next((each for each in level if not _writable(each)), None):
+        inner = [
+            part for value in level if isinstance(value, (dict, list)) for part in (value.items() if isinstance(value, dict) else value)
+        ]
+        level = [part for value in inner for part in (value if isinstance(value, tuple) else (value,))]
+        if wrong := next((value for value in level if not _writable(value)), None):
             raise ValueError(f"holds {wrong!r:.60}, which fa-cli does not write")
     if level:
         raise ValueError(f"is nested deeper than {JSON_DEPTH} levels")
-    for key in (*required, *(key for key in optional if key in found)):
+    for key in (*required, *(key for key in optional if key in record)):
         is_kind, words = {**optional, **required}[key]
-        if key not in found:
+        if key not in record:
             raise ValueError(f"lacks {key!r}: {words}")
-        if not is_kind(found[key]):
-            raise ValueError(f"has {found[key]!r:.60} for {key!r}, which is {words}")
-    return found
+        if not is_kind(record[key]):
+            raise ValueError(f"has {record[key]!r:.60} for {key!r}, which is {words}")
+    return record
 
 
 def _writable(value: object) -> bool:

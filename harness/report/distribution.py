@@ -67,7 +67,7 @@ class Distribution:
     @property
     def values(self) -> list[float]:
         """The ratios alone."""
-        return [each.ratio for each in self.ratios]
+        return [ratio.ratio for ratio in self.ratios]
 
     @property
     def mean(self) -> float:
@@ -112,18 +112,22 @@ class Distribution:
 COLUMNS = ("dtype", "pass", "time", "cases", "mean", "least", *(f"{tenth}0 %" for tenth in range(1, 10)), "most", "below 1")
 
 
-def line_of(found: Distribution) -> tuple[str, ...]:
+def line_of(distribution: Distribution) -> tuple[str, ...]:
     """A distribution as texts, one for each of COLUMNS."""
-    numbers = (f"{value:.3f}" for value in (found.mean, found.values[0], *found.tenths, found.values[-1]))
-    return (found.dtype, found.Type, found.time, f"{len(found.ratios)}", *numbers, f"{found.below}")
+    numbers = (f"{value:.3f}" for value in (distribution.mean, distribution.values[0], *distribution.tenths, distribution.values[-1]))
+    return (distribution.dtype, distribution.Type, distribution.time, f"{len(distribution.ratios)}", *numbers, f"{distribution.below}")
 
 
-def missing(found: Iterable[Distribution]) -> str:
+def missing(distributions: Iterable[Distribution]) -> str:
     """A sentence on the problems that have no ratio; empty where all have one."""
     texts = []
-    for each in found:
-        whose = [f"{count} without a time of {who}" for count, who in ((each.without_ours, "ours"), (each.without_peer, "a peer")) if count]
-        texts += [f"{each.dtype} {each.Type}: {', '.join(whose)}"] if whose and each.time == TIMES[0] else []
+    for distribution in distributions:
+        whose = [
+            f"{count} without a time of {who}"
+            for count, who in ((distribution.without_ours, "ours"), (distribution.without_peer, "a peer"))
+            if count
+        ]
+        texts += [f"{distribution.dtype} {distribution.Type}: {', '.join(whose)}"] if whose and distribution.time == TIMES[0] else []
     return f"Problems that are not counted: {'; '.join(texts)}." if texts else ""
 
 
@@ -145,15 +149,15 @@ def distributions(rows: Iterable[Row]) -> list[Distribution]:
     every = []
     for (dtype, type_), cells in sorted(groups.items(), key=lambda item: (item[0][0], list(TYPES.values()).index(item[0][1]))):
         for time in TIMES:
-            found, ours, theirs = _ratios(cells.values(), time)
-            if found:
-                every.append(Distribution(type_, dtype, time, tuple(found), ours, theirs))
+            ratios, ours, theirs = _ratios(cells.values(), time)
+            if ratios:
+                every.append(Distribution(type_, dtype, time, tuple(ratios), ours, theirs))
     return every
 
 
 def _ratios(cells: Iterable[dict[str, Row]], time: str) -> tuple[list[Ratio], int, int]:
     """The ratios in their order, and how many problems have no time of ours, and none of a peer."""
-    found, without_ours, without_peer = list[Ratio](), 0, 0
+    ratios, without_ours, without_peer = list[Ratio](), 0, 0
     for rows in cells:
         timed = sorted((row for row in rows.values() if row.KernelTime_ms), key=lambda row: milliseconds(row, time))
         best = next((row for row in timed if peers.find(row.Kernel)), None)
@@ -161,5 +165,5 @@ def _ratios(cells: Iterable[dict[str, Row]], time: str) -> tuple[list[Ratio], in
         ours = next((row for row in timed if not peers.find(row.Kernel) and (row.Kernel == OPERATOR) == called), None)
         without_ours, without_peer = without_ours + (ours is None), without_peer + (best is None)
         if ours and best:
-            found.append(Ratio(ours, best, milliseconds(best, time) / milliseconds(ours, time)))
-    return sorted(found, key=lambda each: each.ratio), without_ours, without_peer
+            ratios.append(Ratio(ours, best, milliseconds(best, time) / milliseconds(ours, time)))
+    return sorted(ratios, key=lambda ratio: ratio.ratio), without_ours, without_peer

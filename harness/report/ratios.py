@@ -26,18 +26,18 @@ MARKS = {"bfloat16": "o", "float16": "^", "float32": "s", "float64": "D"}
 DOT: Keywords = {"linestyle": "", "markersize": 3.2, "markeredgecolor": "white", "markeredgewidth": 0.3}
 
 
-def draw(found: Sequence[Distribution], title: str, footer: str) -> Figure:
+def draw(distributions: Sequence[Distribution], title: str, footer: str) -> Figure:
     """A panel a pass, a dot a problem: its ratio over the FLOPs of the pass, coloured by head dim; a dashed line at each geometric mean.
 
-    found: the distributions of one kind of time.
+    distributions: the distributions of one kind of time.
     """
-    passes = list(dict.fromkeys(each.Type for each in found))
-    rows = [ratio.ours for each in found for ratio in each.ratios]
+    passes = list(dict.fromkeys(distribution.Type for distribution in distributions))
+    rows = [ratio.ours for distribution in distributions for ratio in distribution.ratios]
     host = any(row.device == "cpu" for row in rows)
     size = (style.COLUMN, 1.5 * len(passes) + 1.0)
     figure, axes = style.blank(title + f"\n{HOST_TIME}" * host, footer, size, len(passes), sharex=True)
     for axis, pass_ in zip(axes, passes, strict=True):
-        _panel(axis, [each for each in found if each.Type == pass_])
+        _panel(axis, [distribution for distribution in distributions if distribution.Type == pass_])
     axes[-1].set_xlabel("FLOPs of a run")
     dims = {_up_to(row.HeadDim): _colour(row) for row in sorted(rows, key=lambda row: row.HeadDim)}
     keys = [Line2D([], [], color=colour, marker="o", **DOT, label=f"head dim {words}") for words, colour in dims.items()]
@@ -46,24 +46,30 @@ def draw(found: Sequence[Distribution], title: str, footer: str) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, found: Sequence[Distribution]) -> None:
+def _panel(axis: Axes, distributions: Sequence[Distribution]) -> None:
     """The dots of one pass, the line at 1, and the means of its dtype classes."""
-    for each in found:
-        for ratio in each.ratios:
+    for distribution in distributions:
+        for ratio in distribution.ratios:
             axis.plot([ratio.work], [ratio.ratio], color=_colour(ratio.ours), marker=MARKS[_dtype(ratio.ours)], **DOT)
-        axis.axhline(each.mean, color=GREY, linestyle="--", linewidth=0.7, zorder=1.5)
+        axis.axhline(distribution.mean, color=GREY, linestyle="--", linewidth=0.7, zorder=1.5)
     axis.axhline(1, color="0.2", linewidth=0.9, zorder=1.6)
     axis.set_xscale("log")
     axis.set_yscale("log", base=2)
-    low, high = min(each.values[0] for each in found), max(each.values[-1] for each in found)
+    low, high = (
+        min(distribution.values[0] for distribution in distributions),
+        max(distribution.values[-1] for distribution in distributions),
+    )
     axis.set_ylim(min(low, 1) / 1.1, max(high, 1) * 1.1)
     few = high / low < 8
     axis.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.25, 1.5, 1.75) if few else (1,), numticks=20))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_ylabel("times as fast as\nthe best peer")
-    words = (f"{each.dtype} mean {each.mean:.3f}, {each.below} of {len(each.ratios)} below 1" for each in found)
-    axis.set_title("\n".join([PASS_WORDS[found[0].Type], *words]), fontsize=6.5)
+    words = (
+        f"{distribution.dtype} mean {distribution.mean:.3f}, {distribution.below} of {len(distribution.ratios)} below 1"
+        for distribution in distributions
+    )
+    axis.set_title("\n".join([PASS_WORDS[distributions[0].Type], *words]), fontsize=6.5)
 
 
 def _dtype(row: Row) -> str:

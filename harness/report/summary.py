@@ -73,21 +73,26 @@ def _markdown(text: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text))
 
 
-def _distributions(found: Sequence[Distribution], seed: int) -> list[str]:
+def _distributions(distributions: Sequence[Distribution], seed: int) -> list[str]:
     """The table of distributions, and the worst problems of each by GPU time with the commands that run them."""
-    if not found:
+    if not distributions:
         return [f"Seed {seed}: no problem has a time of ours and of a peer."]
-    parts = [f"## Ours over the best peer, seed {seed}", DISTRIBUTION, markdown_table(COLUMNS, list(map(line_of, found))), missing(found)]
-    for each in found:
-        if each.time == TIMES[0]:
+    parts = [
+        f"## Ours over the best peer, seed {seed}",
+        DISTRIBUTION,
+        markdown_table(COLUMNS, list(map(line_of, distributions))),
+        missing(distributions),
+    ]
+    for distribution in distributions:
+        if distribution.time == TIMES[0]:
             lines = []
-            for one in each.worst:
+            for one in distribution.worst:
                 ours, theirs = one.rates()
                 lines.append(
                     f"- {one.ratio:.3f}: {one.ours.Kernel} {ours:.3g} TFLOP/s, {one.best.Kernel} {theirs:.3g}: "
                     + (f"`{one.command.replace('`', '')}`" if one.command else f"{one.ours.Test}")
                 )
-            parts.append(f"The lowest of {PASS_WORDS[each.Type]}, {each.dtype}:\n\n" + "\n".join(lines))
+            parts.append(f"The lowest of {PASS_WORDS[distribution.Type]}, {distribution.dtype}:\n\n" + "\n".join(lines))
     return [part for part in parts if part]
 
 

@@ -93,9 +93,9 @@ class Driver:
 
     def base(self, address: int) -> int:
         """Where the allocation begins that an address is in."""
-        found, size = ctypes.c_uint64(), ctypes.c_size_t()
-        _call(self._range, ctypes.byref(found), ctypes.byref(size), ctypes.c_uint64(address))
-        return found.value
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _call(self._range, ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value
 
     def prepared(self, operations: Sequence[Operation]) -> Callable[[int], None]:
         """What enqueues operations on a stream, in their order, by one call."""
@@ -148,7 +148,7 @@ class Peer(Streams):
         """Map the next rank's buffers. Raises NoPeers. The host waits for the device, and for all ranks."""
         self._forget()
         self._buffers = tuple(buffers)
-        own = [(int(each.data.ptr), int(each.nbytes)) for each in buffers]
+        own = [(int(buffer.data.ptr), int(buffer.nbytes)) for buffer in buffers]
         (places,) = self._share(own, (self._next,))
         self._places = {address: (index, places[index], size) for index, (address, size) in enumerate(own)}
 
@@ -220,8 +220,8 @@ class Peer(Streams):
                     why = f"a write by rank {rank} did not reach the memory of rank {self.rank}"
                 for clear in self._awaited(flag)[1:]:
                     self._try(clear, self.rank)
-        for each in filter(None, (*refused, *self._talk.gather(why))):
-            raise NoPeers(each)
+        for reason in filter(None, (*refused, *self._talk.gather(why))):
+            raise NoPeers(reason)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Peer(Streams):
         and puts back what was there. why: something is wrong already. Raises NoPeers on all ranks, where anything is on one of them."""
         mine: list[Shared] = []
         kept: dict[int, bytes] = {}
-        found: list[list[int]] = []
+        places: list[list[int]] = []
         try:
             self._runtime.deviceSynchronize()
             for address, size in buffers if not why else ():
@@ -260,7 +260,7 @@ class Peer(Streams):
         about = self._talk.gather((why, mine), _PATIENCE)
         if not any(each[0] for each in about):
             try:
-                found = [[self._mapped(rank, *each) for each in zip(about[rank][1], buffers, strict=True)] for rank in ranks]
+                places = [[self._mapped(rank, *each) for each in zip(about[rank][1], buffers, strict=True)] for rank in ranks]
             except (RuntimeError, ValueError) as error:
                 why = f"rank {self.rank} does not reach a neighbour's memory: {error}"
         whys = [*(each[0] for each in about), *self._talk.gather(why)]
@@ -268,7 +268,7 @@ class Peer(Streams):
             self._put(address, data)
         for each in filter(None, whys):
             raise NoPeers(each)
-        return found
+        return places
 
     def _shared(self, address: int, size: int) -> Shared:
         base = self._driver.base(address)

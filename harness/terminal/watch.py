@@ -51,14 +51,14 @@ def tell(results: Sequence[Result]) -> None:
     """Tell the watching process, if there is one, the time and the errors of every pass of the kernels that passed."""
     if not watched():
         return
-    found: dict[str, Told] = {}
+    told: dict[str, Told] = {}
     for result in results:
         for name in result.passes if result.passed else ():
             errors = {tensor: float(v.max_abs) for tensor, v in result.verdicts.items() if tensor in WRITES[name]}
             timing = result.passes[name].timings.get("warm")
             seconds, turns = (list(timing.seconds), list(timing.turns)) if timing and not timing.broken else ([], [])
-            found[f"{result.compute} {name}"] = {"ms": result.time_ms[name], "seconds": seconds, "turns": turns, "errors": errors}
-    Path(os.environ[interrupt.WATCHED]).write_text(json.dumps(found))
+            told[f"{result.compute} {name}"] = {"ms": result.time_ms[name], "seconds": seconds, "turns": turns, "errors": errors}
+    Path(os.environ[interrupt.WATCHED]).write_text(json.dumps(told))
 
 
 def watch(arguments: Sequence[str], computes: Sequence[str], mode: str, as_json: bool) -> int:
@@ -83,14 +83,14 @@ def _watch(arguments: Sequence[str], files: Sequence[Path]) -> int:
     for number, changed in enumerate(saves(lambda: sources(files), lambda: time.sleep(POLL_SECONDS))):
         if changed:
             line(f"\nsaved    {', '.join(str(near(path)) for path in changed)}")
-        code, found = _run(arguments)
+        code, results = _run(arguments)
         if code in HOPELESS and number == 0:
             return code
         if code < 0:
             line(f"FAIL the run died: {child.signal_name(code)}")
-        for name, now in found.items():
+        for name, now in results.items():
             line(change(name, good.get(name), now))
-        good |= found
+        good |= results
         if code:
             note("still watching")
     raise AssertionError("saves() never ends")
@@ -98,24 +98,24 @@ def _watch(arguments: Sequence[str], files: Sequence[Path]) -> int:
 
 def kernel_files(computes: Sequence[str], mode: str) -> list[Path]:
     """The files of those computes that are kernels of ours. Raises UsageFault where none is."""
-    found, faults = dict[Path, None](), []
+    files, faults = dict[Path, None](), []
     for compute in computes:
         try:
-            found |= dict.fromkeys(path for kernel in kernels(Request(compute, mode))[0] for path in kernel.files)
+            files |= dict.fromkeys(path for kernel in kernels(Request(compute, mode))[0] for path in kernel.files)
         except UsageFault as fault:  # a peer perhaps, which has no file; the run will say if it is nothing at all
             faults.append(fault)
-    if not found:
+    if not files:
         raise faults[0]
-    return list(found)
+    return list(files)
 
 
 def sources(kernels: Sequence[Path]) -> list[Path]:
     """The kernels' files and every file they include; of one that is not there (an editor is about to rename), only itself."""
-    found = dict.fromkeys(kernels)
+    files = dict.fromkeys(kernels)
     for path in kernels:
         with contextlib.suppress(OSError):
-            found |= dict.fromkeys(include_closure(path))
-    return list(found)
+            files |= dict.fromkeys(include_closure(path))
+    return list(files)
 
 
 def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Iterator[list[Path]]:
@@ -140,7 +140,7 @@ def saves(files: Callable[[], Sequence[Path]], pause: Callable[[], None]) -> Ite
 def change(name: str, before: Told | None, now: Told) -> str:
     """A pass of a kernel against its last good run, in a line: times in milliseconds with compare's verdict, greatest errors."""
     texts = [_texts(now)] if before is None else [_texts(before), _texts(now)]
-    parts = [" -> ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True)]
+    parts = [" -> ".join(dict.fromkeys(both)) for both in zip(*texts, strict=True)]
     if before and before["ms"] and now["ms"]:
         parts[0] += f", {_speed(before, now)}"
     return f"{name}: {'; '.join(parts)}"
@@ -166,14 +166,14 @@ def _texts(run: Told) -> list[str]:
 
 def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int, int] | None]:
     """What changes when a file is saved: time, size, inode. None where there is no file."""
-    found: dict[Path, tuple[int, int, int] | None] = {}
+    stamps: dict[Path, tuple[int, int, int] | None] = {}
     for path in files:
         try:
             facts = path.stat()
-            found[path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+            stamps[path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
         except OSError:
-            found[path] = None
-    return found
+            stamps[path] = None
+    return stamps
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Told]]:

@@ -98,8 +98,8 @@ class Comparison:
     @property
     def counts(self) -> dict[str, int]:
         """How many pairs have each verdict."""
-        found = Counter(pair.verdict for pair in self.pairs)
-        return {verdict: found[verdict] for verdict in VERDICTS}
+        counts = Counter(pair.verdict for pair in self.pairs)
+        return {verdict: counts[verdict] for verdict in VERDICTS}
 
 
 def compare(a: Path, b: Path, *, fail_if: str | None = None, ignore_device: bool = False) -> Comparison:
@@ -192,13 +192,13 @@ def ratio_interval(
 
 
 def _median_bounds(samples: Sequence[float], turns: Sequence[int]) -> tuple[float, float] | None:
-    each = math.sqrt(CONFIDENCE)
-    bounds = median_interval(samples, each)
+    confidence = math.sqrt(CONFIDENCE)
+    bounds = median_interval(samples, confidence)
     if not bounds or len(turns) < FEWEST:
         return bounds
     ends = list(itertools.accumulate(turns))
     medians = [median(samples[end - count : end]) for end, count in zip(ends, turns, strict=True)]
-    low, high = median_interval(medians, each) or (min(medians), max(medians))
+    low, high = median_interval(medians, confidence) or (min(medians), max(medians))
     return min(low, bounds[0]), max(high, bounds[1])
 
 
@@ -311,9 +311,9 @@ def _same_device(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> None:
 
 def _samples(path: Path) -> dict[Key, Sample]:
     """samples.jsonl as (run_id, key) -> milliseconds and the sizes of the turns; nothing where there is no such file."""
-    found: dict[Key, Sample] = {}
+    samples_of: dict[Key, Sample] = {}
     if not path.exists():
-        return found
+        return samples_of
     for number, line in enumerate(read_records(path).splitlines(), 1):
         try:
             record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS})
@@ -321,8 +321,8 @@ def _samples(path: Path) -> dict[Key, Sample]:
             raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
         samples, turns = record["samples_ms"], record.get("turns", [])
         key = (record["run_id"], *(record[name] for name in KEY))
-        found[key] = samples, turns if sum(turns) == len(samples) else []
-    return found
+        samples_of[key] = samples, turns if sum(turns) == len(samples) else []
+    return samples_of
 
 
 def _shape(row: Row) -> str:

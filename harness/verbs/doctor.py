@@ -81,30 +81,32 @@ def _kernel_cache(needed: bool) -> Check:
 def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -> list[Check] | None:
     """What a ring relies on, tried by its ranks: a vector sum put together on the first rank, bytes passed all the way round, and the
     bandwidth of a message size. None on the other ranks of a launcher. Raises as ring.start.on_ranks."""
-    found = on_ranks(partial(probe.probe, device, timeout), device, gpus)
-    if found is None:
+    probed = on_ranks(partial(probe.probe, device, timeout), device, gpus)
+    if probed is None:
         return None
-    where = "; ".join(f"{rank}: {host} {name}" for rank, (host, name) in enumerate(found.ranks))
+    where = "; ".join(f"{rank}: {host} {name}" for rank, (host, name) in enumerate(probed.ranks))
     checks = [
-        Check("ranks", OK, f"{len(found.ranks)} by {found.engine}: {where}"),
+        Check("ranks", OK, f"{len(probed.ranks)} by {probed.engine}: {where}"),
         Check(
             "vector sum",
-            OK if found.vector else FAIL,
-            "each rank a part" if found.vector else "the sum is wrong",
-            "" if found.vector else "fa-cli verify",
+            OK if probed.vector else FAIL,
+            "each rank a part" if probed.vector else "the sum is wrong",
+            "" if probed.vector else "fa-cli verify",
         ),
         Check(
-            "once round", OK if found.round else FAIL, "the bytes of every rank came to every rank" if found.round else "bytes were changed"
+            "once round",
+            OK if probed.round else FAIL,
+            "the bytes of every rank came to every rank" if probed.round else "bytes were changed",
         ),
     ]
-    if found.peers:
+    if probed.peers:
         checks.append(
-            Check("peer access", OK if all(found.peers) else WARN, "between " + ("all" if all(found.peers) else "not all") + " GPUs")
+            Check("peer access", OK if all(probed.peers) else WARN, "between " + ("all" if all(probed.peers) else "not all") + " GPUs")
         )
-    if found.copies is not None:
-        hint = "rings use NCCL; nvidia-smi topo -m shows the links" if found.copies else ""
-        checks.append(Check("peer copies", WARN if found.copies else OK, found.copies or f"work too: {peer.CHOICE}=peer", hint))
-    return checks + [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in found.bandwidth]
+    if probed.copies is not None:
+        hint = "rings use NCCL; nvidia-smi topo -m shows the links" if probed.copies else ""
+        checks.append(Check("peer copies", WARN if probed.copies else OK, probed.copies or f"work too: {peer.CHOICE}=peer", hint))
+    return checks + [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in probed.bandwidth]
 
 
 # -- what kernels run on ----------------------------------------------------------------------------------------------
@@ -208,8 +210,8 @@ def _nvrtc() -> Check:
 
 def _cuda_major(name: str) -> str | None:
     """The CUDA major in a package's name or version: 12 of cupy-cuda12x, nvidia-nccl-cu12, 2.11.0+cu128."""
-    found = re.search(r"cu(?:da)?(1\d)", name)
-    return found[1] if found else None
+    match = re.search(r"cu(?:da)?(1\d)", name)
+    return match[1] if match else None
 
 
 def _torch() -> Check:
@@ -218,10 +220,10 @@ def _torch() -> Check:
         return Check("torch", WARN, "not installed: no torch peers to compare with", "pip install torch")
     spec = importlib.util.find_spec("torch")  # of a top-level package: finds it without importing it
     stated = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", stated, re.M)
-    if not found:
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", stated, re.M)
+    if not match:
         return Check("torch", OK, f"{version}, for the CPU only")
-    cuda = found[1]
+    cuda = match[1]
     cupy = next((wheel for wheel in ("cupy-cuda12x", "cupy-cuda13x") if _version(wheel)), None)
     if cupy and _cuda_major(cupy) != cuda.split(".")[0]:
         hint = f"install the torch of CUDA {_cuda_major(cupy)}, or the CuPy wheel of CUDA {cuda.split('.')[0]}"
@@ -256,9 +258,9 @@ def _mpi() -> Check:
 
 
 def _tools(gpu: bool) -> Check:
-    found = [tool for tool in _TOOLS if shutil.which(tool)]
-    missing = [tool for tool in _TOOLS if tool not in found]
-    detail = ", ".join([*found, *(f"no {tool}" for tool in missing)])
+    here = [tool for tool in _TOOLS if shutil.which(tool)]
+    missing = [tool for tool in _TOOLS if tool not in here]
+    detail = ", ".join([*here, *(f"no {tool}" for tool in missing)])
     if missing and gpu:
         return Check("profilers", WARN, detail, "install the CUDA toolkit, and put its bin folder (/usr/local/cuda/bin) on PATH")
     if gpu and "RmProfilingAdminOnly: 1" in _text("/proc/driver/nvidia/params") and os.geteuid() != 0:
@@ -322,7 +324,7 @@ def _disk() -> Check:
 
 def _memory() -> Check:
     def available() -> int:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.M)
-        return int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.M)
+        return int(match[1]) << 10 if match else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     return _room("memory", available, "in this machine", "close something, or use smaller problems")

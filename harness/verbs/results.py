@@ -66,14 +66,14 @@ def errors_of(verdict: Verdict) -> dict[str, float | bool]:
     Bias and slope - 1 of a right kernel are near zero. Their last digit is that of their limit, or of float32's unit roundoff where there
     is none.
     """
-    found = verdict.numbers()
-    for name, value in found.items():
+    numbers = verdict.numbers()
+    for name, value in numbers.items():
         if name in ("bias", "slope"):
-            limit = found[f"{name}_budget"]
-            found[name] = rounded(value, limit if math.isfinite(limit) else UNIT)
+            limit = numbers[f"{name}_budget"]
+            numbers[name] = rounded(value, limit if math.isfinite(limit) else UNIT)
         elif not isinstance(value, bool):
-            found[name] = rounded(value)
-    return found
+            numbers[name] = rounded(value)
+    return numbers
 
 
 #: What a row is of, within its run; a row without a timing stands for all of them.
@@ -118,12 +118,12 @@ def with_torch(rows: Sequence[Row]) -> list[Row]:
         key = (row.Type, row.timing, row.device)
         if row.Kernel.startswith("torch-") and row.KernelTime_ms:
             fastest[key] = min(row.KernelTime_ms, fastest.get(key, row.KernelTime_ms))
-    found = []
+    compared = []
     for row in rows:
         torch = fastest.get((row.Type, row.timing, row.device))
         speedup = torch / row.KernelTime_ms if torch and row.KernelTime_ms else None
-        found.append(replace(row, TorchTime_ms=torch, Speedup=speedup))
-    return found
+        compared.append(replace(row, TorchTime_ms=torch, Speedup=speedup))
+    return compared
 
 
 def with_peak(rows: Sequence[Row], ceilings: Sequence[Row]) -> list[Row]:
@@ -242,7 +242,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
     settled = [p.timings["energy"] for p in passes if "energy" in p.timings]
     energy = together(settled).energy if len(settled) == len(passes) else None
     facts: Json = energy._asdict() if energy else {}
-    return [replace(each, **facts) if each.timing == "warm" else each for each in rows]
+    return [replace(row, **facts) if row.timing == "warm" else row for row in rows]
 
 
 def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:

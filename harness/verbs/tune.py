@@ -155,22 +155,22 @@ def tune(asked: Tune) -> Tuned:
         raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
     kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
     default, swept = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
-    found = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]
+    variants = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]
     said = "; CPU times say nothing about a GPU" * (backend.name == "cpu")
-    asked.note(f"{len(found)} variant{'s' * (len(found) > 1)} of {kernel.label} to compile, check and time{said}")
-    tuned = Tuned(kernel, problem, backend.name, backend.device().name, found, by)
+    asked.note(f"{len(variants)} variant{'s' * (len(variants) > 1)} of {kernel.label} to compile, check and time{said}")
+    tuned = Tuned(kernel, problem, backend.name, backend.device().name, variants, by)
     right: dict[int, PassResult] = {}
     try:
         _judge(tuned, backend, right, asked.seed, progress)
         _measure(tuned, backend, right, progress)
     except KeyboardInterrupt as stop:
-        known = [row for i, row in enumerate(found) if row.status != PASS or i in right]
+        known = [row for i, row in enumerate(variants) if row.status != PASS or i in right]
         if output_dir and known:
             _write(replace(tuned, rows=known), output_dir, backend)
-            stop.add_note(f"{len(known)} of {len(found)} variants are in {output_dir / TABLE}")
+            stop.add_note(f"{len(known)} of {len(variants)} variants are in {output_dir / TABLE}")
         raise
     progress("")
-    tuned = replace(tuned, rows=sorted(found, key=lambda row: _order(row, by)))
+    tuned = replace(tuned, rows=sorted(variants, key=lambda row: _order(row, by)))
     if output_dir:
         _write(tuned, output_dir, backend)
     return tuned
@@ -178,30 +178,30 @@ def tune(asked: Tune) -> Tuned:
 
 def _judge(tuned: Tuned, backend: Backend, right: dict[int, PassResult], seed: int, progress: Callable[[str], None]) -> None:
     """Replace each of the rows by what came of it before it is timed; what can be timed goes into right, by its place."""
-    kernel, found = tuned.kernel, tuned.rows
+    kernel, variants = tuned.kernel, tuned.rows
     oracle = oracle_for(tuned.problem, backend, kernel.pass_, seed, progress)
     inputs = oracle.inputs_of(kernel.pass_)
-    _pruned(found, lambda row: _prune(kernel, tuned.problem, backend, row), progress)
-    for i, row in enumerate(found):
+    _pruned(variants, lambda row: _prune(kernel, tuned.problem, backend, row), progress)
+    for i, row in enumerate(variants):
         if row.status == PASS:
-            progress(f"{i}/{len(found)} checks {' '.join(f'{name}={value}' for name, value in row.tiles.items())}")
-            found[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, oracle, inputs, tiles))
+            progress(f"{i}/{len(variants)} checks {' '.join(f'{name}={value}' for name, value in row.tiles.items())}")
+            variants[i], checked = _check(row, lambda tiles: run_kernel(backend, kernel, oracle, inputs, tiles))
             if checked:
                 right[i] = checked
 
 
 def _measure(tuned: Tuned, backend: Backend, right: Mapping[int, PassResult], progress: Callable[[str], None]) -> None:
     """Give the rows that are right their times, and those that are metered their energy."""
-    found, problem, policy = tuned.rows, tuned.problem, POLICY[backend.name]
+    variants, problem, policy = tuned.rows, tuned.problem, POLICY[backend.name]
     contenders = {str(i): checked.timed for i, checked in right.items()}
     ready: dict[str, Ready] = {}
     timings = measure(contenders, backend, "warm", policy, progress, ready) if right else {}
-    base = next((timings[str(i)] for i in right if found[i].default and not timings[str(i)].broken), None)
+    base = next((timings[str(i)] for i in right if variants[i].default and not timings[str(i)].broken), None)
     for i in right:
-        found[i] = _timed(found[i], timings[str(i)], base, problem)
-    metered = sorted((i for i in right if found[i].ms), key=lambda i: found[i].ms or 0.0)[: None if tuned.by == "energy" else FASTEST]
+        variants[i] = _timed(variants[i], timings[str(i)], base, problem)
+    metered = sorted((i for i in right if variants[i].ms), key=lambda i: variants[i].ms or 0.0)[: None if tuned.by == "energy" else FASTEST]
     for name, timing in alone.energy({str(i): contenders[str(i)] for i in metered}, backend, policy, progress, ready).items():
-        found[int(name)] = _metered(found[int(name)], timing, problem)
+        variants[int(name)] = _metered(variants[int(name)], timing, problem)
 
 
 def _pruned(rows: list[Variant], prune: Callable[[Variant], Variant], progress: Callable[[str], None]) -> None:
@@ -247,7 +247,7 @@ def _swept(
         every = [default | {name: value} for name, values in lists.items() for value in values]
     else:
         every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-    return default, [default, *(each for each in every if each != default)]
+    return default, [default, *(tiles for tiles in every if tiles != default)]
 
 
 def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> Variant:
@@ -296,7 +296,7 @@ def _first_error(error: CompileError) -> str:
     """The line that matters of a compiler's log, and of an assertion without a message the line of source below it."""
     lines = [" ".join(line.split()) for line in error.log.splitlines()] or ["it does not compile"]
     at = next((i for i, line in enumerate(lines) if "error" in line), 0)
-    source = next((f": {found[0]}" for line in lines[at + 1 : at + 2] if (found := re.search("static_assert.*", line))), "")
+    source = next((f": {match[0]}" for line in lines[at + 1 : at + 2] if (match := re.search("static_assert.*", line))), "")
     return re.sub(r"^\S*/", "", lines[at]) + source
 
 

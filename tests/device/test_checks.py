@@ -132,8 +132,8 @@ NO_RACE = {
     ("wgmma_tma_forward", 3): "the same",
     ("hopper_forward", 2): "it orders no accesses: a lane that is late would miss a phase",
     ("hopper_forward", 3): "the same",
-    ("split_hopper_forward", 2): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
-    ("hopper_cluster_backward", 0): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",
+    ("split_hopper_forward", 1): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
+    ("hopper_cluster_backward", 1): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",
     ("hopper_wide_backward", 2): "every thread gives the work's number back itself, behind its own read",
     ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
 }

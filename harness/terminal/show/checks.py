@@ -20,7 +20,7 @@ class Told:
     """The results so far. at_once: each failure is printed when it comes, so that one that is ended by a signal leaves them."""
 
     def __init__(self, at_once: bool, as_json: bool, verbosity: int, check: str | None = None) -> None:
-        self.found: list[CaseResult] = []
+        self.results: list[CaseResult] = []
         self._at_once, self._json, self._verbosity = at_once and not as_json, as_json, verbosity
         self._check = check
         self._step = teller(verbosity)
@@ -37,7 +37,7 @@ class Told:
 
     def result(self, done: CaseResult) -> None:
         """One more."""
-        self.found.append(done)
+        self.results.append(done)
         self._failed += not done.passed
         if self._at_once and not done.passed:
             self._step("")
@@ -54,27 +54,27 @@ class Told:
 
     def end(self, interrupted: bool = False) -> int:
         """A line a kernel and pass, each case that failed with the command that runs it alone, and the verdict. Returns the exit code."""
-        wrong = [case for case in self.found if not case.passed]
+        wrong = [case for case in self.results if not case.passed]
         code = 0 if not wrong else 1 if any(case.exit_code == 1 for case in wrong) else wrong[0].exit_code or 1
         if interrupted:
             code = errors.complain("interrupted", code=130)
         if self._json:
-            document({"passed": not code, "rows": self.found})
+            document({"passed": not code, "rows": self.results})
             return code
         self._step("")
         if self._verbosity > QUIET:
             self._tables()
         if not self._at_once:
             self._failures(wrong)
-        passed = f"{len(self.found) - len(wrong)} of {len(self.found)} cases passed"
+        passed = f"{len(self.results) - len(wrong)} of {len(self.results)} cases passed"
         line("FAIL" if wrong else "PASS" if not interrupted else "", passed + ", then interrupted" * interrupted)
         if self._check and self._verbosity > QUIET:
-            watched(self._check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in self.found], "case", "cases")
+            watched(self._check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in self.results], "case", "cases")
         return code
 
     def _tables(self) -> None:
         groups: dict[tuple[str, str], list[CaseResult]] = {}
-        for case in self.found:
+        for case in self.results:
             groups.setdefault((case.kernel, case.pass_), []).append(case)
         rows = []
         for (name, pass_), group in groups.items():
@@ -82,7 +82,7 @@ class Told:
             rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
         table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
         if self._verbosity >= VERBOSE:
-            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in self.found])
+            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in self.results])
 
     def _failures(self, wrong: Sequence[CaseResult]) -> None:
         """Each cause once, with the command that runs its first case alone, and the cases that share it."""
@@ -133,7 +133,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         return code
     if verbosity > QUIET:
         columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict")
-        found = [
+        lines = [
             (
                 r.kernel,
                 r.pass_,
@@ -149,7 +149,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
             )
             for r in rows
         ]
-        table(columns, found)
+        table(columns, lines)
         _orders(rows)
     causes: dict[tuple[str, str, str, str], list[CompileRow]] = {}
     for row in rows:
