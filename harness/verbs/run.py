@@ -163,7 +163,7 @@ def open_backend(
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
-                "--check and --schedule-seed are the CPU backend's",
+                "--check and --schedule-seed need the CPU backend",
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )
@@ -176,7 +176,7 @@ class Run(Request):
     """What `fa-cli run` is asked for.
 
     data_folder: in place of the problem (by default Problem.of()), which is generated under data_root or reused there. causal and scale
-    are the problem's unless given. check, schedule_seed, debug, sms: as :func:`open_backend`. progress is told what is being done, with
+    are the problem's unless given. check, schedule_seed, debug, sms: as :func:`open_backend`. progress receives what is being done, with
     N/M before it where it is known how much is done.
     """
 

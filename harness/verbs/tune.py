@@ -125,7 +125,7 @@ class Tuned:
 class Tune(Request):
     """What `fa-cli tune` is asked for: one kernel and pass. tiles: a list of values each. by: one of RANKS.
 
-    one_by_one: a value at a time in place of the product, all others at their defaults. note is told how many variants there are,
+    one_by_one: a value at a time in place of the product, all others at their defaults. note receives how many variants there are,
     before the first is compiled.
     """
 
@@ -140,7 +140,7 @@ class Tune(Request):
 def tune(asked: Tune) -> Tuned:
     """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
 
-    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside; after Ctrl-C those that
+    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after Ctrl-C those that
     are known by then. Raises UsageFault for an unknown or
     refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
     EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
@@ -152,7 +152,7 @@ def tune(asked: Tune) -> Tuned:
     backend = pick(asked.device)
     if by == "energy" and backend.meter() is None:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
-        raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
+        raise EnvironmentFault(f"{backend.device().name} does not report its energy", why, "fa-cli tune --by time")
     kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
     default, swept = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
     found = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]

@@ -28,7 +28,7 @@ class Verify(Request):
 
     matrix: quick or full. case: one case alone, by its number or its text. count: so many random cases from seed instead of the matrix.
     check, schedule_seed: as verbs.run.open_backend. repeat: launches more of the same inputs (run_case; random cases have one launch).
-    progress is given each result; tell is told "N/M" of all, and what is being done. note is told what a range, or with deterministic
+    progress is given each result; tell receives "N/M" of all, and what is being done. note receives what a range, or with deterministic
     the tree, leaves out, which cases a kernel cannot be given, and what the device has no room for.
     """
 
@@ -97,7 +97,7 @@ def verify(asked: Verify) -> list[CaseResult]:
 def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone: bool) -> list[Case]:
     """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix.
 
-    What it cannot be given is no failure of its: such cases are left out, and note is told how many and why. Raises UsageFault where
+    What it cannot be given is no failure of its: such cases are left out, and note receives how many and why. Raises UsageFault where
     that is all of its matrix, or the case asked for.
     """
     if given:
@@ -115,7 +115,7 @@ def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone
         raise UsageFault(refused[0].what, refused[0].why, "leave out --case" if case else "let its header promise what it can be given")
     if refused:
         whys = "; ".join(dict.fromkeys(fault.why for fault in refused))
-        asked.note(f"{chosen.label}: {len(refused)} of {len(every)} cases left out, which it cannot be given: {whys}")
+        asked.note(f"{chosen.label}: {len(refused)} of {len(every)} cases skipped, because it does not take them: {whys}")
     return taken
 
 
@@ -157,7 +157,7 @@ def _words(result: CaseResult) -> str:
 
 
 def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[CaseResult]:
-    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
+    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note receives the counts."""
     count, seed, case, note, tell = asked.count, asked.seed, asked.case, asked.note, asked.tell
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
