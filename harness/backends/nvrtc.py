@@ -286,7 +286,7 @@ def _nvrtc() -> _Nvrtc:
     raise EnvironmentFault(
         "NVRTC, NVIDIA's run-time compiler, is not installed",
         "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
-        f"{install_extra('cuda12')} (no GPU or driver is needed to compile)",
+        f"{install_extra('cuda12')}; without a GPU: pip install cuda-bindings nvidia-cuda-nvrtc",
     )
 
 
