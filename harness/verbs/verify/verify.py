@@ -171,13 +171,14 @@ def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[Ca
         note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")
     results: list[CaseResult] = []
     judged: set[int] = set()
+    skipped = len(cases) - len({each.number for each, _ in pairs})
 
     def so_far(last: bool) -> str:
         seconds, failed = time.perf_counter() - began, sum(not result.passed for result in results)
-        done = (
-            f"{len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
-        )
-        return f"fuzz with seed {seed}: {done}, " + (f"after {began - start:.1f} s of compiling" if last else f"{failed} failed")
+        rate = f"{seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
+        rest = f"after {began - start:.1f} s of compiling" if last else f"{failed} failed"
+        rest += f"; {skipped} cases skipped that none of the kernels takes" if last and skipped else ""
+        return f"fuzz with seed {seed}: {len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {rate}, {rest}"
 
     try:
         for result in fuzz(found, cases, backends, asked.deterministic, asked.progress):
