@@ -30,7 +30,7 @@ SHAPES = ((3, 1, 65, 64), (2, 1, 256, 128))
 #: Several works a block, for kernels whose blocks take works from a counter: on a GPU of two multiprocessors, as far as plans know.
 MANY_WORKS = ((4, 2, 300, 64), (4, 2, 300, 128), (4, 2, 200, 256))
 #: Left out of these by racecheck, which follows no chain of barriers (consumers, storer, producer) unless the reader itself arrives: a false
-#: alarm. Texts that it accepts are slower (kernels_cu/NOTES.md, "What the checks found").
+#: alarm. Texts that it accepts are slower (docs/notes/checks.md).
 CHAINED = ("hopper_forward",)
 
 

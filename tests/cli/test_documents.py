@@ -9,6 +9,7 @@ from pathlib import Path
 import pages
 import pytest
 import tutorial
+import words
 from pages import ROOT
 
 DOCUMENTS = pages.documents()
@@ -43,6 +44,14 @@ def test_every_page_is_in_the_menu() -> None:
     """mkdocs.yml names each page of docs/, and no other; the pages of notes are listed in kernels_cu/NOTES.md."""
     menu = set(re.findall(r": (docs/[\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert menu == {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_words_are_those_written_by_hand() -> None:
+    """Generated parts, code blocks and the rules of tables do not count; tables by hand do, and no generated page is a document."""
+    text = "Two words\n\n<!-- generated: speed -->\n| no |\n<!-- end -->\n\n```\nno\n```\n\n| a | 3.5 |\n|---|---:|\n"
+    assert words.count(text) == 4
+    found = words.documents()
+    assert found.keys() >= {"README.md", "docs/notes/00_naive.md", "experiments/README.md"} and "experiments/hopper/table.md" not in found
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 250), ("CONTRIBUTING.md", 150)])

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_FENCE = re.compile(r"(?ms)^( *)(```+)[^\n]*\n.*?^\1\2 *$")
+FENCE = re.compile(r"(?ms)^( *)(```+)[^\n]*\n.*?^\1\2 *$")
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^\s)>]+)>?[^)]*\)")
 
 
@@ -33,19 +33,19 @@ def documents() -> list[Path]:
 
 def prose(text: str) -> str:
     """A document without its code blocks and code spans."""
-    return re.sub(r"`[^`\n]*`", "``", _FENCE.sub("", text))
+    return re.sub(r"`[^`\n]*`", "``", FENCE.sub("", text))
 
 
 def links(text: str) -> list[str]:
     """Where the links and pictures of a document lead, but for other sites."""
-    text = _FENCE.sub("", text)
+    text = FENCE.sub("", text)
     return [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link)]
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a document's headings, as a code host names them."""
     found: set[str] = set()
-    for title in re.findall(r"(?m)^#+ +(.*?) *$", _FENCE.sub("", text)):
+    for title in re.findall(r"(?m)^#+ +(.*?) *$", FENCE.sub("", text)):
         plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
         name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         found.add(name if name not in found else f"{name}-1")
