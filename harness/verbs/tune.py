@@ -123,10 +123,10 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Request):
-    """What `fa-cli tune` is asked for: one kernel and pass. tiles: a list of values each. by: one of RANKS.
+    """What `fa-cli tune` is asked for: one kernel and pass. tiles: for each name a list of values. by: one of RANKS.
 
-    one_by_one: a value at a time in place of the product, all others at their defaults. note receives how many variants there are,
-    before the first is compiled.
+    one_by_one: change one value at a time, with all others at their defaults, instead of trying all combinations. note receives the number
+    of variants before the first is compiled.
     """
 
     by: str = "time"
@@ -138,7 +138,7 @@ class Tune(Request):
 
 @with_options(Tune)
 def tune(asked: Tune) -> Tuned:
-    """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
+    """Try tile values of a kernel: all combinations of the lists, or of every tile's default, half and double.
 
     The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after Ctrl-C those that
     are known by then. Raises UsageFault for an unknown or

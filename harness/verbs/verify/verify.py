@@ -26,10 +26,10 @@ BLOCK = 50
 class Verify(Request):
     """What `fa-cli verify` is asked for: of each kernel (none: of the whole tree) every pass that it has among the mode's.
 
-    matrix: quick or full. case: one case alone, by its number or its text. count: so many random cases from seed instead of the matrix.
-    check, schedule_seed: as verbs.run.open_backend. repeat: launches more of the same inputs (run_case; random cases have one launch).
-    progress is given each result; tell receives "N/M" of all, and what is being done. note receives what a range, or with deterministic
-    the tree, leaves out, which cases a kernel cannot be given, and what the device has no room for.
+    matrix: quick or full. case: only this case, by its number or its text. count: this many random cases from seed instead of the matrix.
+    check, schedule_seed: as verbs.run.open_backend. repeat: further launches on the same inputs (not for random cases). progress receives
+    each result; tell receives "N/M" and what is being done. note receives what was skipped and why: kernels of a range or, with
+    deterministic, of the tree; cases that a kernel does not take; cases for which the device has no room.
     """
 
     mode: str = field(default="both", kw_only=False)
@@ -48,8 +48,8 @@ class Verify(Request):
 def verify(asked: Verify) -> list[CaseResult]:
     """Run each kernel over its matrix. One with two forms is checked in both, or with deterministic in that one.
 
-    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a kernel alone can
-    be given none.
+    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a single kernel takes
+    no case.
     """
     case, note, deterministic = asked.case, asked.note, asked.deterministic
     backends = Backends(asked.device, asked.check, asked.schedule_seed)
