@@ -140,11 +140,10 @@ class Tune(Request):
 def tune(asked: Tune) -> Tuned:
     """Try tile values of a kernel: all combinations of the lists, or of every tile's default, half and double.
 
-    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after Ctrl-C those that
-    are known by then. Raises UsageFault for an unknown or
-    refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
-    EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
-    DiskFault.
+    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after
+    Ctrl-C, those that are known by then. Raises UsageFault for an unknown or refused kernel or tile and for an output_dir with an
+    experiment in it, DataFault where its tune.csv has another header, EnvironmentFault where the device does not count energy, KernelFault
+    where a variant loses the CUDA context, DiskFault.
     """
     by, output_dir, problem, progress = asked.by, asked.output_dir, asked.problem or Problem.of(), asked.progress
     if output_dir:
