@@ -49,7 +49,8 @@ _STYLE = """
 body { margin: 2rem auto; max-width: 84rem; padding: 0 1rem; } h1, h2, h3 { overflow-wrap: anywhere; line-height: 1.2; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 1rem; } dt { font-weight: 600; }
 dd { margin: 0; overflow-wrap: anywhere; } input[type=search] { font: inherit; width: 21rem; max-width: 100%; box-sizing: border-box; }
-label { white-space: nowrap; } details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; } details p { margin: .2rem 0 .6rem; }
+label { white-space: nowrap; }
+details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; } details p { margin: .2rem 0 .6rem; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); gap: 1rem 1.5rem; }
 section h3 { display: flex; justify-content: space-between; gap: 1rem; margin: 0 0 .2rem; font-size: 14px; }
 ul { list-style: none; margin: 0; padding: 0; font-size: 13px; font-variant-numeric: tabular-nums; }
@@ -87,9 +88,10 @@ document.querySelector("input[type=search]").oninput = event => {
 };
 """
 _MORE = '<label><input type="checkbox" id="every"> show every kernel</label>'
-_KEY = """<p class="key">Each bar is the speed relative to the fastest of its problem; the number is {unit}. <i style="background: var(--ours)"></i>
-the fastest of ours <i style="background: var(--best)"></i> the best peer <i style="background: var(--other)"></i> others. The ratio in each
-heading is ours over the best peer. Point at a bar, or tap it, for its numbers.</p>
+_KEY = """<p class="key">Each bar is the speed relative to the fastest of its problem; the number is {unit}.
+<i style="background: var(--ours)"></i> the fastest of ours <i style="background: var(--best)"></i> the best peer
+<i style="background: var(--other)"></i> others. The ratio in each heading is ours over the best peer. Point at a bar, or tap it, for its
+numbers.</p>
 """
 
 
