@@ -50,7 +50,7 @@ def main() -> None:
 @options.printing
 @click.pass_context
 def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **given: options.Value) -> int:
-    """Write Q, K, V and dO of a problem: seeded normal values, raw little-endian, in data/B2_H8_S512_D64 and the like."""
+    """Write Q, K, V and dO of a problem into a folder such as data/B2_H8_S512_D64: seeded normal values, raw little-endian."""
     progress = harness.terminal.progress.teller(context.obj["verbosity"])
     written = harness.dataset.write(options.problem_of(given), given["seed"], output_dir, force, progress)
     progress("")
@@ -67,7 +67,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 )
 @options.computes
 @options.mode
-@click.option("--data", type=options.folder, help="A folder of gen-data; without it, the shape below is made or found.")
+@click.option("--data", type=options.folder, help="A folder of gen-data. Without it, the folder of the shape below is made or reused.")
 @options.shape
 @options.data_root
 @options.mask
@@ -126,7 +126,7 @@ def run(
 @click.option("--seqlen", "--seqlen-experiment", is_flag=True, help="The sweep over sequence lengths.")
 @options.sweep_mode
 @options.compute
-@click.option("--peers", metavar="NAMES", help="Peers to measure beside, or none.  [default: all of the device's kind]")
+@click.option("--peers", metavar="NAMES", help="Peers to compare with, or none.  [default: all of the device's kind]")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
 @click.option(
@@ -138,11 +138,11 @@ def run(
 )
 @options.drawn
 @options.sampled
-@click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run of record.")
-@click.option("--resume", is_flag=True, help="Go on with the run that was interrupted: what has rows is not run again.")
+@click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run to commit.")
+@click.option("--resume", is_flag=True, help="Continue the run that was interrupted; shapes that have rows are not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
 @options.deterministic
-@click.option("--full", is_flag=True, help="On the CPU: the stated shapes instead of the small ones.")
+@click.option("--full", is_flag=True, help="On the CPU: run the stated shapes instead of the small ones.")
 @click.option("--no-figures", is_flag=True, help="Draw no figures, which takes up to half a minute; fa-cli report draws them later.")
 @click.option("--experiment", "--save-results", "--no-stop-on-failure", is_flag=True, hidden=True, expose_value=False)
 @click.option("--no-gpu-reference", is_flag=True, hidden=True)
@@ -160,7 +160,7 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep: kernels and peers x shapes, checked, timed round-robin, into results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures."""
     options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
     others = options.names("none" if no_gpu_reference else peers)
@@ -182,18 +182,29 @@ def experiment(
 @click.option("--mode", default="both", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option("--matrix", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How many cases.")
 @click.option(
-    "--fuzz", "count", type=click.IntRange(min=1), metavar="N", help="Instead of the matrix, N random cases; failures are shrunk."
+    "--fuzz",
+    "count",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Run N random cases instead of the matrix; a failing one is made small.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=42, show_default=True, metavar="S", help="Of --fuzz: the same cases every time."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=42,
+    show_default=True,
+    metavar="S",
+    help="Seed of --fuzz; the same seed gives the same cases.",
 )
-@click.option("--case", metavar="N|TEXT", help="Only this case: its number, or its text as a failure prints it.")
+@click.option("--case", metavar="N|TEXT", help="Run only this case: its number, or its name as a failure prints it.")
 @click.option(
     "--sanitizer",
     type=click.Choice(["memcheck", "racecheck", "initcheck", "synccheck"]),
-    help="On a GPU: under this tool of compute-sanitizer.",
+    help="On a GPU: run under this tool of compute-sanitizer.",
 )
-@click.option("--repeat", type=click.IntRange(0), default=0, metavar="N", help="N launches more of the same inputs: the same bits each.")
+@click.option(
+    "--repeat", type=click.IntRange(0), default=0, metavar="N", help="Launch N more times on the same inputs; the bits must not change."
+)
 @options.deterministic
 @options.device
 @options.checks
@@ -220,8 +231,10 @@ def verify(
 @main.command("compile", epilog=help.examples("fa-cli compile", "fa-cli compile fa2 --all", "fa-cli compile hopper --order"))
 @options.kernels
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
-@click.option("--all", "every", is_flag=True, help="Every head dim, mask and tile shape, not only the widest and causal.")
-@click.option("--order", is_flag=True, help="Also the order of products, exponentials, waits and barriers in the main loop (nvdisasm).")
+@click.option("--all", "every", is_flag=True, help="Compile every head dim, mask and tile shape, not only the widest and causal.")
+@click.option(
+    "--order", is_flag=True, help="Also print the order of products, exponentials, waits and barriers in the main loop (nvdisasm)."
+)
 @options.printing
 @click.pass_context
 def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
@@ -235,7 +248,7 @@ def compile_(context: Context, compute: list[str], arch: str | None, every: bool
 @click.argument("name")
 @click.option("--from", "source", default="fa2", show_default=True, help="The kernel to start from.")
 @click.option("--pass", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
-@click.option("--plain", is_flag=True, help="Instead of a copy, a short kernel with plain pointers and sizes as parameters.")
+@click.option("--plain", is_flag=True, help="Instead of a copy, write a short kernel with plain pointers and sizes as parameters.")
 @click.option("--output-dir", type=options.folder, default=Path("."), show_default=True, help="Where the file is written.")
 @click.pass_context
 def new(context: Context, name: str, source: str, pass_: str, plain: bool, output_dir: Path) -> int:
@@ -251,7 +264,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @click.argument("name", metavar="KERNEL")
 @click.option("--mode", "pass_", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
 @options.tile_lists
-@click.option("--by", type=click.Choice(["time", "energy"]), default="time", show_default=True, help="What the best is the best by.")
+@click.option("--by", type=click.Choice(["time", "energy"]), default="time", show_default=True, help="What the variants are ranked by.")
 @options.shape
 @options.mask
 @options.device
@@ -260,7 +273,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Sweep a kernel's tile values: prune what cannot run well, check the rest, measure it, print the best as a row of choice."""
+    """Try a kernel's tile values: leave out what cannot run well, check and time the rest, print the best as a [[choice]] row."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"], seldom=True)
     found = harness.verbs.tune.tune(name, pass_, problem, tiles=tile, note=errors.note, progress=progress, **given)
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])
@@ -278,7 +291,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @options.device
 @options.tile
 @options.deterministic
-@click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="For the table and the reports.")
+@click.option("--output-dir", type=options.folder, default=Path("profiles"), show_default=True, help="Where the table and the reports go.")
 @options.printing
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
@@ -321,7 +334,7 @@ def ring(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Ring attention: the sequence divided over GPUs (or CPU processes); judged on the whole problem, beside one device."""
+    """Ring attention: divide the sequence over GPUs (or CPU processes), judge the whole problem, and compare with one device."""
     name, problem = options.only(compute or ["fa2"]), options.problem_of(given)
     spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth * 1e9, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
@@ -339,7 +352,7 @@ def ring(
 @click.argument("a", type=options.folder)
 @click.argument("b", type=options.folder)
 @click.option("--fail-if", metavar="slower:PERCENT%", help="Exit code 1 where a row is SLOWER by more, or passed in A and not in B.")
-@click.option("--ignore-device", is_flag=True, help="Compare runs of two devices all the same.")
+@click.option("--ignore-device", is_flag=True, help="Compare even if the runs are of two devices.")
 @options.printing
 @click.pass_context
 def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_device: bool, json: bool) -> int:
@@ -351,12 +364,12 @@ def compare(context: Context, /, a: Path, b: Path, fail_if: str | None, ignore_d
 @main.command(epilog=help.examples("fa-cli report experiment_results/seqlen", "fa-cli report experiments/seqlen --output-dir figures"))
 @click.argument("folder", type=options.folder, metavar="DIR")
 @click.option("--output-dir", type=options.folder, help="Where figures and summary go.  [default: DIR]")
-@click.option("--title", default="", help="Above the figures.  [default: the sweep's, else DIR's name]")
+@click.option("--title", default="", help="Title of the figures.  [default: the sweep's, else DIR's name]")
 @options.printing
 @click.pass_context
 def report(context: Context, /, folder: Path, output_dir: Path | None, title: str, json: bool) -> int:
-    """Draw the figures and write summary.md of a run again, from its results.csv and env.json, on any machine; and index.html, one page
-    that holds them, the verdicts, the environment and a table that sorts, and opens without a network."""
+    """Draw the figures of a run again and write summary.md, from its results.csv and env.json, on any machine. Also write index.html, one
+    page for a browser that needs no network: bars of ours and of every peer, the figures, and a table that sorts."""
     name, step = folder.resolve().name, harness.terminal.progress.teller(context.obj["verbosity"])
     drawn = harness.report.redraw(folder, output_dir, name, title, with_page=True, progress=step)
     step("")
@@ -367,30 +380,30 @@ def report(context: Context, /, folder: Path, output_dir: Path | None, title: st
 @options.printing
 @click.pass_context
 def list_(context: Context, json: bool) -> int:
-    """The kernels and the sweeps there are."""
+    """List the kernels and the sweeps."""
     return harness.terminal.show.results.catalogue(harness.kernel.catalogue(), harness.verbs.sweep.sweeps(), json, context.obj["verbosity"])
 
 
 @main.command(epilog=help.examples("fa-cli doctor", "fa-cli doctor --json", "fa-cli doctor --ring --gpus 2"))
-@click.option("--ring", is_flag=True, help="Try a ring instead: ranks, a sum, bytes once round, bandwidth. Also under mpiexec.")
+@click.option("--ring", is_flag=True, help="Try a ring: ranks, a sum, bytes once round, bandwidth. Also under mpiexec.")
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="With --ring: start N ranks here.  [default: 2]")
 @options.device
 @options.printing
 @click.pass_context
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
-    """What works on this machine, what does not, and why. Exit code 4 where something needed fails."""
+    """Say what works on this machine, what does not, and why. Exit code 4 if something needed fails."""
     checks = harness.verbs.doctor.ring(device, gpus) if ring else harness.verbs.doctor.doctor(device, gpus)
     return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
 
 
 @main.command(epilog=help.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))
-@click.option("--quick", is_flag=True, help="One fault of each kind before each check: under a minute.")
+@click.option("--quick", is_flag=True, help="One fault per kind and check: under a minute.")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only faults whose name matches.")
 @options.device
 @options.printing
 @click.pass_context
 def selftest(context: Context, /, quick: bool, only: tuple[str, ...], device: str, json: bool) -> int:
-    """Plant faults in the kernels of the tree and see whether the checks catch them. One that survives is exit code 1."""
+    """Plant faults in the kernels of the tree and see whether the checks catch them. Exit code 1 if one is not caught."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     trials = harness.verbs.selftest.selftest(device, quick, only, step)
     return harness.terminal.show.results.selftest(trials, json, context.obj["verbosity"])

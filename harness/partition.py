@@ -48,7 +48,7 @@ class Partition:
         if kind not in KINDS:
             raise UsageFault(f"unknown partition {kind!r}", f"known: {', '.join(KINDS)}", "use --partition zigzag")
         if ranks < 1:
-            raise UsageFault(f"a ring of {ranks} ranks", "it has one rank or more", "use --gpus 2")
+            raise UsageFault(f"a ring of {ranks} ranks", "a ring has at least one rank", "use --gpus 2")
         queries, keys = (shards(equal(length, ranks), kind) for length in (problem.seq_q, problem.seq_kv))
         return cls(problem, kind, queries, keys)
 

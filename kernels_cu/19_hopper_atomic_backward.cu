@@ -131,10 +131,11 @@
 // What is added after dP(n + 1) has begun leaves dQ's block of registers before (fa::moved), or dQ and the next dP would be one block too
 // many.
 //
-// What stays: all else, also the splits where works are few. At head dim 64 without a mask both are as fast, and this one leaves registers for descriptors. Half of the
-// exponentials behind the wait for dP, as step 18 has them at head dim 64, are 7 to 10 % slower here: dV, which runs beside dS, would be
-// cut in two, and its second half would begin behind dS (NOTES.md). It has no deterministic form: turns are the storers', and here the
-// consumers add. With turns it was 4 to 16 % slower than step 18's, and 1 to 4 % faster at 1024 queries and fewer at head dim 128.
+// What stays: everything else, also the splits where there are few tiles. At head dim 64 without a mask both are equally fast, and this
+// one leaves registers for descriptors. Half of the exponentials after the wait for dP, as step 18 has them at head dim 64, are 7 to 10 %
+// slower here: dV, which runs beside dS, would be cut in two, and its second half would begin after dS (NOTES.md). It has no deterministic
+// form: turns are the storers', and here the consumers add. With turns it was 4 to 16 % slower than step 18's, and 1 to 4 % faster at 1024
+// queries and fewer at head dim 128.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>

@@ -99,7 +99,7 @@
 //     S(b + 1)            dK          (dS's registers are free)
 //     dP(b + 1)
 //
-// and behind dK of the last piece of a tile:
+// and after dK of the last piece of a tile:
 //
 //     issue               wait for    compute, while the rest runs
 //                                     a barrier: the other consumer's dS is there
@@ -116,7 +116,7 @@
 // 2048 queries a tile of keys (those of all heads that read it) and 2048 keys on, and where the tiles go round all multiprocessors six
 // times: the last round of larger tiles leaves more of them idle.
 //
-// Under the causal mask it is right, but `auto` leaves it to step 18. There 128 keys more are computed behind the diagonal: 4 % slower at
+// Under the causal mask it is right, but `auto` leaves it to step 18. There 128 more keys are computed beyond the diagonal: 4 % slower at
 // 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
 // step 18, which its storers take.
 #include <fa/accumulator.cuh>

@@ -130,10 +130,10 @@
 //     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q, dO, P and dS is empty
 //     dP(n + 1)                       the rest of dQ(n) added
 //
-// Where works are few, a tile of keys is several works, as in step 18.
+// Where there are few tiles, a tile of keys is divided into several work items, as in step 18.
 //
 // With --deterministic the blocks of a head take turns at each tile of queries, in step 18's order. The storer of a consumer takes the
-// turn, tells the consumer so, and passes the turn behind its reductions.
+// turn, signals the consumer, and passes the turn after its reductions.
 //
 // `auto` takes step 22 here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
 #include <fa/accumulator.cuh>

@@ -152,6 +152,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "ring": lambda _: tables.ring(),
     "notes": lambda _: notes(),
     "table": lambda path: tables.embedded(path),
+    "trust": lambda _: str(tables.script("trust/table").table()),
 }
 
 

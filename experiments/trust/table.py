@@ -1,4 +1,4 @@
-"""The table of README, "How the judge is judged": kernels x checks, counted from records and faults.toml: python experiments/trust/table.py
+"""A table of docs/correctness.md: kernels x checks, counted from records and faults.toml. `make docs` writes it.
 
 Counts of the H200 are those of experiments/verify (verify.log, repeat.log), faults those of harness/verbs/selftest/faults.toml, which
 `fa-cli selftest` plants.
@@ -32,21 +32,20 @@ def counted(name: str) -> Counter[tuple[str, str]]:
     return found
 
 
-def main() -> None:
-    """Print the table."""
+def table() -> str:
+    """The table in Markdown; an empty cell is a count of none."""
     matrix, repeats = counted("verify.log"), counted("repeat.log")
     kinds = sorted({mutant.kind for mutant in mutants().values()})
-    click.echo("| kernel | H200: matrix | H200: 250 repeats at B60 | " + " | ".join(kinds) + " |")
-    click.echo("|---" * 1 + "|---:" * (2 + len(kinds)) + "|")
+    lines = ["| kernel | H200: matrix | H200: 250 repeats at B60 | " + " | ".join(kinds) + " |", "|---" + "|---:" * (2 + len(kinds)) + "|"]
     sums: Counter[str] = Counter()
     for chosen in catalogue():
         key = chosen.name, chosen.pass_
         planted = Counter(mutant.kind for mutant in mutants().values() if mutant.kernel == chosen.label)
         sums += planted + Counter({"matrix": matrix[key], "repeats": repeats[key]})
-        cells = [matrix[key], repeats[key], *(planted[kind] or "" for kind in kinds)]
-        click.echo(f"| {chosen.number:02} {chosen.name} {chosen.pass_} | " + " | ".join(map(str, cells)) + " |")
-    click.echo("| all | " + " | ".join(str(sums[name]) for name in ("matrix", "repeats", *kinds)) + " |")
+        cells = [matrix[key] or "", repeats[key] or "", *(planted[kind] or "" for kind in kinds)]
+        lines.append(f"| {chosen.number:02} {chosen.name} {chosen.pass_} | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, "| all | " + " | ".join(str(sums[name]) for name in ("matrix", "repeats", *kinds)) + " |"]) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    click.echo(table())

@@ -27,7 +27,7 @@ def parsed(spec: str) -> tuple[str, int]:
 def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None) -> Backend:
     """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host); debug: code for a debugger.
 
-    sms: the multiprocessors that launch plans are told of, None: those of the device. With few, persistent blocks take several works.
+    sms: the number of multiprocessors in launch plans, None: those of the device. With few, persistent blocks take several tiles.
 
     auto takes a GPU if there is one. Raises EnvironmentFault for an NVIDIA driver without a working CuPy, UsageFault for another spec.
     """

@@ -284,9 +284,9 @@ def _nvrtc() -> _Nvrtc:
         except Exception as error:  # a missing module or library, or any error of loading a broken one
             reasons.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
     raise EnvironmentFault(
-        "NVRTC, NVIDIA's run-time compiler, is not here",
+        "NVRTC, NVIDIA's run-time compiler, is not installed",
         "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
-        f"{install_extra('cuda12')} (no GPU or driver is needed to compile)",
+        f"{install_extra('cuda12')}; without a GPU: pip install cuda-bindings nvidia-cuda-nvrtc",
     )
 
 

@@ -95,7 +95,7 @@ def program() -> str:
     wheels = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))]
     nvdisasm = next(iter(wheels), None) or shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
     if not nvdisasm:
-        raise EnvironmentFault("nvdisasm, NVIDIA's disassembler, is not here", "it reads the machine code that NVRTC compiles", _HINT)
+        raise EnvironmentFault("nvdisasm, NVIDIA's disassembler, is not installed", "it reads the machine code that NVRTC compiles", _HINT)
     return nvdisasm
 
 

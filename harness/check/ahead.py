@@ -36,7 +36,7 @@ class Ahead:
         self._pool, self._kernels, self._checks, self._done = pool, kernels, checks, done
 
     def checks(self, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Wait for the kernels of the checks, which progress is told."""
+        """Wait for the kernels of the checks, which progress receives."""
         progress("compiles the checks")
         fine = [each.result() for each in self._checks]
         if fine and all(fine):

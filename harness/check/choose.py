@@ -133,7 +133,7 @@ def kernels_for(asked: Request, note: Callable[[str], None]) -> list[Kernel]:
     for text in notes:
         note(text)
     if peer := next((each for each in found if each.peer), None):
-        raise UsageFault(f"{peer.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
+        raise UsageFault(f"{peer.name} is not a kernel of this project", "it is a library's attention", "name a kernel: fa-cli list")
     return [kernel for each in found for kernel in each.kernels.values()]
 
 

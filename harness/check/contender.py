@@ -109,7 +109,7 @@ class Contender:
         """Raise UsageFault where it does not take the passes of a problem, EnvironmentFault where a peer cannot run here."""
         if self.peer:
             if absent := self.peer.absent(backend.name):
-                raise EnvironmentFault(f"{self.name} is not here", *absent)
+                raise EnvironmentFault(f"{self.name} is not installed", *absent)
             for pass_ in passes:
                 self.peer.refuse(problem, pass_)
         classes = {pass_: arithmetic_of(problem, kernel) for pass_, kernel in self.kernels.items()}
@@ -173,7 +173,7 @@ def run_kernel(
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     """Prepare a peer on a pass, run it once and judge its outputs as those of a kernel: arithmetic f32 or, in 16 bits, p16.
 
-    Its moments are told but do not fail it: what a peer rounds besides is its own (torch's CPU dK and dV: 1.6 times as rough).
+    Its moments are shown but do not fail it: what a peer rounds besides is its own (torch's CPU dK and dV: 1.6 times as rough).
     Raises as Peer.prepare does.
     """
     problem = oracle.problem

@@ -51,8 +51,8 @@ STEEP = 1 << 20
 class Oracle:
     """The float64 reference of a problem on given inputs, and the baselines of each arithmetic class, each computed once.
 
-    inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit beside the budget (budget.compare).
-    xp: where to compute; on cupy the inputs are copied to the GPU. progress: told what is computed, and what is done by those who judge.
+    inputs: host storage arrays Q, K, V and, for a backward pass, dO. tolerance: an absolute limit besides the budget (budget.compare).
+    xp: where to compute; on cupy the inputs are copied to the GPU. progress receives what is computed, and what judging does.
     norms: the largest row norms of Q and K, once contender.check_logits has found them.
     """
 

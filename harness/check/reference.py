@@ -312,7 +312,7 @@ def reference(
     """Float64 O and logsumexp, and dQ, dK, dV where tensors holds dO, by the equations at the head of this file.
 
     tensors: Q, K, V[, dO] as arrays of xp, in the shapes and storage types of the problem. A fully masked row gives O = 0,
-    logsumexp = -inf and gradients 0. progress is told "N/M" of the tiles. Raises KeyError where one of Q, K, V is missing.
+    logsumexp = -inf and gradients 0. progress receives "N/M" of the tiles. Raises KeyError where one of Q, K, V is missing.
     """
     noise: dict[str, float] = {}
     backward = "dO" in tensors

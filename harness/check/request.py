@@ -20,8 +20,8 @@ R = TypeVar("R")
 class Request:
     """Kernels and peers for the passes of a mode.
 
-    computes: names, numbers, ranges, aliases, paths, peers, auto; a text stands for a list of one. problem None: the verb's own.
-    deterministic: the form of a kernel that gives the same bits on every run. tiles: values in place of the headers'. device: auto,
+    computes: names, numbers, ranges, aliases, paths, peers or auto; a single text is a list of one. problem: None means the verb's default.
+    deterministic: use the form of a kernel that gives the same bits on every run. tiles: values that override the headers'. device: auto,
     cuda, cuda:N or cpu. seed: of the inputs.
     """
 

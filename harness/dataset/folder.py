@@ -143,7 +143,7 @@ class Dataset:
 def write(problem: Problem, seed: int, root: Path, force: bool = False, progress: Callable[[str], None] = lambda text: None) -> Dataset:
     """Generate a problem's inputs into root/<problem.folder>; where exactly these are there already, write nothing.
 
-    progress is told what is being done, "N/M" of the numbers while they are drawn. Takes the folder's lock. Raises DataFault where the
+    progress receives what is being done, "N/M" of the numbers while they are drawn. Takes the folder's lock. Raises DataFault where the
     folder holds other data and force is not given, DiskFault where it
     cannot be written, UsageFault where the problem is too large for this machine.
     """
@@ -286,7 +286,7 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
 
 
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
-    """Write a run's outputs (host storage arrays) beside its inputs, and outputs.json last. The caller holds the folder's lock.
+    """Write a run's outputs (host storage arrays) next to its inputs, and outputs.json last. The caller holds the folder's lock.
 
     record: kernel, mode, causal, causal_shift, scale, dtype, verdict, and by pass verdicts, arithmetic, source_hash; the hashes of inputs
     and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward".

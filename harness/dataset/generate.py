@@ -65,7 +65,7 @@ def one_by_one(
 ) -> Iterator[tuple[str, Array]]:
     """The name and the values of each tensor asked for as soon as it is drawn, as :func:`generate` gives them.
 
-    progress is told "N/M draws Q", in hundredths of all numbers. Raises UsageFault as generate does.
+    progress receives "N/M draws Q", in hundredths of all numbers. Raises UsageFault as generate does.
     """
     wanted = [name for name in INPUTS if name in set(tensors)]
     names = INPUTS[: INPUTS.index(wanted[-1]) + 1] if wanted else ()

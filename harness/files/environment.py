@@ -82,11 +82,11 @@ def write_env(path: Path, record: Mapping[str, object] | None = None) -> None:
 
 def read_env(path: Path) -> Json:
     """The record that :func:`write_env` wrote, or an older or hand-written one: no key is required. Raises DataFault."""
-    return read_json(path, "fa-cli experiment writes it beside results.csv; without it the rest is still read", optional=_KINDS)
+    return read_json(path, "fa-cli experiment writes it next to results.csv; without it the rest is still read", optional=_KINDS)
 
 
 def env_beside(table: Path) -> Json:
-    """The record beside a table; an empty one where there is none, and with a warning where an interrupted write has torn it.
+    """The record next to a table; an empty one where there is none, and with a warning where an interrupted write has torn it.
 
     Raises DataFault for a whole record that is not an object, and for what is not a regular file.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -66,7 +67,9 @@ def _of_name(spec: str) -> list[Kernel]:
     same = [k for k in catalogue() if k.number == number or wanted in (a.lower().replace("-", "_") for a in (k.name, *k.aliases))]
     if not same:
         names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
-        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", "fa-cli list, or give a path ending in .cu")
+        file = next((path for end in ("_forward", "_backward", "") if os.path.isfile(path := f"./{spec}{end}.cu")), None)
+        hint = f"use --compute {file}" if file else "fa-cli list, or give a path ending in .cu"
+        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", hint)
     return same
 
 

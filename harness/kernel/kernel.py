@@ -135,7 +135,7 @@ class Kernel:
 
     @property
     def takes_any_width(self) -> bool:
-        """Whether it is told the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
+        """Whether it receives the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
         return self._is_told("head_dim") or bool(re.search(r"\bhead_dim\b", repr(self.tile_expressions)))
 
     @property

@@ -44,6 +44,11 @@ def new(name: str, source: str = "fa2", pass_: str = "forward", folder: Path = P
     return path
 
 
+def dtype_option(kernel: Kernel) -> str:
+    """What a command says so that the kernel takes its problem: nothing where it takes float32, the default."""
+    return "" if {"float32", "tf32"} & set(kernel.dtypes) else f" --dtype {kernel.dtypes[0]}"
+
+
 def _plain_opening(name: str, pass_: str, path: Path) -> str:
     """What the parameters are, where they are listed, and the command that tells whether it is right."""
     where, mode = (str(path) if path.is_absolute() else f"./{path}"), " --mode both" if pass_ == "backward" else ""
@@ -53,7 +58,7 @@ def _plain_opening(name: str, pass_: str, path: Path) -> str:
         "key k is visible to query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU backend",
         "takes no inline PTX and no CUDA header.",
     ]
-    lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --plain writes."] * bool(mode)
+    lines += [f"Mode both also needs a forward pass: fa-cli new {name} --plain writes one."] * bool(mode)
     lines += ["", f"    fa-cli run --compute {where}{mode}"]
     return "".join(f"// {line}".rstrip() + "\n" for line in ["", *lines])
 
@@ -106,10 +111,16 @@ def _opening(kernel: Kernel, name: str, path: Path) -> str:
         lines += [f"Change {work}"]
     first = f"run --compute {where}{mode}"
     if mode and both:
-        lines += [f"Mode both wants a forward pass beside it, which fa-cli new {name} --from {kernel.name} writes."]
+        lines += [f"Mode both also needs a forward pass: fa-cli new {name} --from {kernel.name} writes one."]
     elif mode:
         first = f"verify {where}{mode}"
-        lines += ["The second command reads what a forward pass has left of the same problem: run one before, of another kernel."]
-    lines += ["", f"    fa-cli {first}", f"    fa-cli run --compute {kernel.name},{where}{mode}", ""]
-    lines += ["The first command says whether it is right, the second whether it is faster than what it came from."]
+        lines += ["The second command reads the outputs of a forward pass of the same problem: run one of another kernel first."]
+    dtype = dtype_option(kernel)
+    lines += [
+        "",
+        f"    fa-cli {first}{dtype * (not first.startswith('verify'))}",
+        f"    fa-cli run --compute {kernel.name},{where}{mode}{dtype}",
+        "",
+    ]
+    lines += ["The first command says whether it is right, the second whether it is faster than the kernel that it is a copy of."]
     return "".join(f"// {line}".rstrip() + "\n" for line in ["", *lines])

@@ -84,7 +84,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What TMA is told of a tensor, innermost dimension first: dims and box in elements, the swizzle's span in bytes (0: none).
+    """How TMA reads a tensor, innermost dimension first: dims and box in elements, the swizzle's span in bytes (0: none).
 
     strides: in elements, of each dimension but the innermost: a constant, and multiples of the tensor's batch, head and row stride.
     """

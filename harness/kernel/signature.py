@@ -26,7 +26,7 @@ def without_comments(text: str) -> str:
 
 
 def user_files(path: Path) -> list[Path]:
-    """A kernel's file and the headers beside it that it includes, without those of the tree."""
+    """A kernel's file and the headers next to it that it includes, without those of the tree."""
     return [file for file in include_closure(path) if file == path or not file.is_relative_to(KERNELS)]
 
 

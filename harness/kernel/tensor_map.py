@@ -1,4 +1,4 @@
-"""The tensor maps of a header, [tensor_map.NAME]: what TMA is told of a tensor, evaluated for a problem.
+"""The tensor maps of a header, [tensor_map.NAME]: how TMA reads a tensor, evaluated for a problem.
 
 Coordinates and everything in their order are innermost first: (column, row, head, batch).
 """

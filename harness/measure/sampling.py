@@ -205,7 +205,7 @@ def measure(
 
     A run whose enqueueing takes the host more than a quarter of its device time is replayed from a CUDA graph where it can be captured,
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
-    not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. ready: contenders
+    not timed further, and Timing.broken says which. progress receives "N/M times warm", where M is what is taken at most. ready: contenders
     that are warmed up, by name, to which the others are added: another timing of the same contenders needs no second warm-up and no
     second graph. Raises what the contenders' runs raise.
     """

@@ -124,7 +124,7 @@ def _ratios(
 
 
 def _compares(view: View, others: Sequence[View]) -> bool:
-    """Whether a view is worth figures beside the others of its run: not with one kernel where another has several, nor with one shape
+    """Whether a view is worth figures next to the others of its run: not with one kernel where another has several, nor with one shape
     where the other mask has several and is drawn. The summary has its numbers."""
     beside = [other for other in others if (other.device, other.type) == (view.device, view.type)]
     several = [other for other in beside if len(other.timed) > 1] or beside
@@ -173,7 +173,7 @@ def redraw(
 ) -> list[Path]:
     """The figures and summary.md of a folder again, from its files alone; returns their paths.
 
-    Figures go into pictures (default: the folder), with_page index.html beside them, which holds them; summary.md into texts (default:
+    Figures go into pictures (default: the folder), with_page index.html next to them, which holds them; summary.md into texts (default:
     pictures). Elsewhere than in the folder their names start with `name`, since those of several experiments lie side by side there.
     Nothing else is written. title: by default the sweep's of env.json, else name. Without `figures` none is drawn.
     """

@@ -40,7 +40,7 @@ def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
 
 
 def energy(view: View, title: str, footer: str) -> Figure | None:
-    """pJ/FLOP of each kernel, settled and alone on the GPU, beside the matrix product's: lines over S for a family, else bars by shape."""
+    """pJ/FLOP of each kernel, settled and alone on the GPU, next to the matrix product's: lines over S for a family, else bars by shape."""
     view = view.only(row for row in view.rows if row.energy_mj and row.timing == view.timing)
     if not view.timed:
         return None
@@ -158,7 +158,7 @@ def _hollow(
 
 
 def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
-    """Time over S with the L2 cache warm and cold (hollow), beside the growth of the work. Rates show warm times alone as well."""
+    """Time over S with the L2 cache warm and cold (hollow), next to the growth of the work. Rates show warm times alone as well."""
     timed = [row for kernel in view.kernels for row in view.cells(kernel).values() if row.KernelTime_ms]
     if view.timing != "warm" or not any(row.timing == "cold" and row.KernelTime_ms for row in view.rows):
         return None
@@ -183,7 +183,7 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
 
 
 def memory(view: View, title: str, footer: str) -> Figure | None:
-    """Peak device bytes of each kernel over S, beside its tensors alone and beside the S x S matrix that it may have to store.
+    """Peak device bytes of each kernel over S, next to its tensors alone and to the S x S matrix that it may have to store.
 
     None too at a fixed number of tokens, where only the matrix grows, if no kernel stores it.
     """

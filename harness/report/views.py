@@ -336,7 +336,7 @@ def flops_an_exp(row: Row) -> float:
 
 
 def limiter(view: View, kernel: str) -> str | None:
-    """A sentence: what limits a kernel at its largest problem, by the ceilings measured beside it; None where there are none."""
+    """A sentence: what limits a kernel at its largest problem, by the ceilings measured in the same run; None where there are none."""
     timed = [row for row in view.cells(kernel).values() if row.TFLOPS]
     largest = max(timed, key=lambda row: problem_of(row).flops(view.mode), default=None)
     ceilings = roofs(view, largest) if largest else []

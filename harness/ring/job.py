@@ -132,7 +132,7 @@ def work(spec: Spec, place: Place) -> Outcome | None:
 
 def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda text: None) -> Outcome:
     """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
-    spec.bandwidth. progress is told what is being done."""
+    spec.bandwidth. progress receives what is being done."""
     progress(f"compiles {spec.compute}")
     backend, talk = open_backend(spec.device, 0), Alone()
     notes, contender, partition = _ready(spec, backend, talk, count)
@@ -161,7 +161,7 @@ def open_backend(device: str, local_rank: int) -> Backend:
 
 
 def transport_of(backend: Backend, talk: Control, timeout: float, notes: list[str] | None = None) -> Transport:
-    """Peer copies or NCCL between GPUs (notes is told why it is NCCL), MPI between CPUs.
+    """Peer copies or NCCL between GPUs (notes receives why it is NCCL), MPI between CPUs.
 
     Raises EnvironmentFault where ranks on CPUs were not started by mpiexec.
     """
@@ -175,7 +175,9 @@ def transport_of(backend: Backend, talk: Control, timeout: float, notes: list[st
 
     if isinstance(talk, Mpi):
         return talk
-    raise EnvironmentFault("ranks on CPUs talk over MPI", "this launcher has none", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu")
+    raise EnvironmentFault(
+        "ranks on CPUs exchange messages by MPI", "this launcher has no MPI", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu"
+    )
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def _judged(
     outputs: Mapping[str, Any],
     progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """The verdicts on the whole problem, and the same kernel on one device beside it."""
+    """The verdicts on the whole problem, and the same kernel on one device for comparison."""
     oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp, progress)
     kernel = next(iter(contender.kernels.values()))
     verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)

@@ -15,7 +15,7 @@ from .place import Place, control
 from .transport import Control, Stuck, Transport, wait_for
 
 SIZES = tuple(1 << shift for shift in range(16, 29, 2))
-#: Exchanges of a size, one behind the other; on a CPU fewer, since its messages are copies by the processor.
+#: Exchanges of a size, one after the other; on a CPU fewer, since its messages are copies by the processor.
 _EXCHANGES = {"cuda": 20, "cpu": 3}
 
 

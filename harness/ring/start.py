@@ -39,7 +39,7 @@ def ring(
 ) -> Outcome | None:
     """The outcome of a ring, on the first rank; None on the others. gpus: start so many ranks here; simulated: take turns.
 
-    progress is told what is being done; ranks with a process of their own tell nothing.
+    progress receives what is being done; ranks with a process of their own tell nothing.
 
     Raises UsageFault for both, EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
     """
@@ -48,7 +48,7 @@ def ring(
     if simulated and not found():
         return simulate(spec, simulated, progress)
     if simulated:
-        raise UsageFault("--simulate below a launcher", "it takes one process", "leave out mpiexec, or --simulate")
+        raise UsageFault("--simulate under a launcher", "it needs one process", "leave out mpiexec, or --simulate")
     progress(f"{gpus or 2} ranks compile, compute, and are judged" if not found() else "")
     return on_ranks(partial(work, spec), spec.device, gpus)
 
@@ -63,7 +63,7 @@ def on_ranks(job: Callable[[Place], T | None], device: str, gpus: int | None = N
         place = None  # a shell inside a job of Slurm: what is said here counts
     if place and gpus:
         why = f"it has made this process rank {place.rank} of {place.size}"
-        raise UsageFault("--gpus below a launcher", why, "leave out --gpus, or the launcher")
+        raise UsageFault("--gpus under a launcher", why, "leave out --gpus, or the launcher")
     if place:
         return job(place)
     cpu = device == "cpu" or (device == "auto" and not nvidia_driver())

@@ -59,7 +59,7 @@ class PassTime:
 
 
 def run_pass(ranks: Sequence[Rank], pass_: str, count: int, timeout: float) -> list[list[Sample]]:
-    """Run a pass `count` times, one behind the other: for each rank of this process its samples. The device always has the next run queued,
+    """Run a pass `count` times, one after the other: for each rank of this process its samples. The device always has the next run queued,
     and no more, so that its queue never fills and the host can tell that it has stopped.
 
     Raises Stuck where the device has not come to the end of a run within timeout seconds after the run before.
@@ -82,7 +82,7 @@ def run_pass(ranks: Sequence[Rank], pass_: str, count: int, timeout: float) -> l
 
 
 def replay(rank: Rank, pass_: str, count: int, timeout: float) -> tuple[float, ...]:
-    """Seconds of `count` replays of a pass as a CUDA graph, one behind the other: what it takes where the host does not matter. It has run
+    """Seconds of `count` replays of a pass as a CUDA graph, one after the other: what it takes where the host does not matter. It has run
     before. Raises Stuck as :func:`run_pass`, and what a transport without graphs raises."""
     transport: Any = rank.transport
     clock = transport.clock

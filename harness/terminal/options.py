@@ -149,14 +149,14 @@ def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
     return options(
         click.option("--batch", "--batch-size", "batch", type=int, default=batch, show_default=True),
         click.option("--heads", "--num-heads", "heads", type=int, default=heads, show_default=True, help="Query heads."),
-        click.option("--seq", "--seq-len", "seq", type=int, default=seq, show_default=True, help="Queries a head."),
+        click.option("--seq", "--seq-len", "seq", type=int, default=seq, show_default=True, help="Queries per head."),
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
-        click.option("--seq-kv", type=int, help="Keys a head.  [default: --seq]"),
+        click.option("--seq-kv", type=int, help="Keys per head.  [default: --seq]"),
         click.option(
             "--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64; or as bf16, fp16, half …"
         ),
-        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Of the random values."),
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Seed of the random values."),
     )
 
 
@@ -164,11 +164,11 @@ shape = _shape(2, 8, 512, 64)
 ring_shape = _shape(1, 1, 1024, 64)
 ring = options(
     click.option(
-        "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, a process each.  [default: 2, or the launcher's]"
+        "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, one process each.  [default: 2, or the launcher's]"
     ),
     click.option("--partition", type=click.Choice(["contiguous", "zigzag"]), help="[default: zigzag where causal]"),
     click.option("--timeout", type=_Range(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."),
-    click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys beside the launches, or after them."),
+    click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys during the launches, or after them."),
     click.option("--simulate", type=click.IntRange(1), metavar="N", help="N ranks take turns on one device; times are predicted."),
     click.option("--bandwidth", type=_Range(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."),
 )
@@ -181,7 +181,7 @@ device = click.option(
     show_default=True,
     envvar="FA_CLI_DEVICE",
     metavar="auto|cuda|cuda:N|cpu",
-    help="auto takes a GPU if there is one; cpu is the host backend.",
+    help="auto takes a GPU if there is one; cpu is the CPU engine.",
 )
 
 
@@ -203,7 +203,7 @@ def _or_arguments(option: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-_KERNELS = "Kernels by name, number, range of numbers (00-14: those that can) or path to a .cu file"
+_KERNELS = "Kernels by name, number, range of numbers (00-14: those that take the problem) or path of a .cu file"
 compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
 compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
 computes, kernels = _or_arguments(compute), _or_arguments(compute_kernels)
@@ -221,42 +221,44 @@ ring_mode = click.option(
     show_default=True,
     callback=parse_mode,
     metavar="forward|backward|both",
-    help="backward alone runs the forward pass before it, not timed.",
+    help="backward runs the forward pass first, untimed.",
 )
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
-    click.option("--check", type=click.Choice(["race", "asan"]), help="Host backend: look for data races, or for accesses out of bounds."),
-    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="Host backend: run the threads in another order."),
+    click.option("--check", type=click.Choice(["race", "asan"]), help="On the CPU engine: find data races, or accesses out of bounds."),
+    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run the threads in another order."),
 )
 checks_and_sms = options(
     checks,
-    click.option("--sms", type=click.IntRange(1), metavar="N", help="As on N multiprocessors: fewer blocks, more works each."),
+    click.option("--sms", type=click.IntRange(1), metavar="N", help="Launch as on N multiprocessors: fewer blocks, with more tiles each."),
 )
-deterministic = click.option("--deterministic", is_flag=True, help="The form of kernels that gives the same bits on every run.")
+deterministic = click.option("--deterministic", is_flag=True, help="Use the form of a kernel that gives the same bits on every run.")
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
-    click.option("--scale", type=float, help="Of the scores.  [default: 1/sqrt(dim)]"),
+    click.option("--scale", type=float, help="Factor of the scores.  [default: 1/sqrt(dim)]"),
 )
 drawn = options(
     click.option(
         "--seed",
         type=click.IntRange(0, 2**32 - 1),
         metavar="N",
-        help="Of the problems, for a sweep that draws them, as mixed.  [default: 42]",
+        help="Seed of a sweep that draws its problems, such as mixed.  [default: 42]",
     ),
-    click.option("--cases", type=click.IntRange(1, 10_000), metavar="N", help="Problems that such a sweep draws.  [default: the sweep's]"),
+    click.option(
+        "--cases", type=click.IntRange(1, 10_000), metavar="N", help="How many problems such a sweep draws.  [default: the sweep's]"
+    ),
 )
 sampled = options(
     click.option(
-        "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples a row.  [default: until steady]"
+        "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples per row.  [default: until steady]"
     ),
-    click.option("--min-time", type=_Range(0, 3600), default=0.0, metavar="SECONDS", help="At least so much kernel time a row."),
+    click.option("--min-time", type=_Range(0, 3600), default=0.0, metavar="SECONDS", help="At least this much kernel time per row."),
 )
 tile_lists = click.option(
     "--tile",
     multiple=True,
     callback=_tile_lists,
     metavar="NAME=VALUE[,VALUE...]",
-    help="Values of a tile of the header; several options: every combination.  [default: each tile's own, half and double]",
+    help="Values to try for a tile of the header; several options try every combination.  [default: each tile's own, half and double]",
 )
 tile = click.option("--tile", multiple=True, callback=_tiles, metavar="NAME=VALUE", help="Override a tile value of the header.")

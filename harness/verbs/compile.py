@@ -99,7 +99,7 @@ def compile_all(
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
-    note is told what a range leaves out. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
+    note receives what a range leaves out. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
     a range: for none), and as :func:`compile_kernels` does.
     """
     found: list[Kernel] = []

@@ -163,7 +163,7 @@ def open_backend(
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
-                "--check and --schedule-seed are the CPU backend's",
+                "--check and --schedule-seed need the CPU backend",
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )
@@ -175,9 +175,9 @@ def open_backend(
 class Run(Request):
     """What `fa-cli run` is asked for.
 
-    data_folder: in place of the problem (by default Problem.of()), which is generated under data_root or reused there. causal and scale
-    are the problem's unless given. check, schedule_seed, debug, sms: as :func:`open_backend`. progress is told what is being done, with
-    N/M before it where it is known how much is done.
+    problem: by default Problem.of(). Its inputs are generated into a folder under data_root, or reused there. data_folder: a folder to use
+    instead. causal and scale override the problem's. check, schedule_seed, debug, sms: as :func:`open_backend`. progress receives what is
+    being done, after "N/M " where the amount of work is known.
     """
 
     computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
@@ -196,11 +196,11 @@ class Run(Request):
 
 @with_options(Run)
 def run(asked: Run) -> Results:
-    """Run what is asked for, and write the first one's outputs into the data folder, which is locked meanwhile.
+    """Run kernels and peers on one problem, check every output, and time those that pass.
 
-    All that pass are then timed in round-robin turns, warm; with check they are launched once more instead, and with debug, which
-    compiles them for a debugger, not again: a breakpoint stops in one launch. Raises Fault: usage, data, environment, kernel or disk; a
-    failed check is no exception, it is Result.passed.
+    The first one's outputs are written into the data folder, which is locked meanwhile. Timing is warm, in round-robin turns. With check
+    each is launched once more instead of timed. With debug, which compiles for a debugger, each is launched once. A failed check is no
+    exception: see Result.passed. Raises Fault for mistakes of usage, data, environment, kernel or disk.
     """
     mode, progress = asked.mode, asked.progress
     _refuse_nothing(asked)

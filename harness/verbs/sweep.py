@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
-MEASURES = ("cold", "burst", "energy")  # what may be taken beside warm times, in this order
+MEASURES = ("cold", "burst", "energy")  # what may be measured besides warm times, in this order
 KEYS = ("title", "mode", "kernels", "peers", "operator", "ceilings", "deterministic", *MEASURES, "shapes", "training", "draw", "cpu")
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
@@ -134,7 +134,7 @@ class Sweep:
     operator: bool = False
 
     def measures(self, test: str) -> tuple[str, ...]:
-        """What a GPU measures of a test's contenders beside warm times, of MEASURES: cold unless the sweep says otherwise."""
+        """What a GPU measures of a test's contenders besides warm times, of MEASURES: cold unless the sweep says otherwise."""
         some = {name: self.taken.get(name, name == "cold") for name in MEASURES}
         return tuple(
             name for name, which in some.items() if which is True or (which and matches(test, [which] if isinstance(which, str) else which))

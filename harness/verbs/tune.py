@@ -123,10 +123,10 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Request):
-    """What `fa-cli tune` is asked for: one kernel and pass. tiles: a list of values each. by: one of RANKS.
+    """What `fa-cli tune` is asked for: one kernel and pass. tiles: for each name a list of values. by: one of RANKS.
 
-    one_by_one: a value at a time in place of the product, all others at their defaults. note is told how many variants there are,
-    before the first is compiled.
+    one_by_one: change one value at a time, with all others at their defaults, instead of trying all combinations. note receives the number
+    of variants before the first is compiled.
     """
 
     by: str = "time"
@@ -138,13 +138,12 @@ class Tune(Request):
 
 @with_options(Tune)
 def tune(asked: Tune) -> Tuned:
-    """Sweep tile values of a kernel: the cross product of the lists, or of every tile's default, half and double of it.
+    """Try tile values of a kernel: all combinations of the lists, or of every tile's default, half and double.
 
-    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json beside; after Ctrl-C those that
-    are known by then. Raises UsageFault for an unknown or
-    refused kernel or tile and for an output_dir with an experiment in it, DataFault where its tune.csv has another header,
-    EnvironmentFault where the device does not count the energy that is asked for, KernelFault where a variant loses the CUDA context,
-    DiskFault.
+    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after
+    Ctrl-C, those that are known by then. Raises UsageFault for an unknown or refused kernel or tile and for an output_dir with an
+    experiment in it, DataFault where its tune.csv has another header, EnvironmentFault where the device does not count energy, KernelFault
+    where a variant loses the CUDA context, DiskFault.
     """
     by, output_dir, problem, progress = asked.by, asked.output_dir, asked.problem or Problem.of(), asked.progress
     if output_dir:
@@ -152,7 +151,7 @@ def tune(asked: Tune) -> Tuned:
     backend = pick(asked.device)
     if by == "energy" and backend.meter() is None:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
-        raise EnvironmentFault(f"{backend.device().name} does not say what energy it takes", why, "fa-cli tune --by time")
+        raise EnvironmentFault(f"{backend.device().name} does not report its energy", why, "fa-cli tune --by time")
     kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
     default, swept = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
     variants = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]

@@ -1,4 +1,5 @@
-"""report's HTML page in a real browser: it sorts and filters, follows the dark mode, fits a phone, and runs no script of the data."""
+"""report's HTML page in a real browser: it sorts and filters, shows a bar's numbers, follows the dark mode, fits a phone, and runs no
+script of the data."""
 
 from __future__ import annotations
 
@@ -28,10 +29,17 @@ const found = {errors: 0, all: rows().length, broken: "broken" in document.body.
 onerror = () => { found.errors += 1; };
 heads[at].click(); found.up = rates();
 heads[at].click(); found.down = rates();
-const search = document.querySelector("input");
+const search = document.querySelector("input[type=search]");
 search.value = "hopper bfloat16"; search.dispatchEvent(new Event("input"));
 found.kept = rows().map(row => row.textContent);
+const problems = () => [...document.querySelectorAll("section")].filter(card => card.getBoundingClientRect().height);
+found.cards = problems().map(card => card.closest("details").querySelector("summary").textContent);
 search.value = ""; search.dispatchEvent(new Event("input")); found.again = rows().length;
+const bars = () => [...document.querySelectorAll("li")].filter(bar => bar.getBoundingClientRect().height);
+found.first = bars().length; document.querySelector("#every").click(); found.every = bars().length;
+const bar = bars()[0], tip = bar.querySelector(".tip");
+found.hidden = tip.getBoundingClientRect().height; bar.focus();
+found.shown = tip.getBoundingClientRect().height; found.tip = tip.textContent;
 document.documentElement.style.width = "400px";  // a window is 500 at least
 const outside = [...document.body.querySelectorAll("*")].filter(element => !element.closest(".wide"));
 found.wide = Math.max(...outside.map(element => element.getBoundingClientRect().left + element.scrollWidth));
@@ -71,6 +79,16 @@ def test_the_page_sorts_filters_and_runs_nothing_of_the_data(tmp_path: Path) -> 
     assert len(found["up"]) > 50 and found["up"] == sorted(found["up"]) and found["down"] == sorted(found["up"], reverse=True)
     assert 0 < len(found["kept"]) < found["all"] == found["again"]
     assert all("hopper" in text and "bfloat16" in text for text in found["kept"])
+
+
+@needs_browser
+def test_a_bar_shows_its_numbers(tmp_path: Path) -> None:
+    """Words filter the problems too. At first a problem has the fastest of ours and the peers, on request every kernel; a bar in focus has
+    its numbers below it."""
+    found, _ = read(tmp_path)
+    assert found["cards"] and all("bfloat16" in text for text in found["cards"])
+    assert 0 < found["first"] < found["every"]
+    assert found["hidden"] == 0 < found["shown"] and re.match(r"fa2: [\d.]+ ms, .* TFLOP/s, 1\.\d+ times as fast as torch-", found["tip"])
 
 
 @needs_browser

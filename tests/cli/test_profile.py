@@ -72,7 +72,7 @@ def test_without_a_gpu_is_exit_4(device: str, fa_cli: Run, monkeypatch: pytest.M
     monkeypatch.setattr(profile, "nvidia_driver", lambda: device == "cpu")
     result = fa_cli("profile", "--device", device)
     assert result.exit_code == 4 and result.stdout == "" and not list(tmp_path.iterdir())
-    assert "error: no GPU to profile" in result.stderr and "hint: rent one: experiments/cloud_modal.py of the sources" in result.stderr
+    assert "error: no GPU to profile" in result.stderr and "or rent one: experiments/cloud_modal.py of the sources" in result.stderr
     assert (ROOT / "experiments/cloud_modal.py").is_file(), "the hint names a file"
 
 

@@ -300,7 +300,7 @@ def test_ranked_by_energy(planted: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_energy_is_read_of_what_passed(fa_cli: Run, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By energy of all that is right, by time of the fastest; a device that does not count energy cannot be asked for it: exit 4."""
     result = fa_cli("tune", planted, *SHAPE, "--by", "energy")
-    assert result.exit_code == 4 and "does not say what energy" in result.stderr and "--by time" in result.stderr
+    assert result.exit_code == 4 and "does not report its energy" in result.stderr and "--by time" in result.stderr
     asked: list[int] = []
 
     def energy(contenders: Any, *_: Any) -> dict[str, Timing]:

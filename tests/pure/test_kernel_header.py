@@ -228,6 +228,15 @@ def test_find_by_name() -> None:
     assert "naive" in caught.value.why
 
 
+def test_an_unknown_name_that_is_a_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that lies in the current folder the hint gives the path."""
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageFault, match="unknown kernel 'mine'") as caught:
+        kernel.find("mine", "forward")
+    assert caught.value.hint == "use --compute ./mine_forward.cu"
+
+
 def test_architectures(tmp_path: Path) -> None:
     """>= compares numbers; an exact rule means that architecture only; rules may differ by dtype."""
     found = Kernel.read(write(tmp_path))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rows import CPU, append_row, ceilings, lengths, row
 
+from harness.problem import Problem
 from harness.report import compose
+from harness.report.bars import bars
 from harness.report.page import COLUMNS, page
 from harness.row import read_rows
 
@@ -119,3 +121,31 @@ def test_a_cpu_says_so() -> None:
     assert "CPU time (host backend), not GPU performance" in Page(page(lengths("fa2", **CPU), {}, "t", [])).words
     assert "not GPU performance" not in Page(page(lengths("fa2"), {}, "t", [])).words
     assert cells(Page(page([], {}, "t", []))) == []
+
+
+def test_bars_have_ours_first_and_the_peers_in_order() -> None:
+    """The fastest of ours, then each peer by its time, then a failure without a speed; other kernels of ours wait for a click."""
+    rows = [row("torch-math", "S128", 4.0), row("fa2", "S128", 2.0), row("fa1", "S128", 3.0), row("torch-flash", "S128", 1.5)]
+    rows += [row("mma", "S128", None), row("fa3", "S128", None, Status="REFUSED", ErrorMessage="it takes bfloat16")]
+    text = bars(rows)
+    assert re.findall(r'<li class="([a-z ]+)".*?<span>(\S+)</span>', text) == [
+        ("ours", "fa2"),
+        ("best", "torch-flash"),
+        ("other", "torch-math"),
+        ("other", "mma"),
+        ("other more", "fa1"),
+    ]
+    assert re.findall(r"width: ([\d.]+)", text) == ["75.0", "100.0", "37.5", "0", "50.0"]
+    assert '<b class="behind">0.750</b>' in text and "mma: FAIL. mma is wrong" in text
+    assert "fa2: 2 ms, 20 % to 80 %: 1.8 to 2.4 ms" in text and "0.750 times as fast as torch-flash" in text
+
+
+def test_bars_say_the_mean_and_fold() -> None:
+    """Two problems, 2 and 0.5 times the best peer: the mean is 1. Without a peer there is no ratio; CPU bars have milliseconds."""
+    rows = [row(kernel, test, ms) for test, kernel, ms in (("S128", "fa2", 1), ("S128", "fa3", 2), ("S256", "fa2", 4), ("S256", "fa3", 2))]
+    assert "geometric mean 1.000, least 0.500; 1 of 2 problems below 1." in bars(rows)
+    alone = bars([row(f"k{i}", "S128", 1.0 + i, **CPU) for i in range(8)])
+    assert "<b" not in alone and alone.count(" more") == 2 and ">1 ms<" in alone
+    assert bars([row("fa2", "S128", None)]) == ""
+    many = bars([row("fa2", f"S{i}", 1.0, Problem.of(1, 1, i, 64, dtype=dtype)) for dtype in ("float32", "float16") for i in range(1, 50)])
+    assert many.count("<details open>") == 1 and many.count("<details>") == 1

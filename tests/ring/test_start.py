@@ -186,7 +186,7 @@ def test_what_a_rank_refuses_is_told_once(tmp_path: Path) -> None:
     done = ran(words("--compute", "tiled", "--dtype", "float16", "--gpus", 2, *ON_CPU), tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: tiled_forward does not take float16")
     done = ran(words("--compute", "numpy", "--simulate", 2, *ON_CPU), tmp_path)
-    assert done.returncode == 2 and "is no kernel of ours" in done.stderr
+    assert done.returncode == 2 and "is not a kernel of this project" in done.stderr
 
 
 def test_a_simulation_says_that_it_is_one(fa_cli: Callable[..., Result]) -> None:
@@ -340,4 +340,4 @@ def test_gpus_below_a_launcher_is_refused(fa_cli: Callable[..., Result], monkeyp
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     done = fa_cli("ring", "--gpus", 2)
-    assert done.exit_code == 2 and "--gpus below a launcher" in done.output
+    assert done.exit_code == 2 and "--gpus under a launcher" in done.output

@@ -63,7 +63,7 @@ class Host(Backend):
 
     check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
     :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
-    sms: the multiprocessors that plans are told of, None: an H200's 132. Raises EnvironmentFault where there is no C++ compiler.
+    sms: the number of multiprocessors in plans, None: an H200's 132. Raises EnvironmentFault where there is no C++ compiler.
     """
 
     name = "cpu"

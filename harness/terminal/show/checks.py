@@ -158,5 +158,5 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
     for (status, name, pass_, _), same in causes.items():
         where = ", ".join(dict.fromkeys(f"{r.dtype} D{r.head_dim} {r.arch}" for r in same))
         line(status, f"{name} {pass_} ({where}): {same[0].message.strip()}")
-    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} in order")
+    line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} compiled as their headers promise")
     return code

@@ -184,7 +184,7 @@ def redrawn(paths: Sequence[Path], as_json: bool, verbosity: int) -> int:
 
 
 def error_pictures(found: Sequence[Result]) -> list[Path]:
-    """Draw where each tensor that failed its check is wrong, beside the outputs: error_<tensor>.png, later kernels' with their name."""
+    """Draw where each tensor that failed its check is wrong, next to the outputs: error_<tensor>.png, later kernels' with their name."""
     made: list[Path] = []
     for place, result in enumerate(found):
         if not result.outputs:

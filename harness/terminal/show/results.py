@@ -276,11 +276,15 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
 
 def new_kernel(path: Path) -> int:
     """new: the file that was written and what to do next."""
+    from ...kernel import Kernel
+    from ...kernel.new import dtype_option
+
     print(f"written  {path}")
     pass_ = "backward" if path.stem.endswith("_backward") else "forward"
     spec = path if path.is_absolute() else f"./{path}"
     if pass_ == "forward" or path.with_name(f"{path.stem.removesuffix(pass_)}forward.cu").exists():
-        print(f"hint: fa-cli run --compute {spec} --mode {'both' if pass_ == 'backward' else pass_}", file=sys.stderr)
+        mode = f"--mode {'both' if pass_ == 'backward' else pass_}{dtype_option(Kernel.read(path))}"
+        print(f"hint: fa-cli run --compute {spec} {mode}", file=sys.stderr)
     else:  # run needs a forward pass
         print(f"hint: fa-cli verify {spec} --mode {pass_}", file=sys.stderr)
     return 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def ring(outcome: Outcome | None, files: Sequence[Path], as_json: bool, verbosity: int) -> int:
-    """Errors of each tensor, times of each step, the ring beside one device. Returns the exit code."""
+    """Errors of each tensor, times of each step, the ring compared with one device. Returns the exit code."""
     if outcome is None:
         return 0
     code = 0 if outcome.passed else 1

@@ -106,7 +106,8 @@ def profile(asked: Profile) -> list[Counters]:
     tool, output_dir, problem, progress = asked.tool, asked.output_dir, asked.problem or Problem.of(), asked.progress
     kernels = kernels_for(replace(asked, problem=problem), asked.note)
     if asked.device == "cpu" or not nvidia_driver():
-        raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", "rent one: experiments/cloud_modal.py of the sources")
+        hint = "without one, fa-cli compile shows registers and spills; or rent one: experiments/cloud_modal.py of the sources"
+        raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", hint)
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if not program:
         hint = f"apt install {TOOLS[tool]} (NVIDIA's repository), or put the CUDA toolkit's bin folder on PATH"

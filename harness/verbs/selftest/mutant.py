@@ -44,7 +44,7 @@ class Mutant:
         return next(kernel for kernel in catalogue() if kernel.label == self.kernel)
 
     def plant(self, folder: Path) -> Kernel:
-        """The kernel with its fault, written into a folder (a header with a fault beside it). Raises ValueError as `edited` does."""
+        """The kernel with its fault, written into a folder (a header with a fault next to it). Raises ValueError as `edited` does."""
         path = self.source.path
         text = path.read_text(encoding="utf-8")
         if self.file:

@@ -51,7 +51,7 @@ def selftest(
 ) -> list[Trial]:
     """Plant each fault and try each check that must find it on this device, then the same check on the unspoiled kernel.
 
-    quick: one fault of each kind before each check. only: patterns of fault names. progress is told "N/M check: fault". Raises UsageFault
+    quick: one fault of each kind before each check. only: patterns of fault names. progress receives "N/M check: fault". Raises UsageFault
     where no fault is left.
     """
     plain = pick(device)

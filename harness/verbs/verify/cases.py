@@ -67,7 +67,7 @@ SHIFTS = (None, 1, 62, 63)
 #: (batch, key heads) of the cases of the full matrix with short rows, in turn.
 BATCHES = ((2, 2), (3, 5), (1, 3), (5, 1), (17, 1), (1, 17), (2, 3), (1, 12))
 SCHEDULES = (0, 7)
-#: Multiprocessors that plans are told of, None: the device's own. With few, a persistent block takes a second work and a third.
+#: The number of multiprocessors in plans, None: the device's own. With few, a persistent block takes a second work and a third.
 SMS = (None, 2, 3)
 MATRICES = ("quick", "full")
 _MOST = {"cpu": 220, "cuda": 320}
@@ -81,7 +81,7 @@ BEYOND = 1 << 31
 class Case:
     """What kernels are run on, and how. number is its place in a matrix or a fuzz.
 
-    sms: multiprocessors that the plan is told of, None: the device's. check: the CPU backend's "race", or None. schedule: its seed, 0 is
+    sms: the number of multiprocessors in the plan, None: the device's. check: the CPU backend's "race", or None. schedule: its seed, 0 is
     index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
     batches, so many times over (large.py), which is how tensors beyond 2^31 elements are made.
     """

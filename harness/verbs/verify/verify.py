@@ -26,10 +26,10 @@ BLOCK = 50
 class Verify(Request):
     """What `fa-cli verify` is asked for: of each kernel (none: of the whole tree) every pass that it has among the mode's.
 
-    matrix: quick or full. case: one case alone, by its number or its text. count: so many random cases from seed instead of the matrix.
-    check, schedule_seed: as verbs.run.open_backend. repeat: launches more of the same inputs (run_case; random cases have one launch).
-    progress is given each result; tell is told "N/M" of all, and what is being done. note is told what a range, or with deterministic
-    the tree, leaves out, which cases a kernel cannot be given, and what the device has no room for.
+    matrix: quick or full. case: only this case, by its number or its text. count: this many random cases from seed instead of the matrix.
+    check, schedule_seed: as verbs.run.open_backend. repeat: further launches on the same inputs (not for random cases). progress receives
+    each result; tell receives "N/M" and what is being done. note receives what was skipped and why: kernels of a range or, with
+    deterministic, of the tree; cases that a kernel does not take; cases for which the device has no room.
     """
 
     mode: str = field(default="both", kw_only=False)
@@ -48,8 +48,8 @@ class Verify(Request):
 def verify(asked: Verify) -> list[CaseResult]:
     """Run each kernel over its matrix. One with two forms is checked in both, or with deterministic in that one.
 
-    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a kernel alone can
-    be given none.
+    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a single kernel takes
+    no case.
     """
     case, note, deterministic = asked.case, asked.note, asked.deterministic
     backends = Backends(asked.device, asked.check, asked.schedule_seed)
@@ -97,7 +97,7 @@ def verify(asked: Verify) -> list[CaseResult]:
 def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone: bool) -> list[Case]:
     """The cases of a kernel: the one given where its header covers it or no other kernel is asked for, else those of its matrix.
 
-    What it cannot be given is no failure of its: such cases are left out, and note is told how many and why. Raises UsageFault where
+    What it cannot be given is no failure of its: such cases are left out, and note receives how many and why. Raises UsageFault where
     that is all of its matrix, or the case asked for.
     """
     if given:
@@ -115,7 +115,7 @@ def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone
         raise UsageFault(refused[0].what, refused[0].why, "leave out --case" if case else "let its header promise what it can be given")
     if refused:
         whys = "; ".join(dict.fromkeys(fault.why for fault in refused))
-        asked.note(f"{chosen.label}: {len(refused)} of {len(every)} cases left out, which it cannot be given: {whys}")
+        asked.note(f"{chosen.label}: {len(refused)} of {len(every)} cases skipped, because it does not take them: {whys}")
     return taken
 
 
@@ -157,7 +157,7 @@ def _words(result: CaseResult) -> str:
 
 
 def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[CaseResult]:
-    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note is told the counts."""
+    """The results of `count` cases drawn from a seed, or of one of them. Every BLOCK cases, and at its end, note receives the counts."""
     count, seed, case, note, tell = asked.count, asked.seed, asked.case, asked.note, asked.tell
     if case is not None and (not case.isdecimal() or int(case) >= count):
         raise UsageFault(f"there is no case {case}", f"{count} cases are drawn, from 0 on", "leave out --fuzz to run a case by its text")
@@ -171,13 +171,14 @@ def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[Ca
         note(f"fuzz with seed {seed}: {compiled} compiled in {began - start:.1f} s")
     results: list[CaseResult] = []
     judged: set[int] = set()
+    skipped = len(cases) - len({each.number for each, _ in pairs})
 
     def so_far(last: bool) -> str:
         seconds, failed = time.perf_counter() - began, sum(not result.passed for result in results)
-        done = (
-            f"{len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
-        )
-        return f"fuzz with seed {seed}: {done}, " + (f"after {began - start:.1f} s of compiling" if last else f"{failed} failed")
+        rate = f"{seconds:.1f} s, {len(judged) / seconds:.1f} cases/s"
+        rest = f"after {began - start:.1f} s of compiling" if last else f"{failed} failed"
+        rest += f"; {skipped} cases skipped that none of the kernels takes" if last and skipped else ""
+        return f"fuzz with seed {seed}: {len(results)} runs of kernels on {len(judged)} of {len(cases)} cases in {rate}, {rest}"
 
     try:
         for result in fuzz(found, cases, backends, asked.deterministic, asked.progress):
