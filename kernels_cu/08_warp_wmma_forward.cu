@@ -61,10 +61,10 @@ constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [BLOCK_Q][HEAD_DIM]
-    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
-    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
-    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [16][BLOCK_K]
+    scalar* q_smem = fa::dynamic_shared<scalar>();                             // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
+    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
+    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);     // [16][BLOCK_K]
     float* rescale_smem = s_smem + 16 * BLOCK_K;                               // [16][16]
     scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + 16 * 16);        // [16][BLOCK_K]
 

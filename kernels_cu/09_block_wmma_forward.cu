@@ -41,26 +41,26 @@
 
 using scalar = fa::DTYPE;
 
-constexpr int BLOCK_Q = 16 * WARPS, THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = 16, BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int KEYS = BLOCK_K / 16, COLUMNS = HEAD_DIM / 16;  // fragments
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::RowCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::RowCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const int warp = fa::warp_id();
-    scalar* q_smem = fa::dynamic_shared<scalar>();                          // [BLOCK_Q][HEAD_DIM]
-    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
-    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                           // [BLOCK_K][HEAD_DIM]
-    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);  // [WARPS][16][BLOCK_K]
-    float* rescale_smem = s_smem + BLOCK_Q * BLOCK_K;                          // [WARPS][16][16]
-    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + BLOCK_Q * 16);   // [WARPS][16][BLOCK_K]
-    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * 16 * BLOCK_K;  // this warp's
+    scalar* q_smem = fa::dynamic_shared<scalar>();                             // [BLOCK_Q][HEAD_DIM]
+    scalar* k_smem = q_smem + BLOCK_Q * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
+    scalar* v_smem = k_smem + BLOCK_K * HEAD_DIM;                              // [BLOCK_K][HEAD_DIM]
+    float* s_smem = reinterpret_cast<float*>(v_smem + BLOCK_K * HEAD_DIM);     // [WARPS][16][BLOCK_K]
+    float* rescale_smem = s_smem + WARPS * 16 * BLOCK_K;                          // [WARPS][16][16]
+    scalar* p_smem = reinterpret_cast<scalar*>(rescale_smem + WARPS * 16 * 16);   // [WARPS][WARP_ROWS][BLOCK_K]
+    s_smem += warp * 16 * BLOCK_K, rescale_smem += warp * 16 * 16, p_smem += warp * WARP_ROWS * BLOCK_K;  // this warp's
 
     // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int q_first = q_tile * BLOCK_Q, q_end = min(q_first + BLOCK_Q, args.seq_q);
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = fa::kv_head_of(args, head);
-    const int warp_row = warp * 16;
+    const int warp_row = warp * WARP_ROWS;
     const int keys = fa::visible_keys(args, q_end - 1);  // what the last query sees is what any query of the block sees
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one is applied to Q, exactly.

@@ -60,8 +60,8 @@ constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM], before the first K and V; O in the epilogue
-    const fa::uint32_t k_smem = q_smem;                              // [BLOCK_K][HEAD_DIM]
+    const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM]; O in the epilogue
+    const fa::uint32_t k_smem = q_smem;                              // [BLOCK_K][HEAD_DIM], when Q has been read
     const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
 
     // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.

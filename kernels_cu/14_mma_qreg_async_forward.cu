@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
     const fa::uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [BLOCK_Q][HEAD_DIM]; O in the epilogue
-    const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // two stages, each K and V: [2][2][BLOCK_K][HEAD_DIM]
-    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // in the first stage
+    const fa::uint32_t k_smem = q_smem + BLOCK_Q * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]: two stages, each K and V
+    const fa::uint32_t v_smem = k_smem + BLOCK_K * HEAD_DIM * 2;     // [BLOCK_K][HEAD_DIM]
 
     // This block's work. Under the causal mask the last query tiles see the most keys: they start first, short ones fill the end.
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
     const fa::uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(k_smem), v_lane = fa::lane_of_a<HEAD_DIM>(v_smem);
-    float out_reg[M][COLUMNS][4] = {};
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
     fa::cp_async_wait_group<1>();
     __syncthreads();  // Q and K(0) have arrived

@@ -72,7 +72,7 @@
 // warps that compute the softmax also start the copies. Step 16 gives each task warps of its own.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
-#include <fa/tma.cuh>
+#include <fa/stage.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -104,19 +104,16 @@ struct Producer {
     int kv_head;
     const fa::TensorMap &q_map, &k_map, &v_map;
 
-    // The barrier of a tile is told how many bytes are to come, before they do.
-    template <uint32_t Slab>
-    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
-        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+    __device__ __forceinline__ void load_q() {
+        fa::tma_load_tile<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head, work.batch);
     }
-    __device__ __forceinline__ void load_q() { load<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head); }
     __device__ __forceinline__ void load_k(int n) {
-        if (n < work.tiles) load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, kv_head);
+        if (n < work.tiles)
+            fa::tma_load_tile<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, kv_head, work.batch);
     }
     __device__ __forceinline__ void load_v(int n) {
-        if (n < work.tiles) load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, kv_head);
+        if (n < work.tiles)
+            fa::tma_load_tile<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, kv_head, work.batch);
     }
 };
 
@@ -162,58 +159,27 @@ struct Consumer {
 
     // The sign of the scale, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
-        const float sign = args.scale < 0 ? -1.0f : 0.0f;
-        if (args.scale <= 0) fa::scale_rows(score_reg, {sign, sign});
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
-        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
-        fa::mask_columns(score_reg, visible);
-    }
-    // Raises the references to the row maxima of the tile, where those are larger, and rescales what refers to them.
-    __device__ __forceinline__ void rescale(const float (&maximum)[2]) {
-        float factor[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
-            factor[half] = fa::exp2_approx(reference[half] - larger);
-            reference[half] = larger;
-            row_sum[half] *= factor[half];
-        }
-        fa::scale_rows(out_reg, factor);
+        fa::apply_sign(score_reg, args.scale);
+        if ((n + 1) * BLOCK_K > fa::visible_keys(args, first)) fa::mask_scores(score_reg, args, row, n * BLOCK_K);
     }
     // S of tile n becomes P: step 13's online softmax, which rescales lazily.
     __device__ __forceinline__ void softmax(int n) {
-        float maximum[2], sum[2];
         mask(n);
-        fa::local_row_max(maximum, score_reg);
-        const bool grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
-        if (__any_sync(fa::full_warp, grows)) rescale(maximum);
-        fa::exponentiate(score_reg, sum, scale_log2e, reference);
-        row_sum[0] += sum[0], row_sum[1] += sum[1];
+        fa::softmax_lazily(score_reg, out_reg, reference, row_sum, scale_log2e, SLACK);
         fa::pack_operand<scalar>(p_reg, score_reg);
     }
     // O / row sum, through the warp's own rows of Q's shared memory, and the logsumexp.
     __device__ __forceinline__ void store(const fa::TensorMap& o_map) {
         float inverse[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            row_sum[half] = fa::group_sum<4>(row_sum[half]);
-            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
-        }
+        fa::finish_row_sum(row_sum, inverse);
         fa::store_rows<scalar>(q_smem + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
         if (fa::lane_id() == 0) {
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab)
-                fa::tma_store_4d(&o_map, q_smem + slab * Q_SLAB + warp_row * 128, 64 * slab, first + warp_row, work.head, work.batch);
-            fa::bulk_commit();
-            fa::bulk_wait_read<0>();  // shared memory is the block's until then
+            fa::tma_store_tile<SLABS, Q_SLAB>(o_map, q_smem + warp_row * 128, first + warp_row, work.head, work.batch);
+            fa::bulk_commit(), fa::bulk_wait_read<0>();  // shared memory is the block's until then
         }
-        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
-                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+        fa::store_logsumexp(args, work.batch, work.head, row, reference, row_sum);
     }
 };
 

@@ -43,7 +43,8 @@
 //   full    its phase ends when the tile's bytes have arrived. Consumers wait for it (step 15 has it already)
 //   empty   its phase ends when all warps of all consumers have arrived, one lane each: they have read the tile. The producer waits for it
 //
-// The producer is one thread. It walks through all tiles and runs ahead until the stages are full. The consumers are two warpgroups of 64
+// The producer is one thread. It walks through all tiles and runs ahead until the stages are full; it and each consumer have a place in the
+// ring of stages of their own, and the parity of its round (fa/stage.cuh). The consumers are two warpgroups of 64
 // queries each, which share K and V: a tile is copied once for 128 queries, and half the bytes cross the L2 cache. Neither waits for the
 // other, unless it is STAGES tiles ahead. Time runs downwards:
 //
@@ -65,10 +66,10 @@
 //
 // The limits that remain. While both consumers are in their softmax the tensor cores idle; while both multiply, the units of the softmax
 // do. Both begin with the same tile at the same time, and nothing but chance makes them alternate. Step 17 makes them take turns. And a
-// consumer's softmax still waits for all of its own products: step 18.
+// consumer's softmax still waits for all of its own products: step 20.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
-#include <fa/tma.cuh>
+#include <fa/stage.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -88,12 +89,8 @@ using Work = Tiles::Work;
 struct Shared {
     unsigned char q[SLABS * Q_SLAB];  // [SLABS][BLOCK_Q][64]; O in the epilogue
     unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
-    uint64_t q_full, k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
+    uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
-
-// Tile n of K or V lies in a stage of the ring, and its arrival and its release end phases of this parity.
-__device__ __forceinline__ uint32_t stage_of(int n) { return uint32_t(n) % STAGES; }
-__device__ __forceinline__ uint32_t parity_of(int n) { return uint32_t(n) / STAGES % 2; }
 
 // Starts the copies: one thread's task.
 struct Producer {
@@ -101,23 +98,21 @@ struct Producer {
     const Work& work;
     int kv_head;
     const fa::TensorMap &q_map, &k_map, &v_map;
+    fa::RingPlace<STAGES> k, v;
 
-    // The barrier of a tile is told how many bytes are to come, before they do.
-    template <uint32_t Slab>
-    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
-        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+    __device__ __forceinline__ void load_q() {
+        fa::tma_load_tile<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head, work.batch);
     }
-    __device__ __forceinline__ void load_q() { load<Q_SLAB>(shared.q, q_map, shared.q_full, work.q_first, work.head); }
     // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
     __device__ __forceinline__ void load_k(int n) {
-        fa::mbarrier_wait_parity(&shared.k_empty[stage_of(n)], parity_of(n) ^ 1);
-        load<K_SLAB>(shared.k[stage_of(n)], k_map, shared.k_full[stage_of(n)], n * BLOCK_K, kv_head);
+        fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
+        fa::tma_load_tile<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], n * BLOCK_K, kv_head, work.batch);
+        k.next();
     }
     __device__ __forceinline__ void load_v(int n) {
-        fa::mbarrier_wait_parity(&shared.v_empty[stage_of(n)], parity_of(n) ^ 1);
-        load<K_SLAB>(shared.v[stage_of(n)], v_map, shared.v_full[stage_of(n)], n * BLOCK_K, kv_head);
+        fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
+        fa::tma_load_tile<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head, work.batch);
+        v.next();
     }
 };
 
@@ -133,13 +128,14 @@ struct Consumer {
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2] = {};
     uint32_t p_reg[BLOCK_K / 16][4];
+    fa::RingPlace<STAGES> k, v;
     float reference[2] = {-1e30f, -1e30f}, row_sum[2] = {};  // P = 2^(scale_log2e S - reference)
 
-    // Starts S = Q K(n)^T.
-    __device__ __forceinline__ void issue_scores(int n) {
+    // Starts S = Q K^T with the next tile of K.
+    __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem);
-        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[stage_of(n)]);
-        fa::mbarrier_wait_parity(&shared.k_full[stage_of(n)], parity_of(n));
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage]);
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)
@@ -147,10 +143,10 @@ struct Consumer {
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
     }
-    // Starts O += P V(n).
-    __device__ __forceinline__ void issue_output(int n) {
-        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[stage_of(n)], K_SLAB);
-        fa::mbarrier_wait_parity(&shared.v_full[stage_of(n)], parity_of(n));
+    // Starts O += P V with the next tile of V.
+    __device__ __forceinline__ void issue_output() {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[v.stage], K_SLAB);
+        fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
@@ -161,68 +157,33 @@ struct Consumer {
     __device__ __forceinline__ void wait_both() { fa::wgmma_wait<0>(score_reg, out_reg, p_reg); }
     __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
 
-    // This warp has read tile n. Its products are complete; the producer waits for all warps.
-    __device__ __forceinline__ void release_k(int n) {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[stage_of(n)]);
-    }
-    __device__ __forceinline__ void release_v(int n) {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[stage_of(n)]);
-    }
+    // This warp has read the tile. Its products are complete; the producer waits for all warps.
+    __device__ __forceinline__ void release_k() { fa::release_stage(shared.k_empty, k); }
+    __device__ __forceinline__ void release_v() { fa::release_stage(shared.v_empty, v); }
 
     // The sign of the scale, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
-        const float sign = args.scale < 0 ? -1.0f : 0.0f;
-        if (args.scale <= 0) fa::scale_rows(score_reg, {sign, sign});
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
-        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
-        fa::mask_columns(score_reg, visible);
-    }
-    // Raises the references to the row maxima of the tile, where those are larger, and rescales what refers to them.
-    __device__ __forceinline__ void rescale(const float (&maximum)[2]) {
-        float factor[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
-            factor[half] = fa::exp2_approx(reference[half] - larger);
-            reference[half] = larger;
-            row_sum[half] *= factor[half];
-        }
-        fa::scale_rows(out_reg, factor);
+        fa::apply_sign(score_reg, args.scale);
+        if ((n + 1) * BLOCK_K > fa::visible_keys(args, first)) fa::mask_scores(score_reg, args, row, n * BLOCK_K);
     }
     // S of tile n becomes P: step 13's online softmax, which rescales lazily.
     __device__ __forceinline__ void softmax(int n) {
-        float maximum[2], sum[2];
         mask(n);
-        fa::local_row_max(maximum, score_reg);
-        const bool grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
-        if (__any_sync(fa::full_warp, grows)) rescale(maximum);
-        fa::exponentiate(score_reg, sum, scale_log2e, reference);
-        row_sum[0] += sum[0], row_sum[1] += sum[1];
+        fa::softmax_lazily(score_reg, out_reg, reference, row_sum, scale_log2e, SLACK);
         fa::pack_operand<scalar>(p_reg, score_reg);
     }
     // O / row sum, through the warp's own rows of Q's shared memory, and the logsumexp.
     __device__ __forceinline__ void store(const fa::TensorMap& o_map) {
         float inverse[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            row_sum[half] = fa::group_sum<4>(row_sum[half]);
-            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
-        }
+        fa::finish_row_sum(row_sum, inverse);
         fa::store_rows<scalar>(q_smem + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
         if (fa::lane_id() == 0) {
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab)
-                fa::tma_store_4d(&o_map, q_smem + slab * Q_SLAB + warp_row * 128, 64 * slab, first + warp_row, work.head, work.batch);
-            fa::bulk_commit();
-            fa::bulk_wait_read<0>();  // shared memory is the block's until then
+            fa::tma_store_tile<SLABS, Q_SLAB>(o_map, q_smem + warp_row * 128, first + warp_row, work.head, work.batch);
+            fa::bulk_commit(), fa::bulk_wait_read<0>();  // shared memory is the block's until then
         }
-        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
-                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+        fa::store_logsumexp(args, work.batch, work.head, row, reference, row_sum);
     }
 };
 
@@ -232,9 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
         fa::mbarrier_init(&shared.q_full, 1);  // one thread arrives, and announces bytes
-        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(&shared.k_full[i], 1), fa::mbarrier_init(&shared.v_full[i], 1);
-        for (int i = 0; i < STAGES; ++i)  // each warp of each consumer arrives
-            fa::mbarrier_init(&shared.k_empty[i], 4 * CONSUMERS), fa::mbarrier_init(&shared.v_empty[i], 4 * CONSUMERS);
+        fa::mbarrier_init_ring(shared.k_full, shared.k_empty, 4 * CONSUMERS);  // each warp of each consumer arrives
+        fa::mbarrier_init_ring(shared.v_full, shared.v_empty, 4 * CONSUMERS);
         fa::mbarrier_init_fence();
     }
     __syncthreads();
@@ -253,22 +213,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Prologue: S(0) = Q K(0)^T
     fa::mbarrier_wait_parity(&shared.q_full, 0);
-    consumer.issue_scores(0);
+    consumer.issue_scores();
     consumer.wait_scores();
-    consumer.release_k(0);
+    consumer.release_k();
     consumer.softmax(0);
 
     // Main loop over tiles of keys
     for (int n = 1; n < work.tiles; ++n) {
-        consumer.issue_output(n - 1);
-        consumer.issue_scores(n);
+        consumer.issue_output();
+        consumer.issue_scores();
         consumer.wait_both();
-        consumer.release_v(n - 1), consumer.release_k(n);
+        consumer.release_v(), consumer.release_k();
         consumer.softmax(n);
     }
 
     // Epilogue: the last product, O / row sum and the logsumexp
-    consumer.issue_output(work.tiles - 1);
+    consumer.issue_output();
     consumer.wait_output();
     consumer.store(o_map);
 }

@@ -1,10 +1,12 @@
 """Lines of code that change from each step of the forward ladder to the next: python experiments/ladder/changed.py.
 
-A line of code has more than a comment. What is counted is a diff's added and removed lines together.
+A line of code has more than a comment. What is counted is a diff's added and removed lines together: of the lines as they stand, and
+of their code alone, without indentation and the comments behind it, as a reader sees that only an argument's explanation was reworded.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -22,9 +24,13 @@ def code(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("//")]
 
 
-def changed(before: Path, after: Path) -> int:
-    """Lines that the smallest diff of the code removes and adds: all but the longest common subsequence."""
-    old, new = code(before), code(after)
+def bare(line: str) -> str:
+    """The code of a line: no indentation, no comment behind it, one space where there are several."""
+    return " ".join(re.sub(r"\s//.*", "", line).split())
+
+
+def changed(old: list[str], new: list[str]) -> int:
+    """Lines that the smallest diff removes and adds: all but the longest common subsequence."""
     common = [0] * (len(new) + 1)  # of the lines of old so far, with the first j of new
     for line in old:
         diagonal = 0
@@ -35,24 +41,29 @@ def changed(before: Path, after: Path) -> int:
     return len(old) + len(new) - 2 * common[-1]
 
 
-def transitions() -> list[tuple[Kernel, Kernel, int]]:
-    """Each step of the forward ladder up to `hopper` with the one before, and the lines that change."""
+def transitions() -> list[tuple[Kernel, Kernel, int, int]]:
+    """Each step of the forward ladder up to `hopper` with the one before, the lines that change, and those of which the code does."""
     steps = sorted((k for k in catalogue() if k.pass_ == "forward"), key=lambda k: k.number)
     last = next(k.number for k in steps if k.name == "hopper")
     steps = [k for k in steps if k.number <= last]
-    return [(a, b, changed(a.path, b.path)) for a, b in zip(steps, steps[1:], strict=False)]
+    lines = [code(step.path) for step in steps]
+    pairs = zip(steps, steps[1:], lines, lines[1:], strict=False)
+    return [(a, b, changed(old, new), changed([*map(bare, old)], [*map(bare, new)])) for a, b, old, new in pairs]
 
 
 def main() -> None:
     """Print each transition and the medians."""
     found = transitions()
-    for before, after, lines in found:
-        sys.stdout.write(f"{before.number:02} -> {after.number:02} {after.name:18} {lines:4} of {len(code(after.path)):4}\n")
+    for before, after, lines, of_code in found:
+        sys.stdout.write(
+            f"{before.number:02} -> {after.number:02} {after.name:18} {lines:4} of {len(code(after.path)):4}; code alone {of_code:4}\n"
+        )
     for what, part in (
-        (f"up to {AMPERE}", [n for _, b, n in found if b.number <= AMPERE]),
-        (f"above {AMPERE}", [n for _, b, n in found if b.number > AMPERE]),
+        (f"up to {AMPERE}", [each for each in found if each[1].number <= AMPERE]),
+        (f"above {AMPERE}", [each for each in found if each[1].number > AMPERE]),
     ):
-        sys.stdout.write(f"median {what}: {statistics.median(part):g}\n")
+        medians = [statistics.median(each[at] for each in part) for at in (2, 3)]
+        sys.stdout.write(f"median {what}: {medians[0]:g}; code alone {medians[1]:g}\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,39 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const 
         fa::multiply_abt_again<scalar, 2>(again, a + 16 * warp * 128, 64 * 128, a, 64 * 128);
         for (int i = 0; i < 32; ++i) x[i] = again[i];
     }
+    if (args.seq_q == 7) fa::mask_scores(x, args, row, 16);
+    if (args.seq_q == 8) fa::apply_sign(x, args.scale);
+    float maximum[2];
+    fa::local_row_max(maximum, x);
+    if (args.seq_q == 9) {
+        const int visible[2] = {row % 3 * 40, (row + 8) % 3 * 40};
+        fa::mask_columns(x, visible);
+        fa::first_reference(two, x, 0.25f);
+    }
+    if (args.seq_q == 10) {
+        float sum[2] = {1, 2}, raised[2];
+        two[0] = factor[0], two[1] = factor[1];
+        fa::raise_reference(two, sum, raised, maximum, 0.25f);
+        x[0] = sum[0], x[1] = sum[1], x[2] = raised[0], x[3] = raised[1];
+    }
+    if (args.seq_q == 11) {
+        float sum[2] = {64, 128}, o[4] = {1, 1, 1, 1};
+        for (int half = 0; half < 2; ++half) two[half] = fa::group_max<4>(maximum[half]) * 0.25f - (warp < 2 ? 7 : 9);
+        fa::softmax_lazily(x, o, two, sum, 0.25f, 8.0f);
+        for (int half = 0; half < 2; ++half) out[t * 64 + 42 + half] = o[2 * half], out[t * 64 + 44 + half] = sum[half];
+    }
+    if (args.seq_q == 12) {
+        float sum[2] = {max(0, row - 4) * 1.0f, row + 8.0f};
+        fa::finish_row_sum(sum, two);
+        x[0] = sum[0], x[1] = sum[1];
+    }
+    if (args.seq_q == 13) {
+        fa::Args own = args;
+        own.logsumexp = args.O, own.seq_q = 50;
+        const float sum[2] = {row == 3 ? 0.0f : row + 1.0f, row + 9.0f};
+        fa::store_logsumexp(own, 0, 0, row, factor, sum);
+        return;
+    }
     for (int i = 0; i < N / 2; ++i) out[t * 64 + i] = x[i];
     for (int half = 0; half < 2; ++half) out[t * 64 + 40 + half] = two[half];
 }
@@ -89,8 +122,8 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     heads[:2, :64] = q
     kernel = bound(backend, tmp_path, BODY, {"q": ("Q", [64, 64, 1, 1], 128)}, {"K": x, "Q": heads}, dtype, shared=16384 + 64)
 
-    def answers(case: int) -> tuple[Any, Any, Any]:
-        got = with_fields(kernel, seq_q=case)
+    def answers(case: int, **fields: Any) -> tuple[Any, Any, Any]:
+        got = with_fields(kernel, seq_q=case, **fields)
         each = got.view(np.float32)[: 128 * 64].reshape(128, 64)
         return each[:, :40], each[:, 40:42], got
 
@@ -111,3 +144,36 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     assert np.array_equal(tile[0], wanted[:, :64]) and np.array_equal(tile[1][:, :16], wanted[:, 64:])
     assert (tile[1][:, 16:].copy().view(np.uint8) == 0x7F).all()
     assert np.array_equal(answers(6)[0][:, :32], registers(sum(head @ head.T for head in q)))
+
+    # the online softmax of a thread's two rows
+    columns = np.arange(COLUMNS)
+    assert np.array_equal(answers(7, seq_kv=60)[0], registers(np.where(columns < 44, x, -np.inf)))
+    for scale, sign in ((-2.0, -1.0), (0.0, 0.0), (3.0, 1.0)):
+        assert np.array_equal(answers(8, scale=scale)[0], registers(sign * x))
+
+    def own_rows(column: Any) -> Any:
+        """The values of each thread's two rows, of a column of 64."""
+        return np.stack([column[ROW], column[ROW + 8]], 1)
+
+    seen = np.where(columns < (rows % 3 * 40)[:, None], x, -np.inf).max(1) * 0.25
+    assert np.array_equal(answers(9)[1], own_rows(np.where(rows % 3 == 0, 0, seen)))
+    largest, before = x.max(1) * 0.25, factor[:, 0]
+    raised = np.exp2(before - np.maximum(before, largest))
+    sums, references, _ = answers(10)
+    assert np.array_equal(references, own_rows(np.maximum(before, largest)))
+    assert np.allclose(sums[:, 2:4], own_rows(raised), rtol=2**-21, atol=0)
+    assert np.allclose(sums[:, :2], own_rows(raised) * [1, 2], rtol=2**-21, atol=0)
+    reference = largest - np.where(rows < 32, 7, 0)  # of the upper warps it was 9 too low, more than the slack
+    p, references, got = answers(11)
+    o, sums = (got.view(np.float32)[: 128 * 64].reshape(128, 64)[:, first : first + 2] for first in (42, 44))
+    power = np.exp2(x * 0.25 - reference[:, None])
+    shrunk = own_rows(np.where(rows < 32, 1, 2.0**-9))
+    assert np.array_equal(references, own_rows(reference)) and np.array_equal(o, shrunk)
+    assert np.allclose(p, registers(power), rtol=2**-20, atol=0)
+    assert np.allclose(sums, halves(power).sum(2) + [64, 128] * shrunk, rtol=2**-20, atol=0)
+    total = own_rows(np.maximum(0, rows - 4)) * [4, 0] + own_rows(rows) * [0, 4]
+    sums, inverse, _ = answers(12)
+    assert np.array_equal(sums[:, :2], total) and np.allclose(inverse, np.where(total, 1 / np.maximum(1, total), 0), rtol=2**-22)
+    value = np.where(rows == 3, -np.inf, (rows % 5 - 1) * np.log(2) + np.log(rows + 1))
+    got = answers(13)[2].view(np.float32)
+    assert np.allclose(got[:50], value[:50], rtol=1e-6, atol=1e-6) and np.isnan(got[50:64]).all(), "no row behind the last"

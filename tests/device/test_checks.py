@@ -118,6 +118,8 @@ BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_g
 #: form with asynchronous copies.
 COLD = {
     "fa2_forward": [Case.parse("B1_H1_S130_D128_Skv500")],
+    "no_maximum_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
+    "overlap_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "hopper_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "split_forward": [Case.parse("B1_H1_S65_D64")],
 }

@@ -77,6 +77,63 @@ def test_barriers(seed: int | str | None, backend: Backend, tmp_path: Path) -> N
     assert np.array_equal(got[32:128], 2800 + 8 * ((t + 40) % 96 % 32) + 600 + t % 32)
 
 
+#: A producer loads 8 tiles of 64 rows x 128 columns, of which the tensor has 64, through 2 stages; warp 1 sends them on to another head,
+#: warp 2 looks for what is not 0 beyond the tensor.
+TILES = (
+    """\
+#include <fa/stage.cuh>
+struct Shared {
+    unsigned char tile[2][2 * 8192];
+    uint64_t full[2], empty[2];
+};
+"""
+    + ENTRY.format(maps=", ".join(map(MAP_PARAMETER.format, ("k", "o"))))
+    + """\
+    Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init_ring(shared.full, shared.empty, 2);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+    fa::RingPlace<2> place;
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < 8; ++n, place.next()) {
+            fa::mbarrier_wait_parity(&shared.empty[place.stage], place.parity ^ 1);
+            fa::tma_load_tile<8192>(shared.tile[place.stage], k_map, shared.full[place.stage], 64 * n, 1, 0);
+        }
+    }
+    if (warp == 0 || warp == 3) return;
+    bool other = false;
+    for (int n = 0; n < 8; ++n) {
+        fa::mbarrier_wait_parity(&shared.full[place.stage], place.parity);
+        if (threadIdx.x == 32) {
+            fa::tma_store_tile<1, 8192>(o_map, shared.tile[place.stage], 64 * n, 2, 0);
+            fa::bulk_commit(), fa::bulk_wait_read<0>();
+        }
+        for (int i = threadIdx.x % 32; i < 2048; i += 32) other |= reinterpret_cast<uint32_t*>(shared.tile[place.stage] + 8192)[i] != 0;
+        __syncwarp();
+        fa::release_stage(shared.empty, place);
+    }
+    if (warp == 2) fa::row_pointer<scalar>(args.O, 0, 3, 0)[threadIdx.x % 32] = fa::narrow<scalar>(other ? 1.0f : 0.0f);
+}
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, "race"])
+def test_tiles_through_a_ring(seed: int | str | None, backend: Backend, tmp_path: Path) -> None:
+    """Tiles are loaded and stored slab by slab, and a stage is given back by one lane of each warp."""
+    if seed is not None and backend.name != "cpu":
+        pytest.skip("schedules are the CPU's")
+    chosen = backend if seed is None else Host(check="race") if seed == "race" else Host(seed=int(seed))
+    k = integers(HEADS, ROWS, WIDTH).astype(float)
+    maps = {"k": ("K", [64, 64, 1, 1], 128), "o": ("O", [64, 64, 1, 1], 128)}
+    kernel = bound(chosen, tmp_path, TILES, maps, {"K": k})
+    got = with_fields(kernel).view(TYPES["bfloat16"])[: HEADS * ROWS * WIDTH].reshape(HEADS, ROWS, WIDTH).astype(float)
+    assert np.array_equal(got[2], k[1]) and (got[3, 0, :32] == 0).all()
+
+
 SPECIAL = """\
 extern "C" __global__ void __launch_bounds__(384, 1) forward(const __grid_constant__ fa::Args args) {
     unsigned char* tile_smem = fa::dynamic_shared_1024();

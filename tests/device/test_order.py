@@ -181,14 +181,15 @@ def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> 
     assert products == 3 * (dim // 16 + keys // 16 * (4 if dim == 256 else 1))
 
 
-STEPS = ("wgmma_tma", "warp_specialized", "pingpong")
+STEPS = ("wgmma_tma", "warp_specialized", "pingpong", "persistent", "no_maximum", "overlap")
 STEP_FORMS = list(itertools.product(STEPS, (64, 128, 256), (False, True)))
 STEP_DRAWN = sample.sample("step order", STEP_FORMS, lambda form: {form[0]}, lambda form: 1, 3)
 
 
 @pytest.mark.parametrize("form", sample.parameters(STEP_FORMS, STEP_DRAWN, str))
 def test_the_steps_to_hopper_differ_by_a_barrier(form: tuple[str, int, bool]) -> None:
-    """Both products, one wait, the softmax. Step 15: a barrier before the copies start; 16: none; 17: the products are a turn."""
+    """Both products, one wait, the softmax. wgmma_tma: a barrier before the copies start; warp_specialized: none; pingpong and what
+    follows: the products are a turn; overlap: S first, and the softmax before the wait for O's product."""
     name, dim, causal = form
     kernel = find(name, "forward")
     found = nvrtc.compile_(kernel, planner.plan(kernel, Problem.of(1, 1, 4096, dim, dtype="bfloat16", causal=causal), SM_90A), SM_90A.arch)
@@ -196,10 +197,14 @@ def test_the_steps_to_hopper_differ_by_a_barrier(form: tuple[str, int, bool]) ->
     assert loop and not loop.local and not found.spill_bytes
     seen = ("HGMMA", "DEPBAR", "MUFU.EX2", "BAR.SYNC", "BAR.ARV")
     hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in seen]
-    keys = planner.names(kernel, Problem.of(1, 1, 4096, dim), SM_90A)["BLOCK_K"]
-    products = [(f"HGMMA 64x{dim}x16", keys // 16), (f"HGMMA 64x{keys}x16", dim // 16), ("DEPBAR 0", 1)]
+    keys = planner.names(kernel, Problem.of(1, 1, 4096, dim, dtype="bfloat16"), SM_90A)["BLOCK_K"]
+    output, scores, softmax = (f"HGMMA 64x{dim}x16", keys // 16), (f"HGMMA 64x{keys}x16", dim // 16), ("MUFU.EX2", keys // 2)
+    order = [output, scores, ("DEPBAR 0", 1), softmax]
     if name == "wgmma_tma":
-        products += [("BAR.SYNC", 1)]
-    if name == "pingpong":
-        products = [("BAR.SYNC", 1), *products[:2], ("BAR.ARV", 1), products[2]]
-    assert [(run.what, run.times) for run in hot] == [*products, ("MUFU.EX2", keys // 2)]
+        order = [*order[:3], ("BAR.SYNC", 1), softmax]
+    elif name == "overlap":
+        order = [("BAR.SYNC", 1), scores, output, ("BAR.ARV", 1), ("DEPBAR 1", 1), softmax, ("DEPBAR 0", 1)]
+    elif name != "warp_specialized":
+        order = [("BAR.SYNC", 1), output, scores, ("BAR.ARV", 1), ("DEPBAR 0", 1), softmax]
+    assert [(run.what, run.times) for run in hot] == order
+    assert ("HMMA 16816" in {run.what for run in loop.runs}) == (name in ("no_maximum", "overlap")), "scores computed again, a cold path"

@@ -25,6 +25,24 @@ template <int R> __device__ __forceinline__ void mask_columns(float (&x)[R], con
     }
 }
 
+// The same for a tile of keys from k_first on and the queries `row` and row + 8: keys that a query does not see.
+template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], const Args& args, int row, int k_first) {
+    const int visible[2] = {visible_keys(args, row) - k_first, visible_keys(args, row + 8) - k_first};
+    mask_columns(x, visible);
+}
+
+// The rows are multiplied by their factor.
+template <int R> __device__ __forceinline__ void scale_rows(float (&x)[R], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) x[i] *= factor[i / 2 % 2];
+}
+
+// Scores take the sign of the scale, where it was not in Q: the largest of them is the largest logit then. For a scale of 0 they are 0.
+template <int R> __device__ __forceinline__ void apply_sign(float (&x)[R], double scale) {
+    const float sign = scale < 0 ? -1.0f : 0.0f;
+    if (scale <= 0) scale_rows(x, {sign, sign});
+}
+
 // The maximum of each row over this thread's columns.
 template <int R> __device__ __forceinline__ void local_row_max(float (&maximum)[2], const float (&x)[R]) {
 #pragma unroll
@@ -53,10 +71,63 @@ __device__ __forceinline__ void exponentiate(float (&x)[R], float (&sum)[2], flo
     }
 }
 
-// The rows are multiplied by their factor.
-template <int R> __device__ __forceinline__ void scale_rows(float (&x)[R], const float (&factor)[2]) {
+// The row maxima of the first tile as references; 0 for a row that sees no key, so that no difference is NaN.
+template <int R> __device__ __forceinline__ void first_reference(float (&reference)[2], const float (&x)[R], float scale_log2e) {
+    float maximum[2];
+    local_row_max(maximum, x);
 #pragma unroll
-    for (int i = 0; i < R; ++i) x[i] *= factor[i / 2 % 2];
+    for (int half = 0; half < 2; ++half) {
+        const float largest = group_max<4>(maximum[half]) * scale_log2e;
+        reference[half] = largest == -infinity() ? 0.0f : largest;
+    }
+}
+
+// The references of a thread's two rows become the row maxima of a tile, where those are larger. maximum: over this thread's columns.
+// factor: what refers to the old references is multiplied by it; row_sum is, O is left to scale_rows.
+__device__ __forceinline__ void raise_reference(float (&reference)[2], float (&row_sum)[2], float (&factor)[2], const float (&maximum)[2],
+                                                float scale_log2e) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float larger = max(reference[half], group_max<4>(maximum[half]) * scale_log2e);
+        factor[half] = exp2_approx(reference[half] - larger);
+        reference[half] = larger;
+        row_sum[half] *= factor[half];
+    }
+}
+
+// One tile of online softmax that rescales lazily, as fa::Softmax::step_lazily: S becomes P = 2^(scale S - reference), P at most 2^slack.
+template <int R, int C>
+__device__ __forceinline__ void softmax_lazily(float (&x)[R], float (&out)[C], float (&reference)[2], float (&row_sum)[2],
+                                               float scale_log2e, float slack) {
+    float maximum[2], sum[2];
+    local_row_max(maximum, x);
+    const bool grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > slack;
+    if (__any_sync(full_warp, grows)) {
+        float factor[2];
+        raise_reference(reference, row_sum, factor, maximum, scale_log2e);
+        scale_rows(out, factor);
+    }
+    exponentiate(x, sum, scale_log2e, reference);
+    row_sum[0] += sum[0], row_sum[1] += sum[1];
+}
+
+// After the last tile: row_sum becomes that of the whole row, and `inverse` what O is multiplied by: 0 for a row that saw no key.
+__device__ __forceinline__ void finish_row_sum(float (&row_sum)[2], float (&inverse)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        row_sum[half] = group_sum<4>(row_sum[half]);
+        inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
+    }
+}
+
+// The natural logsumexp of the scaled scores, of the queries `row` and row + 8, after finish_row_sum: -inf for a row that saw no key.
+__device__ __forceinline__ void store_logsumexp(const Args& args, int batch, int head, int row, const float (&reference)[2],
+                                                const float (&row_sum)[2]) {
+    float* logsumexp = row_pointer<float>(args.logsumexp, batch, head, 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        if (lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
+            logsumexp[row + 8 * half] = row_sum[half] == 0 ? -infinity() : reference[half] * ln2 + log(row_sum[half]);
 }
 
 // Rounded and packed: accumulators of 16 columns are an A operand as they lie (fa/mma.cuh), so no value changes its thread. first, end: of

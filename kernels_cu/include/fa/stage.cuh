@@ -1,7 +1,7 @@
-// The stages of a ring in shared memory that asynchronous copies fill and a kernel empties (fa/barrier.cuh has the mbarriers).
+// The stages of a ring in shared memory that asynchronous copies fill and a kernel empties, and the tiles that lie in them.
 #pragma once
 
-#include <fa/types.cuh>
+#include <fa/tma.cuh>
 
 namespace fa {
 
@@ -21,5 +21,32 @@ template <int N> struct RingPlace {
         if (++stage == N) stage = 0, parity ^= 1;
     }
 };
+
+// The mbarriers of a ring's stages: one thread arrives and announces the bytes of a tile, `readers` give its stage back.
+template <int N> __device__ __forceinline__ void mbarrier_init_ring(uint64_t (&full)[N], uint64_t (&empty)[N], uint32_t readers) {
+    for (int i = 0; i < N; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], readers);
+}
+
+// This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
+template <int N> __device__ __forceinline__ void release_stage(uint64_t (&empty)[N], RingPlace<N>& place) {
+    if (lane_id() == 0) mbarrier_arrive(&empty[place.stage]);
+    place.next();
+}
+
+// Starts to copy a tile to its slabs of 64 columns, SlabBytes each. Its barrier is told how many bytes are to come, before they do.
+template <uint32_t SlabBytes, int Bytes>
+__device__ __forceinline__ void tma_load_tile(unsigned char (&tile_smem)[Bytes], const TensorMap& map, uint64_t& full, int row, int head,
+                                              int batch) {
+    mbarrier_arrive_expect_tx(&full, Bytes);
+#pragma unroll
+    for (int slab = 0; slab < Bytes / int(SlabBytes); ++slab)
+        tma_load_4d(tile_smem + slab * SlabBytes, &map, &full, 64 * slab, row, head, batch);
+}
+// Starts to copy rows of such a tile to the tensor, as many as the map's box has.
+template <int Slabs, uint32_t SlabBytes>
+__device__ __forceinline__ void tma_store_tile(const TensorMap& map, const unsigned char* rows_smem, int row, int head, int batch) {
+#pragma unroll
+    for (int slab = 0; slab < Slabs; ++slab) tma_store_4d(&map, rows_smem + slab * SlabBytes, 64 * slab, row, head, batch);
+}
 
 }  // namespace fa
