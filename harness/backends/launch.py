@@ -142,16 +142,24 @@ class Fixed:
         self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces))]
         #: Of each tensor map, the index of its tensor's address in a call.
         self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
+        #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
+        self._unaligned = 0 if any(launcher.plain) else 15
         self._free: list[_Parameters] = []
 
-    def __call__(self, addresses: list[int], stream: int | None = None) -> None:
-        """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
+    def __call__(self, addresses: list[int], stream: int | None = None) -> bool:
+        """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces. Else as a call of Launcher.
+
+        False, and nothing is enqueued, where an address is not 16-byte aligned.
+        """
         try:
             parameters = self._free.pop()
         except IndexError:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
+            if any(address & self._unaligned for address in addresses):
+                self._free.append(parameters)
+                return False
             for at, address in zip(self._at, addresses, strict=True):
                 words[at] = address
             for move, index in zip(moves, self._mapped, strict=True):
@@ -160,6 +168,7 @@ class Fixed:
             before[:] = addresses
         enqueue(stream)
         self._free.append(parameters)
+        return True
 
     def _parameters(self) -> _Parameters:
         """Parameters with no address yet."""
