@@ -18,7 +18,7 @@ import numpy as np
 
 from ..fault import KernelFault
 from ..kernel import Kernel, planner
-from ..kernel.header import SIZES
+from ..kernel.header import MOST_RUNTIME, SIZES
 from ..kernel.plan import TensorMap
 from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
@@ -31,9 +31,9 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 #: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_plain_words.py compares them on every backend).
 ARGS = np.dtype(
     {
-        "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale"],
-        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
-        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416],
+        "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale", "runtime"],
+        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8", ("<i4", (MOST_RUNTIME,))],
+        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416, 424],
         "itemsize": 448,
     }
 )
@@ -64,7 +64,7 @@ class Launcher:
 
     backend: Backend
     loaded: Loaded
-    #: The last bytes of fa::Args, the same in every call: sizes and scale.
+    #: The last bytes of fa::Args, the same in every call: sizes, scale and runtime values.
     sizes: bytes
     #: For each launch its plain parameters: packed bytes, or the name of the tensor whose address it is; empty for fa::Args.
     plain: tuple[tuple[bytes | str, ...], ...]
@@ -192,6 +192,7 @@ def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
     for name in (*SIZES, "scale"):
         args[name] = getattr(problem, name)
     plan = loaded.plan
+    args["runtime"][0, : len(plan.runtime)] = [value for _, value in plan.runtime]
     plain = tuple(tuple(_plain(loaded.kernel, problem, name) for name in launch.args) for launch in plan.launches)
     zeroed = tuple((i, space.bytes) for i, space in enumerate(plan.workspaces) if space.init == "zero")
     return Launcher(backend, loaded, args.tobytes()[_WORDS.size :], plain, zeroed)

@@ -127,7 +127,8 @@ def _backward(
     try:
         if do.dtype != q.dtype:
             do = do.to(q.dtype)
-        kind, scores = _kind(q, k, v, o, do), (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
+        scores = (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
+        kind = _kind(q, k, v, o, do)
         call = ready("backward", kernel, edited(kernel), *kind, causal, scale, causal_shift, deterministic, True, dlse is not None)
         if call is not None:
             dq, dk, dv = call((q, k, v, o, do), scores)
@@ -221,11 +222,12 @@ def _watched() -> bool:
 
 def _plain(*tensors: Any) -> bool:
     """Whether the dispatcher does no more for these tensors than call the device's entry. Its keys tell what a tensor's type does not."""
-    unusual = _unusual(tensors[0].is_cuda)
+    keys = 0
     for tensor in tensors:
-        if type(tensor) not in _TYPES or _KEYS(tensor).raw_repr() & unusual:
+        if type(tensor) not in _TYPES:
             return False
-    return True
+        keys |= _KEYS(tensor).raw_repr()
+    return not keys & _unusual(tensors[0].is_cuda)
 
 
 def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
@@ -260,8 +262,11 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
         if torch.is_grad_enabled():  # a second derivative is an error
             dq, dk, dv = _BACKWARD_OP(do, q, k, v, o, lse, *options, dlse)
             return dq, dk, dv, None
-        given = (do,) if plain else (do, q, k, v, o, lse)
-        if _plain(*(given if dlse is None else (*given, dlse))) and not _watched():
+        if plain:  # what no hook has touched is as it was
+            plain = _plain(do) if dlse is None else _plain(do, dlse)
+        else:
+            plain = _plain(*(t for t in (do, q, k, v, o, lse, dlse) if t is not None))
+        if plain and not _watched():
             dq, dk, dv = _backward(do, q, k, v, o, lse, *options, dlse)
         else:
             with torch._C._AutoDispatchBelowAutograd():
