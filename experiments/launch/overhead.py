@@ -197,7 +197,9 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     op = torch.ops.fa.forward.default if forward else torch.ops.fa.backward.default
     last = (False,) if forward else ()
     sample("    all of it", lambda: body(*begin, *options, *last), wait)
-    sample("    whether the dispatcher is needed", lambda: operator._plain(*(begin if forward else begin[:1])) and operator._watched(), wait)
+    sample(
+        "    whether the dispatcher is needed", lambda: operator._plain(*(begin if forward else begin[:1])) and operator._watched(), wait
+    )
     with torch.no_grad():
         sample("    all of it by torch's dispatcher", lambda: op(*begin, *options, *last), wait)
 

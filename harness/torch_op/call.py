@@ -150,6 +150,7 @@ class Ready:
     once: int  # bytes of the workspaces that are zeroed once, and kept
     kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
     allocate: Any  # of _EMPTY
+    gradients: dict[Any, Ready]  # of a forward pass: the backward passes that were behind it so far, by dtype and strides of dO
 
     def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
         """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
@@ -382,6 +383,7 @@ def ready(
         once=once,
         kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
         allocate=_EMPTY.get(devices[0].type),
+        gradients={},
     )
 
 

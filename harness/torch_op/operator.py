@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..check import choose
 from ..fault import DataFault, Fault, UsageFault
-from .call import check_kinds, edited, ready
+from .call import _ADDRESS, Ready, check_kinds, edited, ready
 
 
 def attention(
@@ -88,7 +88,7 @@ def error_of(fault: Fault) -> Exception:
     return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
 
-def _forward(
+def _forward_by(
     q: Any,
     k: Any,
     v: Any,
@@ -98,19 +98,25 @@ def _forward(
     deterministic: bool,
     causal_shift: int | None,
     trains: bool,
-) -> tuple[Any, Any]:
+) -> tuple[Ready | None, Any, Any]:
+    """O, logsumexp, and what made them."""
     try:
         call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains, False)
         if call is not None:
             o, lse = call((q, k, v))
-            return o, lse
+            return call, o, lse
     except Fault as fault:
         raise error_of(fault) from fault
     o, lse = _outputs(q)
-    return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
+    return None, o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
 
 
-def _backward(
+def _forward(*arguments: Any) -> tuple[Any, Any]:
+    _, o, lse = _forward_by(*arguments)
+    return o, lse
+
+
+def _backward_by(
     do: Any,
     q: Any,
     k: Any,
@@ -123,19 +129,24 @@ def _backward(
     deterministic: bool,
     causal_shift: int | None,
     dlse: Any = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Ready | None, Any, Any, Any]:
+    """dQ, dK, dV, and what made them."""
     try:
         if do.dtype != q.dtype:
             do = do.to(q.dtype)
-        scores = (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
-        kind = _kind(q, k, v, o, do)
+        kind, scores = _kind(q, k, v, o, do), (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
         call = ready("backward", kernel, edited(kernel), *kind, causal, scale, causal_shift, deterministic, True, dlse is not None)
         if call is not None:
             dq, dk, dv = call((q, k, v, o, do), scores)
-            return dq, dk, dv
+            return call, dq, dk, dv
     except Fault as fault:
         raise error_of(fault) from fault
-    return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    return None, _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+
+
+def _backward(*arguments: Any) -> tuple[Any, Any, Any]:
+    _, dq, dk, dv = _backward_by(*arguments)
+    return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
@@ -240,38 +251,48 @@ def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
 class _Eager(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
-        plain = _plain(q, k, v)
-        if plain and not _watched():
-            o, lse = _forward(q, k, v, *options, True)
+        behind = None
+        if _plain(q, k, v) and not _watched():
+            call, o, lse = _forward_by(q, k, v, *options, True)
+            if call is not None and _SAVED_BY() is None:
+                behind = call.gradients, list(map(_ADDRESS, (q, k, v, o, lse)))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 o, lse = _FORWARD_OP(q, k, v, *options, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)  # as in _save
-        ctx.kept = options, plain and _SAVED_BY() is None
+        ctx.kept = options, behind
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        options, plain = ctx.kept
+        q, k, v, o, lse = saved = ctx.saved_tensors
+        options, behind = ctx.kept
         if do is None:
             if dlse is None:
                 return None, None, None, None
             do = torch.zeros_like(o)
         if torch.is_grad_enabled():  # a second derivative is an error
-            dq, dk, dv = _BACKWARD_OP(do, q, k, v, o, lse, *options, dlse)
-            return dq, dk, dv, None
-        if plain:  # what no hook has touched is as it was
-            plain = _plain(do) if dlse is None else _plain(do, dlse)
-        else:
-            plain = _plain(*(t for t in (do, q, k, v, o, lse, dlse) if t is not None))
-        if plain and not _watched():
-            dq, dk, dv = _backward(do, q, k, v, o, lse, *options, dlse)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                dq, dk, dv = _BACKWARD_OP(do, q, k, v, o, lse, *options, dlse)
-        return dq, dk, dv, None
+            return *_BACKWARD_OP(do, *saved, *options, dlse), None
+        if behind and dlse is None and _plain(do) and not _watched():
+            gradients, addresses = behind
+            if addresses == list(map(_ADDRESS, saved)):  # they are what they were: no hook, and none has been given other memory
+                like = do.dtype, do.stride()
+                call = gradients.get(like)
+                if call is not None:
+                    try:
+                        dq, dk, dv = call((q, k, v, o, do), (lse,))
+                    except Fault as fault:
+                        raise error_of(fault) from fault
+                    return dq, dk, dv, None
+                call, dq, dk, dv = _backward_by(do, *saved, *options)
+                if call is not None and do.dtype == q.dtype:
+                    gradients[like] = call
+                return dq, dk, dv, None
+        if _plain(*(t for t in (do, *saved, dlse) if t is not None)) and not _watched():
+            return *_backward(do, *saved, *options, dlse), None
+        with torch._C._AutoDispatchBelowAutograd():
+            return *_BACKWARD_OP(do, *saved, *options, dlse), None
 
 
 #: Without Function.apply's Python, which is for torch.func.
