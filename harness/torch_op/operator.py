@@ -253,7 +253,7 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
         behind = None
         if _plain(q, k, v) and not _watched():
-            call, o, lse = _forward_by(q, k, v, *options, True)
+            call, o, lse = _forward_by(*(q, k, v, *options, True))
             if call is not None and _SAVED_BY() is None:
                 behind = call.gradients, list(map(_ADDRESS, (q, k, v, o, lse)))
         else:
