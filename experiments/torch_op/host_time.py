@@ -108,23 +108,23 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
     }
 
 
-def one_process(way: str, dtype: str) -> Iterator[dict[str, Any]]:
-    """The figures of one process. What a way does not take is left out."""
+def one_process(way: str, dtype: str, eager: bool) -> Iterator[dict[str, Any]]:
+    """The figures of one process. What a way does not take is left out. eager: nothing is compiled."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
     with attend_by(way) as attend:
-        yield from figures(way, dtype, device, attend, tensors)
+        yield from figures(way, dtype, device, attend, tensors, eager)
 
 
-def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tensors: list[Any]) -> Iterator[dict[str, Any]]:
+def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tensors: list[Any], eager: bool) -> Iterator[dict[str, Any]]:
     """Eager, compiled, as a CUDA graph; each pass."""
     import torch
 
     hows: dict[str, Any] = {"eager": attend}
     if device == "cuda":
-        hows |= {"compiled": torch.compile(attend) if way == "ours" else None, "CUDA graph": attend}
+        hows |= {"compiled": torch.compile(attend) if way == "ours" and not eager else None, "CUDA graph": attend}
     for how, called in hows.items():
         if called is None:
             continue
@@ -187,16 +187,27 @@ def operations() -> Iterator[str]:
                     yield f"    {event.device_time:8.2f} us  {event.name[:100]}"
 
 
+def write(rows: list[dict[str, Any]], folder: Path) -> None:
+    """host.csv and host.md."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["process", "way", "dtype", "how", "pass", "us"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    (folder / "host.csv").write_text(text.getvalue())
+    (folder / "host.md").write_text(table(rows))
+
+
 @click.command()
 @click.option("--processes", default=5, show_default=True)
 @click.option("--ways", default=",".join(WAYS), show_default=True)
 @click.option("--operations", "listed", is_flag=True, help="Also the operations on the device.")
+@click.option("--eager", is_flag=True, help="Without torch.compile, which takes the longest.")
 @click.option("--own", default="", hidden=True)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path(__file__).with_name("host"), show_default=False)
-def main(processes: int, ways: str, listed: bool, own: str, output_dir: Path) -> None:
+def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_dir: Path) -> None:
     """Print the table; write host.csv, host.md, operations.txt."""
     if own:
-        for row in one_process(*own.split(",")):
+        for row in one_process(*own.split(","), eager):  # type: ignore[call-arg]
             click.echo(json.dumps(row))
         return
     rows: list[dict[str, Any]] = []
@@ -206,14 +217,12 @@ def main(processes: int, ways: str, listed: bool, own: str, output_dir: Path) ->
             for way in ways.split(","):
                 if dtype == "float32" and way in ("cudnn", "flash"):
                     continue
-                done = subprocess.run([sys.executable, __file__, "--own", f"{way},{dtype}"], stdout=subprocess.PIPE, text=True)
-                rows += [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, ["process", "way", "dtype", "how", "pass", "us"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        (output_dir / "host.csv").write_text(text.getvalue())
-        (output_dir / "host.md").write_text(table(rows))
+                command = [sys.executable, __file__, "--own", f"{way},{dtype}", *["--eager"] * eager]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+                found = [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
+                click.echo(f"{way} {dtype}: " + ", ".join(f"{row['how']} {row['pass']} {row['us']}" for row in found), err=True)
+                rows += found
+                write(rows, output_dir)
     click.echo(table(rows))
     if listed:
         (output_dir / "operations.txt").write_text("\n".join(operations()) + "\n")

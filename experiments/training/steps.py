@@ -212,8 +212,11 @@ def main(device: str, turns: int, output_dir: Path) -> None:
     record = environment(**backends.pick(device).environment())
     rows: list[dict[str, Any]] = []
     for model in MODELS if device == "cuda" else SMALL:
-        rows += measured(model, device, WAYS[device], turns, 4 if model.gated else 10)
-        torch.cuda.empty_cache() if device == "cuda" else None
+        for row in measured(model, device, WAYS[device], turns, 4 if model.gated else 10):
+            click.echo(f"{row['attention']:12}{row['step_ms']:10.2f} ms{row['tokens_per_s']:10,} tokens/s", err=True)
+            rows.append(row)
+        if device == "cuda":
+            torch.cuda.empty_cache()
     with (output_dir / "steps.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
