@@ -3,12 +3,14 @@
 At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
 gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
 in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
+One thread: torch runs gradients in a thread of each device, and to wake it costs more than a small kernel; a caller can have them in its own.
 --operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt);
 the fill between the passes is that of dO, which is the script's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -27,24 +29,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 WAYS = {"ours": None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 SHAPE = (2, 8, 512, 64)
-PASSES = ("forward", "forward, graph kept", "backward", "both")
+PASSES = ("forward", "forward, graph kept", "backward", "both", "both, one thread")
 
 
-def attend_by(way: str) -> Callable[..., Any]:
-    """Attention of q, k and v by one way."""
+@contextlib.contextmanager
+def attend_by(way: str) -> Iterator[Callable[..., Any]]:
+    """Attention of q, k and v by one way. torch's backend is forced around all calls, so that no call pays for it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     from harness.torch_op import attention
 
     if WAYS[way] is None:
-        return partial(attention, deterministic=False)
-
-    def forced(q: Any, k: Any, v: Any) -> Any:
-        with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
-            return scaled_dot_product_attention(q, k, v)
-
-    return forced
+        yield partial(attention, deterministic=False)
+        return
+    with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
+        yield scaled_dot_product_attention
 
 
 def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
@@ -94,32 +94,45 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
     *inputs, do = tensors
     leaves, others = ([t.detach().requires_grad_() for t in inputs] for _ in range(2))
     kept = attend(*leaves)  # it ties its leaves to this stream, so a graph is captured with the others
+
+    def one_thread() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(attend(*others), others, do)
+
     return {
         "forward": lambda: attend(*inputs),
         "forward, graph kept": lambda: attend(*others),
         "backward": lambda: torch.autograd.grad(kept, leaves, do, retain_graph=True),
         "both": lambda: torch.autograd.grad(attend(*others), others, do),
+        "both, one thread": one_thread,
     }
 
 
-def one_process(way: str, dtype: str) -> Iterator[dict[str, Any]]:
-    """The figures of one process. What a way does not take is left out."""
+def one_process(way: str, dtype: str, eager: bool) -> Iterator[dict[str, Any]]:
+    """The figures of one process. What a way does not take is left out. eager: nothing is compiled."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
-    attend = attend_by(way)
+    with attend_by(way) as attend:
+        yield from figures(way, dtype, device, attend, tensors, eager)
+
+
+def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tensors: list[Any], eager: bool) -> Iterator[dict[str, Any]]:
+    """Eager, compiled, as a CUDA graph; each pass."""
+    import torch
+
     hows: dict[str, Any] = {"eager": attend}
     if device == "cuda":
-        hows |= {"compiled": torch.compile(attend) if way == "ours" else None, "CUDA graph": attend}
+        hows |= {"compiled": torch.compile(attend) if way == "ours" and not eager else None, "CUDA graph": attend}
     for how, called in hows.items():
         if called is None:
             continue
         try:
             calls = passes(called, tensors)
             for name in PASSES:
-                if how == "CUDA graph" and name == "backward":
-                    continue  # a replay of both, less that of forward
+                if how == "CUDA graph" and name in ("backward", "both, one thread"):
+                    continue  # a replay of both, less that of forward; a replay has no thread
                 call = captured(calls[name]) if how == "CUDA graph" else calls[name]
                 yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
         except RuntimeError as error:
@@ -174,16 +187,27 @@ def operations() -> Iterator[str]:
                     yield f"    {event.device_time:8.2f} us  {event.name[:100]}"
 
 
+def write(rows: list[dict[str, Any]], folder: Path) -> None:
+    """host.csv and host.md."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["process", "way", "dtype", "how", "pass", "us"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    (folder / "host.csv").write_text(text.getvalue())
+    (folder / "host.md").write_text(table(rows))
+
+
 @click.command()
 @click.option("--processes", default=5, show_default=True)
 @click.option("--ways", default=",".join(WAYS), show_default=True)
 @click.option("--operations", "listed", is_flag=True, help="Also the operations on the device.")
+@click.option("--eager", is_flag=True, help="Without torch.compile, which takes the longest.")
 @click.option("--own", default="", hidden=True)
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path(__file__).with_name("host"), show_default=False)
-def main(processes: int, ways: str, listed: bool, own: str, output_dir: Path) -> None:
+def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_dir: Path) -> None:
     """Print the table; write host.csv, host.md, operations.txt."""
     if own:
-        for row in one_process(*own.split(",")):
+        for row in one_process(*own.split(","), eager):  # type: ignore[call-arg]
             click.echo(json.dumps(row))
         return
     rows: list[dict[str, Any]] = []
@@ -193,14 +217,12 @@ def main(processes: int, ways: str, listed: bool, own: str, output_dir: Path) ->
             for way in ways.split(","):
                 if dtype == "float32" and way in ("cudnn", "flash"):
                     continue
-                done = subprocess.run([sys.executable, __file__, "--own", f"{way},{dtype}"], stdout=subprocess.PIPE, text=True)
-                rows += [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, ["process", "way", "dtype", "how", "pass", "us"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        (output_dir / "host.csv").write_text(text.getvalue())
-        (output_dir / "host.md").write_text(table(rows))
+                command = [sys.executable, __file__, "--own", f"{way},{dtype}", *["--eager"] * eager]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+                found = [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
+                click.echo(f"{way} {dtype}: " + ", ".join(f"{row['how']} {row['pass']} {row['us']}" for row in found), err=True)
+                rows += found
+                write(rows, output_dir)
     click.echo(table(rows))
     if listed:
         (output_dir / "operations.txt").write_text("\n".join(operations()) + "\n")

@@ -220,6 +220,7 @@ class Cuda(Backend):
             pointers = (ctypes.c_void_p * len(own))(*map(ctypes.addressof, own))
             size = (*call.grid, call.block, 1, 1, call.shared)
             made.append((loaded.functions[call.entry].kernel.ptr, size, ctypes.addressof(pointers), (pointers, own)))
+        current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
 
         def enqueue(stream: int) -> None:
             for at, size in fills:
@@ -227,7 +228,16 @@ class Cuda(Backend):
             for function, sizes, pointers, _ in made:
                 launch(function, *sizes, stream, pointers, 0)
 
-        return partial(self._here, enqueue, loaded, calls)
+        def called(stream: int | None = None) -> None:
+            """As _here, without what is only for another GPU's thread or a new one: it runs in every call of an operator."""
+            if stream is None or current() != index or not hasattr(thread, "has_context"):
+                return self._here(enqueue, loaded, calls, stream)
+            try:
+                return enqueue(stream)
+            except RuntimeError as error:  # CuPy's CUDADriverError
+                raise _run_fault(loaded.kernel, calls, error) from None
+
+        return called
 
     def _here(self, enqueue: Callable[[int], None], loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue on this GPU, whichever is current."""

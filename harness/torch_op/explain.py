@@ -107,5 +107,5 @@ def explain(
 
 
 def _chosen(runs: Kernel, named: Kernel, plan: Any, above: Mapping[str, str]) -> Chosen:
-    tiles = {name: value for name, value in plan.macros if name in runs.tile}
+    tiles = {name: value for name, value in plan.values.items() if name in runs.tile}
     return Chosen(named.name, named.number, runs.path.name, runs.deterministic, tiles, tuple(map(str, plan.choices)), above)
