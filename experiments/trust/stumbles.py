@@ -31,7 +31,7 @@ META = "import torch; from harness.torch_op import {0}; q, k, v = torch.randn(3,
 NASTY = r"$'s/fa2/\e[31m<script>/'"
 PLAIN = "$FA new mine --plain >/dev/null; "
 NO_WIDTH = (
-    "sed -i 's/, \"head_dim\", /, /; s/int head_dim, int causal_shift/int causal_shift/; s/\\[32, 64, 96, 128\\]/[64]/; "
+    'sed -i \'s/, "head_dim", /, /; s/int head_dim, int causal_shift/int causal_shift/; s/\\[32, 64, 96, 128\\]/[64]/; '
     "0,/constexpr int COLUMNS/s//constexpr int head_dim = HEAD_DIM;\\nconstexpr int COLUMNS/' mine_forward.cu; "
 )
 
@@ -99,14 +99,21 @@ def main() -> None:
 
 def outcome(stumble: Stumble, tree: Path) -> str:
     """The exit code of a command in a tree, and of its output the first line with the first of the words that it has, or else the last."""
-    environment = os.environ | {"TREE": str(tree), "PY": sys.executable, "FA": f"{sys.executable} {tree / 'cli.py'}", "PYTHONPATH": str(tree)}
+    environment = os.environ | {
+        "TREE": str(tree),
+        "PY": sys.executable,
+        "FA": f"{sys.executable} {tree / 'cli.py'}",
+        "PYTHONPATH": str(tree),
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "wrong_forward.cu").write_text(WRONG)
         environment |= {"FA_CLI_DEVICE": "cpu", "COLUMNS": "160", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             ["bash", "-c", stumble.command], cwd=folder, capture_output=True, text=True, errors="replace", check=False, env=environment
         )
-    lines = [line.strip() for line in (done.stdout + done.stderr).replace(folder, ".").replace(str(tree), "TREE").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in (done.stdout + done.stderr).replace(folder, ".").replace(str(tree), "TREE").splitlines() if line.strip()
+    ]
     wanted = [line for words in stumble.shown.split("|") if words for line in lines if re.search(words, line)]
     fitting = wanted or lines[-1:] or [""]
     return f"exit {done.returncode}: {fitting[0][:150]}"
