@@ -21,7 +21,8 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from planted import WRONG
 
@@ -68,7 +69,7 @@ STUMBLES = (
     Stumble("17", "a static_assert's text", f"$FA run --compute fa2 {SMALL} --tile LANES=4", "LANES|static|error", "pure/test_kernels_text.py::test_static_asserts_say_why"),
     Stumble("17", "a why of nine lines, empty columns", "", "", "pure/test_tables.py::test_a_long_sentence_takes_few_lines_and_nothing_takes_none"),
     Stumble("17", "the hint for a folder that cannot be written", "", "", "pure/test_files.py::test_what_helps_where_a_folder_cannot_be_written"),
-    Stumble("18", "ring, SIGTERM: folders left", f"mkdir t; TMPDIR=$PWD/t FA_CLI_THREADS=1 timeout 10 $FA ring --compute naive --seq 6000 --dim 64 --mode both --gpus 2 >/dev/null 2>&1; ls t | grep -c fa_cli", "", "ring/test_start.py::test_sigterm_leaves_nothing"),
+    Stumble("18", "ring, SIGTERM: folders left", "mkdir t; TMPDIR=$PWD/t FA_CLI_THREADS=1 timeout 10 $FA ring --compute naive --seq 6000 --dim 64 --mode both --gpus 2 >/dev/null 2>&1; ls t | grep -c fa_cli", "", "ring/test_start.py::test_sigterm_leaves_nothing"),
     Stumble("18", "ring --gpus 5000 on a CPU", "", "", "ring/test_start.py::test_what_a_ring_cannot_mean_is_exit_2"),
     Stumble("18", "ring: SIGINT to rank 2", "", "", "ring/test_start.py::test_a_rank_that_is_interrupted_is_the_one_that_is_named"),
     Stumble("18", "ring: kill -9 of rank 2", "", "", "ring/test_start.py::test_a_killed_rank_ends_the_run"),
