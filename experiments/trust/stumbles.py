@@ -20,12 +20,12 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from planted import WRONG
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--batch 1 --heads 1 --seq 32 --dim 32"
 SWEEP = 'title = "Lengths"\\nmode = "forward"\\nkernels = ["flash_naive"]\\n[[shapes]]\\ntest = "S"\\nbatch = 1\\nheads = 1\\nseq = 32\\ndim = 32\\n'
 META = "import torch; from harness.torch_op import {0}; q, k, v = torch.randn(3, 1, 2, 16, 8); print({0}(q, k.to('meta'), v).shape)"

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.kernel import Kernel, catalogue
 from harness.verbs.verify import Case
 from harness.verbs.verify.choices import known, made
 
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ["kernel", "cases before", "cases", "choices met before", "choices met", "choices", "seconds before", "seconds"]
 #: Prints the text of each case of a kernel's quick matrix, and compiles what they need.
 CASES = """
