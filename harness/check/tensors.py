@@ -44,16 +44,18 @@ class Tensor:
     """One tensor in device memory: (batch, heads, rows, pitch) elements between two guard bands, poisoned when it is made.
 
     wide: 0, or the tensor lies as no other does: as (batch, rows + 1, heads, pitch), with rows so many times 16 bytes further apart, and an
-    address that is 16-byte aligned only. A logsumexp, whose rows are contiguous, has the address alone. Raises as Backend.memory does
-    where there is no room.
+    address that is 16-byte aligned only. Of a logsumexp, whose rows are contiguous, the heads are that much further apart. Raises as
+    Backend.memory does where there is no room.
     """
 
     def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str, pitch: int, wide: int = 0) -> None:
-        self.backend, self.shape, self.wide = backend, shape, wide if len(shape) == 4 else 0
+        self.backend, self.shape, self.wide = backend, shape, wide
         self.storage = STORAGE[dtype] if dtype in STORAGE else np.dtype(dtype)
-        self.pitch = pitch + self.wide * _STEP // self.storage.itemsize
-        rows = math.prod(shape[:-1]) if len(shape) == 4 else math.prod(shape)
-        if self.wide:
+        further = wide * _STEP // self.storage.itemsize
+        #: Elements from row to row; without columns, of a head or of all.
+        self.pitch = pitch + further if len(shape) == 4 else shape[-1] + further
+        rows = math.prod(shape[:-1])
+        if wide and len(shape) == 4:
             rows += shape[0] * shape[1]
         self.bytes = rows * self.pitch * self.storage.itemsize
         guard, step = backend.guard_bytes, _STEP if wide else 0
@@ -78,11 +80,12 @@ class Tensor:
         item = (
             self.storage if self.backend.xp is np else np.dtype(f"<u{self.storage.itemsize}") if self.storage.kind == "V" else self.storage
         )
-        flat = self.buffer.view(item)
-        return self.arranged(flat) if len(self.shape) == 4 else flat.reshape(self.shape)
+        return self.arranged(self.buffer.view(item))
 
     def arranged(self, flat: Array) -> Array:
-        """The view (batch, heads, rows, pitch) of a flat array of its elements, those between its rows included."""
+        """The view (batch, heads, rows, pitch) of a flat array of its elements, those between its rows included; without columns, its shape."""
+        if len(self.shape) != 4:
+            return flat.reshape(*self.shape[:-1], self.pitch)[..., : self.shape[-1]]
         batch, heads, rows, _ = self.shape
         if self.wide:
             return flat.reshape(batch, rows + 1, heads, self.pitch)[:, :rows].transpose(0, 2, 1, 3)
@@ -114,18 +117,23 @@ class Tensor:
         self.backend.fill(self._raw, POISON)
 
     def intact(self) -> bool:
-        """Whether the guard bands are unchanged, and what lies between rows that are further apart."""
+        """Whether the guard bands are unchanged, and what lies between rows, or heads of a logsumexp, that are further apart."""
         bands = self._raw[: self._start], self._raw[self._start + self.bytes :]
         if self.wide:
+            whole = self.buffer.reshape(-1, self.pitch * self.storage.itemsize)
+            if not every(whole[:, -self.wide * _STEP :] == POISON):
+                return False
+        if self.wide and len(self.shape) == 4:
             batch, heads, rows, _ = self.shape
-            whole = self.buffer.reshape(batch, rows + 1, heads, -1)
-            if not every(whole[:, rows] == POISON) or not every(whole[..., -self.wide * _STEP :] == POISON):
+            if not every(self.buffer.reshape(batch, rows + 1, heads, -1)[:, rows] == POISON):
                 return False
         return all(every(self.backend.get(band) == POISON) for band in bands)
 
     def view(self) -> View:
         """Its address and strides in elements; for a tensor of three or four dimensions."""
         rows, heads = self.shape[2], self.shape[1]
+        if len(self.shape) == 3:
+            return View(self.address, heads * self.pitch, self.pitch, 1)
         if self.wide:
             return View(self.address, (rows + 1) * heads * self.pitch, self.pitch, heads * self.pitch)
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
@@ -263,9 +271,7 @@ class Bound:
     def _host(self, name: str) -> Array:
         tensor = self.tensors[name]
         flat = np.asarray(self.backend.get(tensor.buffer)).view(tensor.storage)
-        if len(tensor.shape) == 3:
-            return flat.reshape(tensor.shape)
-        return np.ascontiguousarray(tensor.arranged(flat)[..., : tensor.shape[3]])
+        return np.ascontiguousarray(tensor.arranged(flat)[..., : tensor.shape[-1]])
 
     def free_copies(self) -> None:
         """Free the copies of the inputs that run() compares with (half the memory of a forward pass), before runs that are only timed."""

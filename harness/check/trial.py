@@ -8,9 +8,10 @@ negated, so an earlier answer is wrong in every head. What comes out is changed 
 judged against float64; a tensor of which an element is not the same is judged against float64 again.
 
 In such a change no tensor is new alone, and no row is as it was: a kernel that finds an old answer by a part of its inputs gets through.
-So V is new alone too (the sign of one column a head), and then Q or K, in half the rows of one head, which has a float64 reference of its
-own. That launch is on tensors that lie as no other's do, where the kernel takes strides: (batch, rows, heads, head_dim), rows further
-apart, addresses that are 16-byte aligned only. What is timed is also launched a drawn number of times on the same inputs, each judged.
+So V is new alone too (the sign of one column a head), and then Q, K or a backward pass's dO, in half the rows of one head, which has a
+float64 reference of its own. That launch is on tensors that lie as no other's do, where the kernel takes strides: (batch, rows, heads,
+head_dim), rows further apart, addresses that are 16-byte aligned only. What is timed is also launched a drawn number of times on the same
+inputs, each judged.
 
 What it does not see: a change of inputs on a GPU that is undone before the launches end; a kernel that knows all of this.
 """
@@ -60,6 +61,11 @@ class Trial:
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
         self._clock = time.process_time if bound.backend.name == "cpu" else time.perf_counter
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """The inputs that are new alone in a part of the tensors."""
+        return tuple(name for name in ("Q", "K", "dO") if name in READS[self.bound.pass_])
 
     @property
     def elements(self) -> int:
@@ -135,22 +141,25 @@ class Trial:
         return _CARRIED if self.deterministic and not _same_bits(last, outputs) else ""
 
     def again(self) -> str:
-        """Two launches more: with V new alone, over the outputs of the launch before, and with Q or K new alone, on tensors that lie
-        otherwise; which of the two is the same for a problem. Then as ended."""
-        name = "QK"[zlib.crc32(self.bound.problem.describe().encode()) % 2]
+        """Two launches more: with V new alone, over the outputs of the launch before, and with Q, K or dO new alone, on tensors that lie
+        otherwise; which of these is the same for a problem. Then as ended."""
+        name = self._parts[zlib.crc32(self.bound.problem.describe().encode()) % len(self._parts)]
         why = self._values() or self.ended()
         return why or ("" if self.elements > _KEPT else self._alone(name, not self.bound.plain) or self.ended())
 
     def further(self) -> str:
-        """After what was timed: launches with V, Q and K new alone, the last on tensors that lie otherwise, and between them one or, where
-        launching and judging are quick, many that are not new: Q and K are each new beside the launch before."""
+        """After what was timed: launches with V, Q, K and dO new alone, the last on tensors that lie otherwise, and between them one or,
+        where launching and judging are quick, many that are not new: each is new beside the launch before."""
         start, seconds = self._clock(), _MANY_SECONDS[self.bound.backend.name]
         if (why := self._values() or self.ended()) or self.elements > _KEPT:
             return why
         quick = self._clock() - start < seconds / _FEW
-        name, other = random.SystemRandom().sample("QK", 2)
-        why = self._alone(name, False) or self.repeat(random.SystemRandom().randrange(*_MANY) if quick else 1, seconds)
-        return why or self._alone(other, not self.bound.plain) or self.ended()
+        *names, last = random.SystemRandom().sample(self._parts, len(self._parts))
+        many = random.SystemRandom().randrange(*_MANY) if quick else 1
+        for name in names:
+            if why := self._alone(name, False) or self.repeat(many if name is names[-1] else 1, seconds):
+                return why
+        return self._alone(last, not self.bound.plain) or self.ended()
 
     def repeat(self, times: int, seconds: float = math.inf) -> str:
         """Launch as often on the same inputs, or until the seconds have passed, outputs poisoned: the same bits each time where the

@@ -19,6 +19,7 @@ each_kernel = pytest.mark.parametrize("kernel", TREE, ids=lambda kernel: kernel.
 SMALL, LARGE = Device("cuda", "small", "sm_75", 40, 4 << 20, 65536), Device("cuda", "large", "sm_90")
 
 _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)')
+_STATIC_ASSERT = re.compile(r"\bstatic_assert\s*\(([^;]*)\);")
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b(.*)$", re.M)
 
 
@@ -44,6 +45,8 @@ def faults(text: str, macros: set[str]) -> set[str]:
     for condition in _CONDITION.findall(body):
         if not set(re.findall(r"[A-Za-z_]\w*", condition)) <= macros:
             found.add("condition")
+    if any('"' not in said for said in _STATIC_ASSERT.findall(body)):
+        found.add("static_assert")
     if len([line for line in body.splitlines() if line.strip()]) >= 400:
         found.add("length")
     return found
@@ -75,6 +78,14 @@ def test_no_two_kernels_answer_to_one_name() -> None:
 def test_it_speaks_words_only_and_stays_short(kernel: Kernel) -> None:
     """Only <fa/...> includes that exist, no inline PTX, no condition but on the header's own macros, under 400 lines of code."""
     assert faults(kernel.path.read_text(), macros_of(kernel)) == set()
+
+
+def test_static_asserts_say_why() -> None:
+    """In kernels and words: a tile value that does not fit is refused by one, and its text is what the user reads."""
+    files = [kernel.path for kernel in TREE] + sorted((INCLUDE / "fa").glob("*.cuh"))
+    found = {path.name: _STATIC_ASSERT.findall(code(path.read_text())) for path in files}
+    assert sum(map(len, found.values())) > 20, "none is found any more"
+    assert {name: said for name, all_ in found.items() for said in all_ if '"' not in said} == {}
 
 
 @each_kernel
@@ -178,6 +189,7 @@ def planted(change: Callable[[str], str]) -> set[str]:
         ('asm volatile("bar.sync 0;");', "asm"),
         ("#ifdef __CUDA_ARCH__\n#endif", "condition"),
         ("#if CAUSAL && defined(FA_HOST)\n#endif", "condition"),
+        ("static_assert(HEAD_DIM % 8 == 0);", "static_assert"),
         ("int a;\n" * 400, "length"),
     ],
 )

@@ -229,13 +229,15 @@ def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Le
     """
     several = next(pair for pair in ((113, 203), (129, 129)) if pair in factors["length"])
     dims = [max((d for d in factors["dim"] if d <= most), default=factors["dim"][0]) for most in (64, 128)]
-    large = max(s for s in factors["scale"] if s <= 10)
-    rows: list[dict[str, Level]] = [{"length": several, "dim": dim, "scale": large, "softmax": 1.0} for dim in dims]
+    large, plain = max(s for s in factors["scale"] if s <= 10), {"scale": 1.0, "softmax": 1.0}
+    rows: list[dict[str, Level]] = []
+    if chosen.cross and chosen.pass_ == "backward":  # dK and dV sum over queries; the mask would hide nearly all of these
+        rows += [plain | {"length": (2100, 3), "group": 1, "form": factors["form"][0]}]
+    rows += [{"length": several, "dim": dim, "scale": large, "softmax": 1.0} for dim in dims]
     rows += [{"length": several, "dim": dim, "scale": 1.0, "softmax": 1.0, "inputs": "jump"} for dim in dims]
     families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (_dtypes(chosen) != ["float16"])]
     families += ["ones_do"] * (chosen.pass_ == "backward")
-    plain = {"scale": 1.0, "softmax": 1.0}  # scores that differ, or no row shows whose keys it has read
-    if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit
+    if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit; scores that differ, or no row shows whose keys it has read
         rows += [plain | {"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]
     rows += [plain | {"length": (3, 2100), "group": 1} for _ in range(chosen.cross)]
     return rows + [{"length": several, "dim": dims[i % 2], "scale": 1.0, "inputs": each} for i, each in enumerate(families)]
