@@ -11,6 +11,7 @@
 // arithmetic = "p16"
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCKS = 1    # of a multiprocessor: 2 or 3 have one consumer each
 // BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
 // STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
@@ -66,7 +67,7 @@
 // swizzle = 128
 // [[launch]]
 // entry = "forward"
-// grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
+// grid = "min(BLOCKS * sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
@@ -135,6 +136,10 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+// Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32, or what does not divide.
+constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
+static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
@@ -204,16 +209,16 @@ struct Producer {
         load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
         v.next();
     }
-    // All works of the block: its own number first, then what the counter gives. A number is fetched one work ahead: the counter's answer
-    // takes a microsecond.
+    // All works of the block: its own number first, then what the counter gives. The next number is fetched with the last tile of keys: the
+    // counter's answer takes a microsecond, but a number that is fetched earlier keeps a long work waiting behind another.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         int number = blockIdx.x;
         while (number < Tiles::works(args)) {
             work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, number), kv_head = fa::kv_head_of(args, work.head);
             if (!K_FIRST) load_q();
-            number = gridDim.x + atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.tiles; ++n) {
+                if (n == work.tiles - 1) number = gridDim.x + atomicAdd(counters, 1);
                 load_k(n);
                 if (K_FIRST && n == 0) load_q();
                 load_v(n);
@@ -334,10 +339,10 @@ struct Consumer {
 
     // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the one before passes it on.
     __device__ __forceinline__ void begin_turn() {
-        if (PINGPONG) fa::bar_sync(4 + index, 256);
+        if (PINGPONG && CONSUMERS > 1) fa::bar_sync(4 + index, 256);
     }
     __device__ __forceinline__ void end_turn() {
-        if (PINGPONG) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
+        if (PINGPONG && CONSUMERS > 1) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
     }
 
     // -inf for keys that a query does not see.
@@ -432,7 +437,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
@@ -447,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     if (fa::warpgroup_index() == 0) {
-        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        fa::setmaxnreg_dec<REGISTERS - CONSUMERS * CONSUMER_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             Producer producer{shared, q_map, k_map, v_map};
@@ -458,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         return;
     }
-    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    fa::setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{shared, args, fa::warpgroup_index() - 1};
 
     if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
