@@ -19,12 +19,15 @@
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
 // rounds_2 = "ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms)"  # of tiles of two consumers over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
+// works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
+// divided = "0 if SPLITS == 1 else works if causal or works <= BLOCKS * sms else works % (BLOCKS * sms)"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
-// barriers = "5 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // [[choice]]
 // when = "HEAD_DIM == 64 and causal and seq_q <= 1024"
 // CONSUMERS = 2
@@ -49,6 +52,14 @@
 // dtype = "float32"  # two integers
 // size = "2"
 // init = "zero_once"
+// [workspace.arrivals]
+// dtype = "float32"  # an integer for each divided work and consumer
+// size = "max(1, divided * CONSUMERS)"
+// init = "zero_once"
+// [workspace.partial]
+// dtype = "float32"
+// size = "max(1, divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2))"
+// init = "none"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, 64, 1, 1]
@@ -67,7 +78,7 @@
 // swizzle = 128
 // [[launch]]
 // entry = "forward"
-// grid = "min(BLOCKS * sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
+// grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
 // block = "128 * (CONSUMERS + 1)"
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
@@ -153,6 +164,12 @@ constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
 
+// Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
+// last: whether this consumer has found all other parts done, and so has merged them; the others' O is not sent.
+struct Part {
+    int begin, parts, number, last;
+};
+
 // The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
 // warps have read it.
 struct Shared {
@@ -160,6 +177,7 @@ struct Shared {
     unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
     uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
+    Part parts[PIECES];  // of their keys
 };
 
 // A position in a ring of N stages, and the parity of its round. Two numbers, not fa::Ring's one: the main loop has no instruction to spare.
@@ -176,7 +194,8 @@ struct Producer {
     Shared& shared;
     const fa::TensorMap &q_map, &k_map, &v_map;
     Work work = {};
-    int kv_head = 0;
+    int number = blockIdx.x;  // of the work, or of the part of one
+    int kv_head = 0, begin = 0, parts = 1;
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -193,6 +212,7 @@ struct Producer {
             const int piece = q.stage * CONSUMERS + consumer;
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
+            if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
             if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
@@ -209,25 +229,41 @@ struct Producer {
         load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
         v.next();
     }
+    // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
+    __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
+        const bool whole = number >= divided * SPLITS;
+        work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS);
+        kv_head = fa::kv_head_of(args, work.head);
+        begin = 0, parts = 1;
+        if (SPLITS == 1 || whole) return true;
+        const int tiles = work.tiles, longest = (Tiles::seen(args, args.seq_q) + SPLITS - 1) / SPLITS, index = number % SPLITS;
+        parts = (tiles + longest - 1) / longest, begin = index * tiles / parts;
+        work.tiles = (index + 1) * tiles / parts - begin;
+        return index < parts;
+    }
     // All works of the block: its own number first, then what the counter gives. The next number is fetched with the last tile of keys: the
     // counter's answer takes a microsecond, but a number that is fetched earlier keeps a long work waiting behind another.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
-        int number = blockIdx.x;
-        while (number < Tiles::works(args)) {
-            work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, number), kv_head = fa::kv_head_of(args, work.head);
+        const int works = Tiles::works(args), blocks = gridDim.x;
+        const int divided = SPLITS == 1 ? 0 : CAUSAL || works <= blocks ? works : works % blocks;
+        while (number < works + divided * (SPLITS - 1)) {
+            if (!find(args, divided)) {
+                number = blocks + atomicAdd(counters, 1);
+                continue;
+            }
             if (!K_FIRST) load_q();
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.tiles; ++n) {
-                if (n == work.tiles - 1) number = gridDim.x + atomicAdd(counters, 1);
-                load_k(n);
+                load_k(begin + n);
                 if (K_FIRST && n == 0) load_q();
-                load_v(n);
+                if (n == work.tiles - 1) number = blocks + atomicAdd(counters, 1);
+                load_v(begin + n);
             }
         }
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
     }
 };
 
@@ -245,11 +281,13 @@ struct Storer {
             const Work work = shared.works[piece];
             if (work.tiles == 0) break;
             fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
+            if (SPLITS == 1 || shared.parts[piece].last) {
 #pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab)
-                fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
-            fa::bulk_commit();
-            fa::bulk_wait_read<0>();
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+            }
             fa::mbarrier_arrive(&shared.q_empty[piece]);
         }
     }
@@ -269,7 +307,7 @@ struct Consumer {
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles;  // first: of the 64 queries; tiles: those of work.tiles that they see
+    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -284,6 +322,10 @@ struct Consumer {
         if (work.tiles == 0) return false;
         first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
         tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + 64));
+        if constexpr (SPLITS > 1) {
+            begin = shared.parts[piece()].begin;
+            tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + 64) - begin));
+        }
         if (args.scale <= 0) apply_sign();
         return true;
     }
@@ -347,6 +389,7 @@ struct Consumer {
 
     // -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
+        if (SPLITS > 1) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
@@ -424,6 +467,76 @@ struct Consumer {
             if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
     }
+    // Of a divided work: O and its row sums go to the workspace, as they lie in registers. The consumer that comes last merges them all, in
+    // the order of the keys. False: others have still to come.
+    __device__ __forceinline__ bool merge() {
+        const Part part = shared.parts[piece()];
+        const int thread = threadIdx.x % 128, place = part.number / SPLITS * CONSUMERS + index;
+        int* arrivals = static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place;
+        constexpr fa::int64_t ROWS = 64 * (HEAD_DIM + 2);  // of a part: O in fours of a thread, then for each row the reference and the row sum
+        const auto partial = [&](int i) { return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + (fa::int64_t(place) * SPLITS + i) * ROWS; };
+        float* own = partial(part.number % SPLITS);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i += 4)
+            fa::store_vec<4>(own + (i * 32 + thread) * 4, {out_reg[i], out_reg[i + 1], out_reg[i + 2], out_reg[i + 3]});
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            row_sum[half] = fa::group_sum<4>(row_sum[half]);
+            if (fa::lane_id() % 4 == 0) fa::store_vec<2>(own + 64 * HEAD_DIM + 2 * (row - first + 8 * half), {reference[half], row_sum[half]});
+        }
+        __threadfence();
+        fa::bar_sync(1 + index, 128);
+        if (thread == 0) {
+            const bool last = atomicAdd(arrivals, 1) == part.parts - 1;
+            if (last) *arrivals = 0;  // as it was, for the next launch
+            shared.parts[piece()].last = last;
+        }
+        fa::bar_sync(1 + index, 128);
+        const bool last = shared.parts[piece()].last;
+        __syncwarp();  // all lanes have read it when the first one gives the piece back
+        if (!last) return false;
+        __threadfence();
+        float top[2] = {-fa::infinity(), -fa::infinity()}, sums[2] = {};
+        const auto stats = [&](int i, int half) { return fa::load_vec<2>(partial(i) + 64 * HEAD_DIM + 2 * (row - first + 8 * half)); };
+        for (int i = 0; i < part.parts; ++i)
+            for (int half = 0; half < 2; ++half)
+                if (const auto found = stats(i, half); found[1] != 0) top[half] = max(top[half], found[0]);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] = 0;
+        for (int i = 0; i < part.parts; ++i) {
+            float weight[2];
+            for (int half = 0; half < 2; ++half) {
+                const auto found = stats(i, half);
+                weight[half] = found[1] == 0 ? 0.0f : fa::exp2_approx(found[0] - top[half]);
+                sums[half] += weight[half] * found[1];
+            }
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 2; j += 4) {
+                if (j % 32 == 0) fa::schedule_fence();
+                const auto four = fa::load_vec<4>(partial(i) + (j * 32 + thread) * 4);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out_reg[j + e] += weight[e / 2] * four[e];
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            reference[half] = top[half];
+            row_sum[half] = fa::lane_id() % 4 == 0 ? sums[half] : 0.0f;  // store() adds those of the quad
+        }
+        return true;
+    }
+    __device__ __forceinline__ void finish() {
+        if (SPLITS == 1 ? tiles == 0 : first >= args.seq_q) return release_o();
+        if constexpr (SPLITS > 1)
+            if (shared.parts[piece()].parts > 1) {
+                if (tiles == 0) {  // it sees none of this part's keys
+                    for (float& element : out_reg) element = 0;
+                    reference[0] = reference[1] = row_sum[0] = row_sum[1] = 0;
+                }
+                if (!merge()) return release_o();
+            }
+        store();
+    }
     // A tile that only other consumers need.
     __device__ __forceinline__ void skip_tile() {
         begin_turn();
@@ -500,8 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.release_v();
         }
         for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
-        if (consumer.tiles > 0) consumer.store();
-        else consumer.release_o();
+        consumer.finish();
         consumer.q.next();
     }
 }

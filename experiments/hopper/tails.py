@@ -61,6 +61,9 @@ PROBLEMS = (
     (1, 32, 8, 8192, 128, True),
     (1, 8, 4, 8192, 256, True),
     (1, 16, 8, 3655, 128, True),
+    (1, 12, 2, 1536, 128, False),
+    (1, 12, 2, 2048, 128, True),
+    (2, 8, 8, 1664, 64, False),
 )
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {
@@ -69,22 +72,41 @@ FORMS: dict[int, tuple[dict[str, int], ...]] = {
         {"CONSUMERS": 3},
         {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3},
         {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 2, "BLOCK_K": 64},
+        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64},
+        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 2, "BLOCK_K": 80},
+        {"CONSUMERS": 1, "BLOCKS": 4, "STAGES": 2, "BLOCK_K": 48},
+        {"CONSUMERS": 2, "BLOCKS": 2, "STAGES": 3, "BLOCK_K": 48},
     ),
     128: (
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 2, "BLOCK_K": 96, "Q_STAGES": 1},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 2, "BLOCK_K": 80},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 1, "Q_STAGES": 2},
+        {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 80},
+        {"CONSUMERS": 2, "BLOCK_K": 96},
+        {"CONSUMERS": 3, "BLOCK_K": 64},
+        {"CONSUMERS": 3, "BLOCK_K": 80},
     ),
-    256: (
-        {"BLOCK_K": 64},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 1, "BLOCK_K": 80},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 1, "BLOCK_K": 64},
+    256: ({"BLOCK_K": 64}, {"BLOCK_K": 80}),
+}
+#: For keys of one tile only.
+ONE_TILE = ({"CONSUMERS": 2, "BLOCK_K": 176, "STAGES": 1}, {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 176, "STAGES": 1, "Q_STAGES": 1})
+#: Where 128 queries a work make less than three rounds of the multiprocessors.
+FEW: dict[int, tuple[dict[str, int], ...]] = {
+    64: (
+        {"CONSUMERS": 2, "SPLITS": 2},
+        {"CONSUMERS": 2, "SPLITS": 4},
+        {"CONSUMERS": 3, "SPLITS": 4},
+        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3, "SPLITS": 2},
+        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3, "SPLITS": 4},
+        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64, "SPLITS": 2},
+        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64, "SPLITS": 4},
     ),
+    128: ({"SPLITS": 2}, {"SPLITS": 4}, {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 80, "SPLITS": 2}),
+    256: ({"SPLITS": 2}, {"SPLITS": 3}, {"SPLITS": 4}),
 }
 #: Under the causal mask also with all heads in one section.
 ONE_SECTION = 256
 #: Microseconds of a work, and of 2^20 scores of its tiles at head dim 64, by head dim: a line through 512 and 1024 keys (docs/notes/18_hopper.md).
 COST = {64: (1.5, 62.0), 128: (2.0, 106.0), 256: (5.6, 192.0)}
+#: Microseconds of a part's O to the workspace and back, a guess.
+MERGE = 2.0
 
 
 def problem_of(shape: tuple[int, int, int, int, int, bool], small: bool) -> tuple[str, Problem]:
@@ -103,7 +125,12 @@ def forms(kernel: Kernel, label: str, problem: Problem, device: Device) -> Itera
     width = planner.names(kernel, problem, device)["HEAD_DIM"]
     whole = {"SECTION": ONE_SECTION} if problem.causal else {}
     small = problem.batch * problem.heads_kv * problem.seq_kv * 4 * width < 40 << 20
-    for values in ({}, whole, *(tiles | (whole if small else {}) for tiles in FORMS[width])):
+    some = FORMS[width]
+    if -(-problem.seq_q // 128) * problem.heads_q * problem.batch < 3 * device.sms:
+        some += FEW[width]
+    if width == 128 and problem.seq_kv <= 176:
+        some += ONE_TILE
+    for values in ({}, whole, *(tiles | (whole if small else {}) for tiles in some)):
         if set(values) - set(kernel.tile):
             continue
         try:
@@ -117,14 +144,14 @@ def forms(kernel: Kernel, label: str, problem: Problem, device: Device) -> Itera
 
 
 def counted(kernel: Kernel, tiles: Mapping[str, int], problem: Problem, device: Device) -> float:
-    """Microseconds by counting: works in the order of their numbers, each taken by the block that is free first.
+    """Microseconds by counting: works, or parts of them, in the order of their numbers, each taken by the block that is free first.
 
-    A text that takes a number one work ahead (LATE = 0, or none) fixes a block's second work before its first.
+    The text before BLOCKS took a number one work ahead, so a block's second work was fixed before its first.
     """
     names = planner.names(kernel, problem, device, tiles)
     dim, rows, keys = names["HEAD_DIM"], 64 * names["CONSUMERS"], names["BLOCK_K"]
-    blocks = names["BLOCKS"] if "BLOCKS" in kernel.tile else 1
-    late = kernel.name != "hopper"
+    late = "BLOCKS" in kernel.tile
+    blocks, splits = (names["BLOCKS"], names["SPLITS"]) if late else (1, 1)
     q_tiles = -(-problem.seq_q // rows)
     heads = problem.heads_q * problem.batch
     section = heads
@@ -138,7 +165,12 @@ def counted(kernel: Kernel, tiles: Mapping[str, int], problem: Problem, device: 
         for tile in reversed(range(q_tiles)) if problem.causal else range(q_tiles):
             seen = min(problem.seq_kv, (tile + 1) * rows) if problem.causal else problem.seq_kv
             lengths += [-(-seen // keys)] * width
-    costs = [fixed + blocks * score * rows * keys / 2**20 * length for length in lengths]
+    divided = names["divided"] if splits > 1 else 0
+    limit = -(-max(lengths) // splits)
+    tile, costs = blocks * score * rows * keys / 2**20, []
+    for number, length in enumerate(lengths):
+        parts = -(-length // limit) if number < divided else 1
+        costs += [fixed + tile * length / parts + (MERGE if parts > 1 else 0)] * parts
     slots = min(len(costs), blocks * device.sms)
     free = [(0.0, index) for index in range(slots)]
     heapq.heapify(free)
