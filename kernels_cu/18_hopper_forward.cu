@@ -10,10 +10,10 @@
 // deterministic = true
 // arithmetic = "p16"
 // [tile]
-// CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCKS = 1    # of a multiprocessor: 2 or 3 have one consumer each
-// BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
-// STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
+// BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
+// CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCK_K = "64 if BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3 else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
@@ -22,24 +22,41 @@
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
-// rounds_2 = "ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms)"  # of tiles of two consumers over the multiprocessors
+// works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
+// rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
 // divided = "0 if SPLITS == 1 else works if causal or works <= BLOCKS * sms else works % (BLOCKS * sms)"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // [[choice]]
-// when = "HEAD_DIM == 64 and causal and seq_q <= 1024"
-// CONSUMERS = 2
-// evidence = "NOTES.md, 18 hopper forward: S1024 causal 327 TFLOP/s for 302, S4096 457 for 498; between them not measured"
+// when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
+// BLOCKS = 3
+// evidence = "docs/notes/18_hopper_tails.md: S512, S1000 causal 1.19 and 1.16 of two consumers, S128 1.05 of three"
 // [[choice]]
-// when = "HEAD_DIM == 64 and not causal and rounds_2 == rounds_3 <= 2"
-// CONSUMERS = 2
-// evidence = "NOTES.md, 18 hopper forward, Few heads: B4 H8 S1024 1.18 by fa-cli tune; that two rounds are the bound is a sum"
+// when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else rounds_2 == rounds_3 <= 3)"
+// BLOCKS = 2
+// evidence = "docs/notes/18_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers, B4 H12 S1024 1.11, B2 H8 S1664 1.05 of two"
+// [[choice]]
+// when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
+// BLOCKS = 2
+// evidence = "docs/notes/18_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// [[choice]]
+// when = "HEAD_DIM == 128 and BLOCKS == 1 and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
+// CONSUMERS = 3
+// evidence = "docs/notes/18_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
+// [[choice]]
+// when = "HEAD_DIM == 256 and causal and 2 * works_2 <= sms and seq_kv >= 1024"
+// SPLITS = 3
+// evidence = "docs/notes/18_hopper_tails.md: B1 H4/1 S2048 causal 1.51"
+// [[choice]]
+// when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
+// SECTION = 64
+// evidence = "docs/notes/18_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
@@ -91,13 +108,20 @@
 //     Consumer     two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
 //     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
-// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. While the last products of one work run, Q,
-// K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
+// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the last
+// tile of keys. Taken a work ahead, as it was, it keeps a long work waiting behind another: where blocks have two works each, that is no
+// balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
 // stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet. Each consumer's 64 queries are a
 // piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone. Where a head's last tile has too few
 // queries, a consumer that has none of them computes nothing, and the others have the tensor cores. At head dim 256 shared memory has room
 // for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The next tile's first keys, whose stage is
 // empty earlier, go ahead of it (K_FIRST).
+//
+// Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
+// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries, each
+// with its own K and V. SPLITS parts of the keys: where works are fewer than multiprocessors, or one work is longer than all together would
+// take, the longest works are divided, each part as long as the longest over SPLITS. A part leaves its O, references and row sums in float32
+// in a workspace; whoever comes last merges all of them in the order of the keys, so the bits do not depend on who that is.
 //
 // Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
 // issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:
@@ -241,8 +265,8 @@ struct Producer {
         work.tiles = (index + 1) * tiles / parts - begin;
         return index < parts;
     }
-    // All works of the block: its own number first, then what the counter gives. The next number is fetched with the last tile of keys: the
-    // counter's answer takes a microsecond, but a number that is fetched earlier keeps a long work waiting behind another.
+    // All works of the block: its own number first, then what the counter gives. The counter's answer takes a microsecond, in which the
+    // last keys are loaded.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         const int works = Tiles::works(args), blocks = gridDim.x;
         const int divided = SPLITS == 1 ? 0 : CAUSAL || works <= blocks ? works : works % blocks;
@@ -473,8 +497,11 @@ struct Consumer {
         const Part part = shared.parts[piece()];
         const int thread = threadIdx.x % 128, place = part.number / SPLITS * CONSUMERS + index;
         int* arrivals = static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place;
-        constexpr fa::int64_t ROWS = 64 * (HEAD_DIM + 2);  // of a part: O in fours of a thread, then for each row the reference and the row sum
-        const auto partial = [&](int i) { return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + (fa::int64_t(place) * SPLITS + i) * ROWS; };
+        constexpr fa::int64_t ROWS =
+            64 * (HEAD_DIM + 2);  // of a part: O in fours of a thread, then for each row the reference and the row sum
+        const auto partial = [&](int i) {
+            return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + (fa::int64_t(place) * SPLITS + i) * ROWS;
+        };
         float* own = partial(part.number % SPLITS);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i += 4)
@@ -482,37 +509,47 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             row_sum[half] = fa::group_sum<4>(row_sum[half]);
-            if (fa::lane_id() % 4 == 0) fa::store_vec<2>(own + 64 * HEAD_DIM + 2 * (row - first + 8 * half), {reference[half], row_sum[half]});
+            if (fa::lane_id() % 4 == 0)
+                fa::store_vec<2>(own + 64 * HEAD_DIM + 2 * (row - first + 8 * half), {reference[half], row_sum[half]});
         }
-        __threadfence();
         fa::bar_sync(1 + index, 128);
-        if (thread == 0) {
+        if (thread == 0) {  // its fences are those of all whose stores a barrier orders before and behind them
+            __threadfence();
             const bool last = atomicAdd(arrivals, 1) == part.parts - 1;
             if (last) *arrivals = 0;  // as it was, for the next launch
+            __threadfence();
             shared.parts[piece()].last = last;
         }
         fa::bar_sync(1 + index, 128);
         const bool last = shared.parts[piece()].last;
         __syncwarp();  // all lanes have read it when the first one gives the piece back
         if (!last) return false;
-        __threadfence();
+        fa::Vec<float, 2> stats[SPLITS][2];
         float top[2] = {-fa::infinity(), -fa::infinity()}, sums[2] = {};
-        const auto stats = [&](int i, int half) { return fa::load_vec<2>(partial(i) + 64 * HEAD_DIM + 2 * (row - first + 8 * half)); };
-        for (int i = 0; i < part.parts; ++i)
-            for (int half = 0; half < 2; ++half)
-                if (const auto found = stats(i, half); found[1] != 0) top[half] = max(top[half], found[0]);
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] = 0;
-        for (int i = 0; i < part.parts; ++i) {
+        for (int i = 0; i < SPLITS; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                stats[i][half] =
+                    i < part.parts ? fa::load_vec<2>(partial(i) + 64 * HEAD_DIM + 2 * (row - first + 8 * half)) : fa::Vec<float, 2>{};
+#pragma unroll
+        for (int i = 0; i < SPLITS; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (stats[i][half][1] != 0) top[half] = max(top[half], stats[i][half][0]);
+        for (float& element : out_reg) element = 0;
+#pragma unroll
+        for (int i = 0; i < SPLITS; ++i) {
+            if (i >= part.parts) break;
             float weight[2];
+#pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const auto found = stats(i, half);
-                weight[half] = found[1] == 0 ? 0.0f : fa::exp2_approx(found[0] - top[half]);
-                sums[half] += weight[half] * found[1];
+                weight[half] = stats[i][half][1] == 0 ? 0.0f : fa::exp2_approx(stats[i][half][0] - top[half]);
+                sums[half] += weight[half] * stats[i][half][1];
             }
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 2; j += 4) {
-                if (j % 32 == 0) fa::schedule_fence();
+                if (j % 64 == 0) fa::schedule_fence();  // not all loads at once: they would spill
                 const auto four = fa::load_vec<4>(partial(i) + (j * 32 + thread) * 4);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out_reg[j + e] += weight[e / 2] * four[e];

@@ -5,7 +5,7 @@
 Every form of the list below that can be launched on a problem is checked like a run of fa-cli, then all of them and the peers are timed in
 turns, by device time (short ones from a CUDA graph). A line a problem and contender: milliseconds, TFLOP/s, the part of the fastest
 peer's speed, and what counting predicts (`counted_us`: the blocks' works one after the other, each with a cost for the work and one for
-each of its tiles of keys). --text: another text of the kernel, whose forms are timed beside. On the CPU the problems are cut to a few
+each of its tiles of keys). --text: another text of the kernel, which is timed beside as its header chooses. On the CPU the problems are cut to a few
 heads, so a run shows that the forms are right, and there are no times.
 """
 
@@ -37,68 +37,49 @@ from harness.verbs import run  # noqa: E402
 COLUMNS = ("problem", "contender", "ms", "TFLOPS", "of_best_peer", "of_header", "counted_us")
 #: batch, heads, key heads, length, head dim, causal mask: the worst cells of a sweep `mixed`, and models' heads at other lengths.
 PROBLEMS = (
-    (12, 24, 8, 169, 128, False),
-    (1, 20, 20, 2048, 128, True),
-    (1, 8, 4, 4096, 256, True),
+    (16, 32, 32, 1024, 64, True),
+    (32, 32, 32, 512, 64, True),
+    (1, 4, 1, 2048, 256, True),
+    (1, 12, 2, 2048, 128, True),
+    (1, 4, 1, 2048, 128, True),
+    (1, 14, 2, 1024, 64, True),
+    (2, 8, 4, 1024, 256, True),
+    (2, 16, 8, 1024, 256, True),
+    (1, 16, 2, 2048, 256, False),
+    (1, 9, 3, 2048, 64, True),
     (1, 12, 12, 4096, 64, True),
-    (4, 12, 12, 1024, 64, False),
+    (1, 24, 24, 4096, 128, False),
+    (2, 71, 1, 2048, 64, True),
+    (1, 16, 8, 3655, 128, True),
     (16, 12, 12, 512, 64, True),
     (32, 25, 25, 512, 64, True),
-    (8, 28, 4, 512, 128, True),
-    (1, 4, 1, 2048, 256, True),
-    (1, 9, 3, 2048, 64, True),
-    (1, 40, 8, 2048, 128, True),
-    (4, 14, 2, 1000, 64, True),
-    (16, 32, 8, 264, 128, True),
-    (2, 16, 8, 1024, 256, True),
-    (6, 40, 8, 330, 128, True),
+    (1, 8, 4, 8192, 256, True),
+    (1, 32, 8, 8192, 128, True),
+    (12, 24, 8, 169, 128, False),
+    (1, 12, 2, 1536, 128, False),
+    (2, 8, 8, 1664, 64, False),
+    (4, 12, 12, 1024, 64, False),
     (12, 20, 20, 1500, 64, False),
     (32, 16, 16, 577, 64, False),
     (64, 12, 12, 128, 64, False),
-    (1, 24, 24, 4096, 128, False),
-    (1, 16, 2, 2048, 256, False),
-    (2, 71, 1, 2048, 64, True),
-    (1, 32, 8, 8192, 128, True),
-    (1, 8, 4, 8192, 256, True),
-    (1, 16, 8, 3655, 128, True),
-    (1, 12, 2, 1536, 128, False),
-    (1, 12, 2, 2048, 128, True),
-    (2, 8, 8, 1664, 64, False),
+    (6, 40, 8, 330, 128, True),
+    (16, 32, 8, 264, 128, True),
+    (4, 14, 2, 1000, 64, True),
+    (8, 28, 4, 512, 128, True),
+    (1, 20, 20, 2048, 128, True),
+    (1, 40, 8, 2048, 128, True),
+    (1, 8, 4, 4096, 256, True),
 )
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {
-    64: (
-        {"CONSUMERS": 2},
-        {"CONSUMERS": 3},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3},
-        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 2, "BLOCK_K": 64},
-        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64},
-        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 2, "BLOCK_K": 80},
-        {"CONSUMERS": 1, "BLOCKS": 4, "STAGES": 2, "BLOCK_K": 48},
-        {"CONSUMERS": 2, "BLOCKS": 2, "STAGES": 3, "BLOCK_K": 48},
-    ),
-    128: (
-        {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 80},
-        {"CONSUMERS": 2, "BLOCK_K": 96},
-        {"CONSUMERS": 3, "BLOCK_K": 64},
-        {"CONSUMERS": 3, "BLOCK_K": 80},
-    ),
+    64: ({"CONSUMERS": 2}, {"CONSUMERS": 3}, {"BLOCKS": 2}, {"BLOCKS": 3}),
+    128: ({"CONSUMERS": 3}, {"BLOCKS": 2}),
     256: ({"BLOCK_K": 64}, {"BLOCK_K": 80}),
 }
-#: For keys of one tile only.
-ONE_TILE = ({"CONSUMERS": 2, "BLOCK_K": 176, "STAGES": 1}, {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 176, "STAGES": 1, "Q_STAGES": 1})
-#: Where 128 queries a work make less than three rounds of the multiprocessors.
+#: Where 128 queries a work make less than two rounds of the multiprocessors.
 FEW: dict[int, tuple[dict[str, int], ...]] = {
-    64: (
-        {"CONSUMERS": 2, "SPLITS": 2},
-        {"CONSUMERS": 2, "SPLITS": 4},
-        {"CONSUMERS": 3, "SPLITS": 4},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3, "SPLITS": 2},
-        {"CONSUMERS": 1, "BLOCKS": 2, "STAGES": 3, "SPLITS": 4},
-        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64, "SPLITS": 2},
-        {"CONSUMERS": 1, "BLOCKS": 3, "STAGES": 3, "BLOCK_K": 64, "SPLITS": 4},
-    ),
-    128: ({"SPLITS": 2}, {"SPLITS": 4}, {"CONSUMERS": 1, "BLOCKS": 2, "BLOCK_K": 80, "SPLITS": 2}),
+    64: ({"BLOCKS": 2, "SPLITS": 2}, {"BLOCKS": 2, "SPLITS": 3}, {"BLOCKS": 3, "SPLITS": 2}, {"BLOCKS": 3, "SPLITS": 4}),
+    128: ({"SPLITS": 2}, {"SPLITS": 3}, {"SPLITS": 4}, {"CONSUMERS": 3, "SPLITS": 2}),
     256: ({"SPLITS": 2}, {"SPLITS": 3}, {"SPLITS": 4}),
 }
 #: Under the causal mask also with all heads in one section.
@@ -119,17 +100,18 @@ def problem_of(shape: tuple[int, int, int, int, int, bool], small: bool) -> tupl
     return name, Problem.of(batch, heads, seq, dim, heads_kv=heads_kv, dtype="bfloat16", causal=causal)
 
 
-def forms(kernel: Kernel, label: str, problem: Problem, device: Device) -> Iterator[Contender]:
+def forms(kernel: Kernel, label: str, problem: Problem, device: Device, every: bool) -> Iterator[Contender]:
     """The header's own choice, and every other form that can be planned."""
+    if not every:
+        yield Contender(label, {"forward": kernel})
+        return
     seen = set()
     width = planner.names(kernel, problem, device)["HEAD_DIM"]
     whole = {"SECTION": ONE_SECTION} if problem.causal else {}
     small = problem.batch * problem.heads_kv * problem.seq_kv * 4 * width < 40 << 20
     some = FORMS[width]
-    if -(-problem.seq_q // 128) * problem.heads_q * problem.batch < 3 * device.sms:
+    if -(-problem.seq_q // 128) * problem.heads_q * problem.batch < 2 * device.sms:
         some += FEW[width]
-    if width == 128 and problem.seq_kv <= 176:
-        some += ONE_TILE
     for values in ({}, whole, *(tiles | (whole if small else {}) for tiles in some)):
         if set(values) - set(kernel.tile):
             continue
@@ -201,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="part of a problem's name")
     parser.add_argument("--first", type=int, default=len(PROBLEMS), help="the first problems only")
     parser.add_argument("--peers", default="torch-cudnn,fa3,fa4")
-    parser.add_argument("--text", type=Path, action="append", default=[])
+    parser.add_argument("--text", action="append", default=[], help="FILE, or FILE@PART for problems with this part in their name")
     parser.add_argument("--sms", type=int)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no problem after so many")
     parser.add_argument("--output", type=Path, default=Path("tails.csv"))
@@ -209,9 +191,15 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.perf_counter()
     backend = backends.pick(given.device, sms=given.sms)
     device, on_gpu = backend.device(), backend.name == "cuda"
-    kernels = {"hopper": find("hopper", "forward")} | {path.stem.removesuffix("_forward"): Kernel.read(path.resolve()) for path in given.text}
+    kernels = {"hopper": (find("hopper", "forward"), "")}
+    for file, _, part in (text.partition("@") for text in given.text):
+        kernels[Path(file).stem.removesuffix("_forward")] = (Kernel.read(Path(file).resolve()), part)
     shapes = [problem_of(shape, not on_gpu) for shape in PROBLEMS[: given.first]]
-    several = {name: [c for label, k in kernels.items() for c in forms(k, label, p, device)] for name, p in shapes if given.only in name}
+    several = {
+        name: [c for label, (k, part) in kernels.items() if part in name for c in forms(k, label, p, device, label == "hopper")]
+        for name, p in shapes
+        if given.only in name
+    }
     problems = dict(shapes)
     if on_gpu:
         load_all(backend, [(each, problems[name]) for name, some in several.items() for each in some], ("forward",))
