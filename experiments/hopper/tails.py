@@ -70,6 +70,13 @@ PROBLEMS = (
     (1, 40, 8, 2048, 128, True),
     (1, 8, 4, 4096, 256, True),
 )
+#: Cells of the record (16k tokens), which no form may make slower: with --cells in place of those.
+CELLS = tuple(
+    (16384 // seq, heads, heads, seq, dim, causal)
+    for dim, heads in ((64, 32), (128, 16), (256, 8))
+    for seq in (512, 1024, 2048, 4096, 16384)
+    for causal in (True, False)
+)
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {
     64: ({"CONSUMERS": 2}, {"CONSUMERS": 3}, {"BLOCKS": 2}, {"BLOCKS": 3}),
@@ -181,9 +188,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", default="", help="part of a problem's name")
-    parser.add_argument("--first", type=int, default=len(PROBLEMS), help="the first problems only")
+    parser.add_argument("--cells", action="store_true", help="the record's cells instead")
+    parser.add_argument("--first", type=int, help="the first problems only")
     parser.add_argument("--peers", default="torch-cudnn,fa3,fa4")
     parser.add_argument("--text", action="append", default=[], help="FILE, or FILE@PART for problems with this part in their name")
+    parser.add_argument("--chosen", action="store_true", help="only the form that the header chooses")
     parser.add_argument("--sms", type=int)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no problem after so many")
     parser.add_argument("--output", type=Path, default=Path("tails.csv"))
@@ -194,9 +203,9 @@ def main(arguments: Sequence[str]) -> int:
     kernels = {"hopper": (find("hopper", "forward"), "")}
     for file, _, part in (text.partition("@") for text in given.text):
         kernels[Path(file).stem.removesuffix("_forward")] = (Kernel.read(Path(file).resolve()), part)
-    shapes = [problem_of(shape, not on_gpu) for shape in PROBLEMS[: given.first]]
+    shapes = [problem_of(shape, not on_gpu) for shape in (CELLS if given.cells else PROBLEMS)[: given.first]]
     several = {
-        name: [c for label, (k, part) in kernels.items() if part in name for c in forms(k, label, p, device, label == "hopper")]
+        name: [c for label, (k, part) in kernels.items() if part in name for c in forms(k, label, p, device, label == "hopper" and not given.chosen)]
         for name, p in shapes
         if given.only in name
     }
