@@ -200,8 +200,8 @@ struct Shared {
     unsigned char q[PIECES][SLABS * Q_SLAB];  // each [SLABS][64][64]; O in the end
     unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
     uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Part parts[PIECES];  // of the works' keys
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
-    Part parts[PIECES];  // of their keys
 };
 
 // A position in a ring of N stages, and the parity of its round. Two numbers, not fa::Ring's one: the main loop has no instruction to spare.

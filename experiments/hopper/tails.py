@@ -205,7 +205,12 @@ def main(arguments: Sequence[str]) -> int:
         kernels[Path(file).stem.removesuffix("_forward")] = (Kernel.read(Path(file).resolve()), part)
     shapes = [problem_of(shape, not on_gpu) for shape in (CELLS if given.cells else PROBLEMS)[: given.first]]
     several = {
-        name: [c for label, (k, part) in kernels.items() if part in name for c in forms(k, label, p, device, label == "hopper" and not given.chosen)]
+        name: [
+            c
+            for label, (k, part) in kernels.items()
+            if part in name
+            for c in forms(k, label, p, device, label == "hopper" and not given.chosen)
+        ]
         for name, p in shapes
         if given.only in name
     }

@@ -118,7 +118,9 @@ BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_g
 #: form with asynchronous copies.
 COLD = {
     "fa2_forward": [Case.parse("B1_H1_S130_D128_Skv500")],
-    "hopper_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
+    "hopper_forward": [
+        Case.parse(f"B1_H1_S3_{text}") for text in ("D64_Skv799_bfloat16,causal,times=10.0", "D256_Skv1100_bfloat16,causal")
+    ],
     "split_forward": [Case.parse("B1_H1_S65_D64")],
 }
 #: Those whose absence is no race on shared memory, by kernel and number in its file, and why.
