@@ -162,7 +162,7 @@
 //     two consumers for three (CONSUMERS)        0.905, +0.127
 //
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
-#include <fa/accumulator.cuh>
+#include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/tma.cuh>
 
@@ -491,76 +491,21 @@ struct Consumer {
             if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
     }
-    // Of a divided work: O and its row sums go to the workspace, as they lie in registers. The consumer that comes last merges them all, in
-    // the order of the keys. False: others have still to come.
+    // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
     __device__ __forceinline__ bool merge() {
+        constexpr int FLOATS = SPLITS * fa::part_floats<HEAD_DIM / 2>;
         const Part part = shared.parts[piece()];
-        const int thread = threadIdx.x % 128, place = part.number / SPLITS * CONSUMERS + index;
-        int* arrivals = static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place;
-        constexpr fa::int64_t ROWS =
-            64 * (HEAD_DIM + 2);  // of a part: O in fours of a thread, then for each row the reference and the row sum
-        const auto partial = [&](int i) {
-            return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + (fa::int64_t(place) * SPLITS + i) * ROWS;
-        };
-        float* own = partial(part.number % SPLITS);
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i += 4)
-            fa::store_vec<4>(own + (i * 32 + thread) * 4, {out_reg[i], out_reg[i + 1], out_reg[i + 2], out_reg[i + 3]});
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            row_sum[half] = fa::group_sum<4>(row_sum[half]);
-            if (fa::lane_id() % 4 == 0)
-                fa::store_vec<2>(own + 64 * HEAD_DIM + 2 * (row - first + 8 * half), {reference[half], row_sum[half]});
-        }
+        const int place = part.number / SPLITS * CONSUMERS + index;
+        float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;
+        fa::store_part(parts + part.number % SPLITS * (FLOATS / SPLITS), out_reg, reference, row_sum);
         fa::bar_sync(1 + index, 128);
-        if (thread == 0) {  // its fences are those of all whose stores a barrier orders before and behind them
-            __threadfence();
-            const bool last = atomicAdd(arrivals, 1) == part.parts - 1;
-            if (last) *arrivals = 0;  // as it was, for the next launch
-            __threadfence();
-            shared.parts[piece()].last = last;
-        }
+        if (threadIdx.x % 128 == 0)
+            shared.parts[piece()].last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place, part.parts);
         fa::bar_sync(1 + index, 128);
         const bool last = shared.parts[piece()].last;
         __syncwarp();  // all lanes have read it when the first one gives the piece back
-        if (!last) return false;
-        fa::Vec<float, 2> stats[SPLITS][2];
-        float top[2] = {-fa::infinity(), -fa::infinity()}, sums[2] = {};
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                stats[i][half] =
-                    i < part.parts ? fa::load_vec<2>(partial(i) + 64 * HEAD_DIM + 2 * (row - first + 8 * half)) : fa::Vec<float, 2>{};
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (stats[i][half][1] != 0) top[half] = max(top[half], stats[i][half][0]);
-        for (float& element : out_reg) element = 0;
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i) {
-            if (i >= part.parts) break;
-            float weight[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                weight[half] = stats[i][half][1] == 0 ? 0.0f : fa::exp2_approx(stats[i][half][0] - top[half]);
-                sums[half] += weight[half] * stats[i][half][1];
-            }
-#pragma unroll
-            for (int j = 0; j < HEAD_DIM / 2; j += 4) {
-                if (j % 64 == 0) fa::schedule_fence();  // not all loads at once: they would spill
-                const auto four = fa::load_vec<4>(partial(i) + (j * 32 + thread) * 4);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out_reg[j + e] += weight[e / 2] * four[e];
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            reference[half] = top[half];
-            row_sum[half] = fa::lane_id() % 4 == 0 ? sums[half] : 0.0f;  // store() adds those of the quad
-        }
-        return true;
+        if (last) fa::merge_parts<SPLITS>(out_reg, reference, row_sum, parts, part.parts);
+        return last;
     }
     __device__ __forceinline__ void finish() {
         if (SPLITS == 1 ? tiles == 0 : first >= args.seq_q) return release_o();
