@@ -79,14 +79,14 @@ CELLS = tuple(
 )
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {
-    64: ({"CONSUMERS": 2}, {"CONSUMERS": 3}, {"BLOCKS": 2}, {"BLOCKS": 3}),
-    128: ({"CONSUMERS": 3}, {"BLOCKS": 2}),
-    256: ({"BLOCK_K": 64}, {"BLOCK_K": 80}),
+    64: ({"BLOCKS": 1, "CONSUMERS": 2}, {"BLOCKS": 1, "CONSUMERS": 3}, {"BLOCKS": 2}, {"BLOCKS": 3}),
+    128: ({"BLOCKS": 1, "CONSUMERS": 2}, {"BLOCKS": 1, "CONSUMERS": 3}, {"BLOCKS": 2}),
+    256: ({"BLOCK_K": 64, "SPLITS": 1}, {"BLOCK_K": 80, "SPLITS": 1}),
 }
 #: Where 128 queries a work make less than two rounds of the multiprocessors.
 FEW: dict[int, tuple[dict[str, int], ...]] = {
-    64: ({"BLOCKS": 2, "SPLITS": 2}, {"BLOCKS": 2, "SPLITS": 3}, {"BLOCKS": 3, "SPLITS": 2}, {"BLOCKS": 3, "SPLITS": 4}),
-    128: ({"SPLITS": 2}, {"SPLITS": 3}, {"SPLITS": 4}, {"CONSUMERS": 3, "SPLITS": 2}),
+    64: ({"BLOCKS": 2, "SPLITS": 2}, {"BLOCKS": 3, "SPLITS": 2}, {"BLOCKS": 3, "SPLITS": 4}),
+    128: tuple({"BLOCKS": 1, "CONSUMERS": 2, "SPLITS": splits} for splits in (2, 3, 4)),
     256: ({"SPLITS": 2}, {"SPLITS": 3}, {"SPLITS": 4}),
 }
 #: Under the causal mask also with all heads in one section.
