@@ -11,32 +11,53 @@
 // arithmetic = "p16"
 // runtime = ["SECTION"]
 // [tile]
-// CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
-// STAGES = "4 if HEAD_DIM == 64 else 2"    # tiles of K, and of V, in shared memory
+// BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
+// CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCK_K = "64 if BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3 else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
-// rounds_2 = "ceil_div(ceil_div(seq_q, 128) * heads_q * batch, sms)"  # of tiles of two consumers over the multiprocessors
+// works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
+// rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
+// works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
+// divided = "0 if SPLITS == 1 else works if causal or works <= BLOCKS * sms else works % (BLOCKS * sms)"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
-// barriers = "5 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // [[choice]]
-// when = "HEAD_DIM == 64 and causal and seq_q <= 1024"
-// CONSUMERS = 2
-// evidence = "NOTES.md, 18 hopper forward: S1024 causal 327 TFLOP/s for 302, S4096 457 for 498; between them not measured"
+// when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
+// BLOCKS = 3
+// evidence = "docs/notes/18_hopper_tails.md: S512, S1000 causal 1.19 and 1.16 of two consumers, S128 1.05 of three"
 // [[choice]]
-// when = "HEAD_DIM == 64 and not causal and rounds_2 == rounds_3 <= 2"
-// CONSUMERS = 2
-// evidence = "NOTES.md, 18 hopper forward, Few heads: B4 H8 S1024 1.18 by fa-cli tune; that two rounds are the bound is a sum"
+// when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else rounds_2 == rounds_3 <= 3)"
+// BLOCKS = 2
+// evidence = "docs/notes/18_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers, B4 H12 S1024 1.11, B2 H8 S1664 1.05 of two"
+// [[choice]]
+// when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
+// BLOCKS = 2
+// evidence = "docs/notes/18_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// [[choice]]
+// when = "HEAD_DIM == 128 and BLOCKS == 1 and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
+// CONSUMERS = 3
+// evidence = "docs/notes/18_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
+// [[choice]]
+// when = "HEAD_DIM == 256 and causal and 2 * works_2 <= sms and seq_kv >= 1024"
+// SPLITS = 3
+// evidence = "docs/notes/18_hopper_tails.md: B1 H4/1 S2048 causal 1.51"
+// [[choice]]
+// when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
+// SECTION = 64
+// evidence = "docs/notes/18_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
@@ -49,6 +70,14 @@
 // dtype = "float32"  # two integers
 // size = "2"
 // init = "zero_once"
+// [workspace.arrivals]
+// dtype = "float32"  # an integer for each divided work and consumer
+// size = "max(1, divided * CONSUMERS)"
+// init = "zero_once"
+// [workspace.partial]
+// dtype = "float32"
+// size = "max(1, divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2))"
+// init = "none"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, 64, 1, 1]
@@ -67,7 +96,7 @@
 // swizzle = 128
 // [[launch]]
 // entry = "forward"
-// grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
+// grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
 // block = "128 * (CONSUMERS + 1)"
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
@@ -80,13 +109,20 @@
 //     Consumer     two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
 //     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
-// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. While the last products of one work run, Q,
-// K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
+// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the last
+// tile of keys. Taken a work ahead, as it was, it keeps a long work waiting behind another: where blocks have two works each, that is no
+// balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
 // stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet. Each consumer's 64 queries are a
 // piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone. Where a head's last tile has too few
 // queries, a consumer that has none of them computes nothing, and the others have the tensor cores. At head dim 256 shared memory has room
 // for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The next tile's first keys, whose stage is
 // empty earlier, go ahead of it (K_FIRST).
+//
+// Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
+// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries, each
+// with its own K and V. SPLITS parts of the keys: where works are fewer than multiprocessors, or one work is longer than all together would
+// take, the longest works are divided, each part as long as the longest over SPLITS. A part leaves its O, references and row sums in float32
+// in a workspace; whoever comes last merges all of them in the order of the keys, so the bits do not depend on who that is.
 //
 // Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
 // issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:
@@ -127,7 +163,7 @@
 //     two consumers for three (CONSUMERS)        0.905, +0.127
 //
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
-#include <fa/accumulator.cuh>
+#include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/tma.cuh>
 
@@ -136,6 +172,10 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+// Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32, or what does not divide.
+constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
+static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
 constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
@@ -149,12 +189,19 @@ constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
 
+// Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
+// last: whether this consumer has found all other parts done, and so has merged them; the others' O is not sent.
+struct Part {
+    int begin, parts, number, last;
+};
+
 // The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
 // warps have read it.
 struct Shared {
     unsigned char q[PIECES][SLABS * Q_SLAB];  // each [SLABS][64][64]; O in the end
     unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
     uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Part parts[PIECES];  // of the works' keys
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
 };
 
@@ -172,7 +219,8 @@ struct Producer {
     Shared& shared;
     const fa::TensorMap &q_map, &k_map, &v_map;
     Work work = {};
-    int kv_head = 0;
+    int number = blockIdx.x;  // of the work, or of the part of one
+    int kv_head = 0, begin = 0, parts = 1;
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -189,6 +237,7 @@ struct Producer {
             const int piece = q.stage * CONSUMERS + consumer;
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
+            if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
             if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
@@ -205,25 +254,41 @@ struct Producer {
         load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
         v.next();
     }
-    // All works of the block: its own number first, then what the counter gives. A number is fetched one work ahead: the counter's answer
-    // takes a microsecond.
+    // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
+    __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
+        const bool whole = number >= divided * SPLITS;
+        work = Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+        kv_head = fa::kv_head_of(args, work.head);
+        begin = 0, parts = 1;
+        if (SPLITS == 1 || whole) return true;
+        const int tiles = work.tiles, longest = (Tiles::seen(args, args.seq_q) + SPLITS - 1) / SPLITS, index = number % SPLITS;
+        parts = (tiles + longest - 1) / longest, begin = index * tiles / parts;
+        work.tiles = (index + 1) * tiles / parts - begin;
+        return index < parts;
+    }
+    // All works of the block: its own number first, then what the counter gives. The counter's answer takes a microsecond, in which the
+    // last keys are loaded.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
-        int number = blockIdx.x;
-        while (number < Tiles::works(args)) {
-            work = Tiles::of_number<4 * HEAD_DIM>(args, number, args.runtime[RUNTIME_SECTION]), kv_head = fa::kv_head_of(args, work.head);
+        const int works = Tiles::works(args), blocks = gridDim.x;
+        const int divided = SPLITS == 1 ? 0 : CAUSAL || works <= blocks ? works : works % blocks;
+        while (number < works + divided * (SPLITS - 1)) {
+            if (!find(args, divided)) {
+                number = blocks + atomicAdd(counters, 1);
+                continue;
+            }
             if (!K_FIRST) load_q();
-            number = gridDim.x + atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.tiles; ++n) {
-                load_k(n);
+                load_k(begin + n);
                 if (K_FIRST && n == 0) load_q();
-                load_v(n);
+                if (n == work.tiles - 1) number = blocks + atomicAdd(counters, 1);
+                load_v(begin + n);
             }
         }
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
     }
 };
 
@@ -241,11 +306,13 @@ struct Storer {
             const Work work = shared.works[piece];
             if (work.tiles == 0) break;
             fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
+            if (SPLITS == 1 || shared.parts[piece].last) {
 #pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab)
-                fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
-            fa::bulk_commit();
-            fa::bulk_wait_read<0>();
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+            }
             fa::mbarrier_arrive(&shared.q_empty[piece]);
         }
     }
@@ -265,7 +332,7 @@ struct Consumer {
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles;  // first: of the 64 queries; tiles: those of work.tiles that they see
+    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -280,6 +347,10 @@ struct Consumer {
         if (work.tiles == 0) return false;
         first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
         tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + 64));
+        if constexpr (SPLITS > 1) {
+            begin = shared.parts[piece()].begin;
+            tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + 64) - begin));
+        }
         if (args.scale <= 0) apply_sign();
         return true;
     }
@@ -335,14 +406,15 @@ struct Consumer {
 
     // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the one before passes it on.
     __device__ __forceinline__ void begin_turn() {
-        if (PINGPONG) fa::bar_sync(4 + index, 256);
+        if (PINGPONG && CONSUMERS > 1) fa::bar_sync(4 + index, 256);
     }
     __device__ __forceinline__ void end_turn() {
-        if (PINGPONG) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
+        if (PINGPONG && CONSUMERS > 1) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
     }
 
     // -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
+        if (SPLITS > 1) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
@@ -420,6 +492,34 @@ struct Consumer {
             if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
     }
+    // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
+    __device__ __forceinline__ bool merge() {
+        constexpr int FLOATS = SPLITS * fa::part_floats<HEAD_DIM / 2>;
+        const Part part = shared.parts[piece()];
+        const int place = part.number / SPLITS * CONSUMERS + index;
+        float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;
+        fa::store_part(parts + part.number % SPLITS * (FLOATS / SPLITS), out_reg, reference, row_sum);
+        fa::bar_sync(1 + index, 128);
+        if (threadIdx.x % 128 == 0)
+            shared.parts[piece()].last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place, part.parts);
+        fa::bar_sync(1 + index, 128);
+        const bool last = shared.parts[piece()].last;
+        __syncwarp();  // all lanes have read it when the first one gives the piece back
+        if (last) fa::merge_parts<SPLITS>(out_reg, reference, row_sum, parts, part.parts);
+        return last;
+    }
+    __device__ __forceinline__ void finish() {
+        if (SPLITS == 1 ? tiles == 0 : first >= args.seq_q) return release_o();
+        if constexpr (SPLITS > 1)
+            if (shared.parts[piece()].parts > 1) {
+                if (tiles == 0) {  // it sees none of this part's keys
+                    for (float& element : out_reg) element = 0;
+                    reference[0] = reference[1] = row_sum[0] = row_sum[1] = 0;
+                }
+                if (!merge()) return release_o();
+            }
+        store();
+    }
     // A tile that only other consumers need.
     __device__ __forceinline__ void skip_tile() {
         begin_turn();
@@ -433,7 +533,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
@@ -448,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     if (fa::warpgroup_index() == 0) {
-        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        fa::setmaxnreg_dec<REGISTERS - CONSUMERS * CONSUMER_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             Producer producer{shared, q_map, k_map, v_map};
@@ -459,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         return;
     }
-    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    fa::setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{shared, args, fa::warpgroup_index() - 1};
 
     if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
@@ -496,8 +596,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             consumer.release_v();
         }
         for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
-        if (consumer.tiles > 0) consumer.store();
-        else consumer.release_o();
+        consumer.finish();
         consumer.q.next();
     }
 }

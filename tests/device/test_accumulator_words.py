@@ -177,3 +177,63 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     value = np.where(rows == 3, -np.inf, (rows % 5 - 1) * np.log(2) + np.log(rows + 1))
     got = answers(13)[2].view(np.float32)
     assert np.allclose(got[:50], value[:50], rtol=1e-6, atol=1e-6) and np.isnan(got[50:64]).all(), "no row behind the last"
+
+#: Parts of 64 x 32 from K, their references and row sums from V; O and the stats of what is merged.
+PARTS = """\
+#include <fa/key_parts.cuh>
+constexpr int R = 16, PARTS = 4;
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    const scalar *in = static_cast<const scalar*>(args.K.data), *stats = static_cast<const scalar*>(args.V.data);
+    float *out = static_cast<float*>(args.O.data), *parts = out + 128 * 20;
+    int* arrivals = reinterpret_cast<int*>(parts + PARTS * fa::part_floats<R>);
+    int* last_smem = reinterpret_cast<int*>(fa::dynamic_shared_1024());
+    const int t = threadIdx.x, row = 16 * (t / 32) + t % 32 / 4, pair = t % 4 * 2, count = args.seq_q;
+    if (t == 0) *arrivals = 0;
+    __syncthreads();
+    float x[R], reference[2], row_sum[2];
+    for (int part = 0; part < count; ++part) {
+        for (int i = 0; i < R; ++i) x[i] = fa::widen(in[(64 * part + row + i / 2 % 2 * 8) * 32 + i / 4 * 8 + pair + i % 2]);
+        for (int half = 0; half < 2; ++half) {
+            const scalar* two = stats + (64 * part + row + 8 * half) * 2;
+            reference[half] = fa::widen(two[0]), row_sum[half] = t % 4 == 1 ? fa::widen(two[1]) : 0.0f;
+        }
+        fa::store_part(parts + part * fa::part_floats<R>, x, reference, row_sum);
+        __syncthreads();
+        if (t == 0) *last_smem = fa::arrives_last(arrivals, count);
+        __syncthreads();
+        if (*last_smem != (part == count - 1)) __trap();
+    }
+    fa::merge_parts<PARTS>(x, reference, row_sum, parts, count);
+    for (int i = 0; i < R; ++i) out[t * 20 + i] = x[i];
+    for (int half = 0; half < 2; ++half) out[t * 20 + 16 + half] = reference[half], out[t * 20 + 18 + half] = row_sum[half];
+    if (t == 0 && *arrivals != 0) __trap();
+}
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_of_keys(count: int, backend: Backend, tmp_path: Path) -> None:
+    """Merged parts are the sums of all keys, the last to arrive says so, and a part with no key of a row has no weight."""
+    x = integers(4, 64, 32).astype(float)
+    reference, row_sum = integers(4, 64, seed=1, most=4).astype(float), 1.0 + integers(4, 64, seed=2, most=3) % 4
+    row_sum[1, ::3] = 0
+    reference[1, ::3] = 100
+    kernel = bound(
+        backend,
+        tmp_path,
+        PARTS,
+        {},
+        {"K": x.reshape(256, 32), "V": np.stack([reference, row_sum], -1).reshape(256, 2)},
+        "bfloat16",
+        shared=64,
+    )
+    got = with_fields(kernel, seq_q=count).view(np.float32)[: 128 * 20].reshape(128, 20)
+    x, reference, row_sum = x[:count], reference[:count], row_sum[:count]
+    seen = row_sum != 0
+    top = np.where(seen, reference, -np.inf).max(0)
+    weight = np.where(seen, np.exp2(reference - top), 0)
+    out = (np.where(seen[..., None], x, 0) * weight[..., None]).sum(0)
+    assert np.allclose(got[:, :16], registers(out), rtol=2**-20, atol=2**-18)
+    rows = ROW[:, None] + [0, 8]
+    assert np.array_equal(got[:, 16:18], top[rows])
+    assert np.allclose(got[::4, 18:], (weight * row_sum).sum(0)[rows][::4], rtol=2**-20) and not got[:, 18:].reshape(-1, 4, 2)[:, 1:].any()

@@ -120,7 +120,9 @@ COLD = {
     "fa2_forward": [Case.parse("B1_H1_S130_D128_Skv500")],
     "no_maximum_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "overlap_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
-    "hopper_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
+    "hopper_forward": [
+        Case.parse(f"B1_H1_S3_{text}") for text in ("D64_Skv799_bfloat16,causal,times=10.0", "D256_Skv1100_bfloat16,causal")
+    ],
     "split_forward": [Case.parse("B1_H1_S65_D64")],
 }
 #: Those whose absence is no race on shared memory, by kernel and number in its file, and why.
@@ -132,8 +134,8 @@ NO_RACE = {
     ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
     ("wgmma_tma_forward", 2): "it orders a copy behind products: without it the engine itself stops (faults.toml)",
     ("wgmma_tma_forward", 3): "the same",
-    ("hopper_forward", 2): "it orders no accesses: a lane that is late would miss a phase",
-    ("hopper_forward", 3): "the same",
+    ("hopper_forward", 3): "it orders no accesses: a lane that is late would miss a phase",
+    ("hopper_forward", 4): "the same",
     ("split_hopper_forward", 1): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
     ("hopper_cluster_backward", 1): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",
     ("hopper_wide_backward", 2): "every thread gives the work's number back itself, behind its own read",
