@@ -12,6 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -200,6 +201,7 @@ def measure(
     policy: Policy,
     progress: Callable[[str], None] = lambda text: None,
     ready: dict[str, Ready] | None = None,
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
@@ -207,34 +209,17 @@ def measure(
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
     not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. ready: contenders
     that are warmed up, by name, to which the others are added: another timing of the same contenders needs no second warm-up and no
-    second graph. Raises what the contenders' runs raise.
+    second graph. quiet: the context in which they are warmed up and sampled, where no other process of the run uses the machine. Raises what the contenders' runs raise.
     """
-    before = stage.state()
     watches = {name: Watch(contender if isinstance(contender, Judged) else None, policy.apart) for name, contender in contenders.items()}
-    cold = timing == "cold"
-    runs: dict[str, Ready] = {}
-    for name, contender in contenders.items():
-        progress(f"0/{100 * len(contenders)} times {timing}")
-        with watches[name].guarded():
-            runs[name] = Ready.kept(name, contender, stage, policy, ready)
     turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    spent = dict.fromkeys(runs, 0.0)
-    waiting = list(runs)
-    while waiting:
-        for name in list(waiting):
-            start = time.perf_counter()
-            with watches[name].guarded():
-                runs[name].turn(stage, cold, policy.settle, 0)
-                turns[name].append(runs[name].turn(stage, cold, policy.turn, 1, watches[name]))
-            spent[name] += time.perf_counter() - start
-            if watches[name].broken or _enough(turns[name], spent[name], policy):
-                waiting.remove(name)
-            share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
-            progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
+    with quiet():
+        before = stage.state()
+        runs = _sampled(contenders, watches, turns, stage, timing, policy, progress, ready)
+        after = stage.state()
     for name, run in runs.items():
         with watches[name].guarded():
-            watches[name].close(partial(run.sample, stage, cold))
-    after = stage.state()
+            watches[name].close(partial(run.sample, stage, timing == "cold"))
     throttled = throttling(before, after)
     return {
         name: Timing(
@@ -250,6 +235,38 @@ def measure(
         )
         for name in contenders
     }
+
+
+def _sampled(
+    contenders: Mapping[str, Timed],
+    watches: Mapping[str, Watch],
+    turns: Mapping[str, list[list[float]]],
+    stage: Stage,
+    timing: str,
+    policy: Policy,
+    progress: Callable[[str], None],
+    ready: dict[str, Ready] | None,
+) -> dict[str, Ready]:
+    """The contenders warmed up, after their turns, whose samples are added to `turns`."""
+    runs: dict[str, Ready] = {}
+    for name, contender in contenders.items():
+        progress(f"0/{100 * len(contenders)} times {timing}")
+        with watches[name].guarded():
+            runs[name] = Ready.kept(name, contender, stage, policy, ready)
+    spent = dict.fromkeys(runs, 0.0)
+    waiting = list(runs)
+    while waiting:
+        for name in list(waiting):
+            start = time.perf_counter()
+            with watches[name].guarded():
+                runs[name].turn(stage, timing == "cold", policy.settle, 0)
+                turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1, watches[name]))
+            spent[name] += time.perf_counter() - start
+            if watches[name].broken or _enough(turns[name], spent[name], policy):
+                waiting.remove(name)
+            share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
+            progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
+    return runs
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,13 @@ drawn = options(
         help="Of the problems, for a sweep that draws them, as mixed.  [default: 42]",
     ),
     click.option("--cases", type=click.IntRange(1, 10_000), metavar="N", help="Problems that such a sweep draws.  [default: the sweep's]"),
+    click.option(
+        "--jobs",
+        type=click.IntRange(1, 64),
+        default=0,
+        metavar="N",
+        help="Processes that check shapes at the same time; they measure in turns.  [default: the sweep's, on a CPU 1]",
+    ),
 )
 sampled = options(
     click.option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,13 +128,15 @@ def time_together(
     policy: measure.Policy | None = None,
     progress: Callable[[str], None] = lambda text: None,
     ready: dict[str, dict[str, measure.Ready]] | None = None,
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
 
     timing: warm or cold, in round-robin turns; burst or energy, one after the other. ready: what an earlier timing of the same results
-    has warmed up, by pass; it is filled.
+    has warmed up, by pass; it is filled. quiet: as for sampling.measure.
     """
-    take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
+    by_itself = {"burst": alone.burst, "energy": alone.energy}.get(timing)
+    take = by_itself or partial(measure.measure, timing=timing, quiet=quiet)
     done = list(results)
     for pass_ in PASSES:
         runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
@@ -146,7 +148,9 @@ def time_together(
             progress(f"{text}: {what}")
 
         warm = ready.setdefault(pass_, {}) if ready is not None else None
-        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell, ready=warm).items():
+        with quiet() if by_itself else nullcontext():
+            timings = take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell, ready=warm)
+        for i, found in timings.items():
             passes = done[int(i)].passes
             done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
     return done
