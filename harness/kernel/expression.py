@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..fault import clipped
+from .waves import WAVES
 
 
 class ExpressionError(ValueError):
@@ -46,7 +47,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "max": max,
 }
 #: What an expression may hold, for messages.
-LANGUAGE = f"integers, names, + - * // %, comparisons, and, or, not, A if C else B, and the functions {', '.join(FUNCTIONS)}"
+LANGUAGE = f"integers, names, + - * // %, comparisons, and, or, not, A if C else B, and the functions {', '.join((*FUNCTIONS, *WAVES))}"
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -92,7 +93,7 @@ def _names_of(expression: str) -> frozenset[str]:
         tree = _parsed(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ExpressionError(f"{clipped(expression, 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
-    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys()
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys() - WAVES.keys()
 
 
 @lru_cache(maxsize=4096)
@@ -124,10 +125,10 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
         case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
             sides = [_value(v, names) for v in (left, *right)]
             return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS or name in WAVES:
             given = [_value(a, names) for a in args]
             try:
-                return FUNCTIONS[name](*given)
+                return FUNCTIONS[name](*given) if name in FUNCTIONS else WAVES[name](names, *given)
             except (TypeError, ValueError) as error:
                 raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
     raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")

@@ -1,0 +1,330 @@
+"""The time of every form of the Hopper kernels on problems of the sweep `mixed`, and the costs of a tile and a work that explain them.
+
+    python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS]
+    python experiments/mixed/costs.py fit costs.csv
+    python experiments/mixed/costs.py weigh costs.csv
+
+measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
+are not checked: `fa-cli verify` does that. Every problem is taken in bfloat16, so that fewer forms are compiled. A table has a line a
+problem and form. fit and weigh need none: fit prints for each kernel, head dim and mask the nanoseconds of a tile of its walk and of a
+work, and how far from the times the model is (harness/kernel/waves.py). weigh prints how much slower than the fastest form of the table
+what the headers choose is.
+"""
+
+import argparse
+import csv
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from harness import backends  # noqa: E402
+from harness.check.ahead import load_all  # noqa: E402
+from harness.check.contender import Contender  # noqa: E402
+from harness.check.tensors import Bound  # noqa: E402
+from harness.dataset.storage import round_to  # noqa: E402
+from harness.fault import Fault  # noqa: E402
+from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
+from harness.kernel.waves import key_waves, query_waves  # noqa: E402
+from harness.measure.sampling import MANY, Policy, measure  # noqa: E402
+from harness.problem import PASSES, READS, Problem  # noqa: E402
+from harness.verbs import sweep  # noqa: E402
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90")
+SHAPE = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim")
+COLUMNS = ("Test", "pass", *SHAPE, "causal", "kernel", "form", "chosen", "ms")
+#: The tiles whose values make forms.
+VARIED = {"CONSUMERS": (3, 2), "SPLITS": (1, 2, 3, 4, 6, 8), "SECTION": (16, 32, 64, 1024)}
+KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_cluster")
+SHORT = Policy(
+    warm_up=0.01, settle=0.01, turn=0.02, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.15, patience=0.15
+)
+
+
+class Form(NamedTuple):
+    """A kernel with values of some tiles; the header chooses the others."""
+
+    kernel: Kernel
+    tiles: dict[str, int]
+
+    @property
+    def words(self) -> str:
+        """As NAME=VALUE, or an empty text."""
+        return " ".join(f"{name}={value}" for name, value in self.tiles.items())
+
+
+def kernels(pass_: str, problem: Problem) -> Iterator[Kernel]:
+    """The kernels of a pass that take a problem, each by itself."""
+    for kernel in catalogue():
+        alone = kernel.variants[-1] if kernel.variants else kernel
+        takes = problem.head_dim <= alone.head_dims[-1] and not (alone.head_dims[0] > 128 >= problem.head_dim)
+        if kernel.pass_ == pass_ and kernel.name in KERNELS and takes:
+            yield alone
+
+
+def forms(pass_: str, problem: Problem, device: Device) -> list[Form]:
+    """The forms of a problem: splits only where they do not make more works than run in six waves."""
+    found = []
+    for kernel in kernels(pass_, problem):
+        known = planner.names(kernel, problem, device)
+        varied = {name: [v for v in values if fits(name, v, known, kernel)] for name, values in VARIED.items() if name in kernel.tile}
+        found += [Form(kernel, dict(zip(varied, values, strict=True))) for values in itertools.product(*varied.values())]
+    return found
+
+
+def fits(name: str, value: int, known: Any, kernel: Kernel) -> bool:
+    """Whether a value of a tile is worth a measurement."""
+    if name == "CONSUMERS":
+        return value == known[name] or known["HEAD_DIM"] == 64
+    if name == "SECTION":  # 1024: all heads in one, where they are not already
+        heads = (known[name] << 20) // (8 * known["HEAD_DIM"]) // known["seq_q"]
+        several = known["causal"] and kernel.pass_ == "backward" and heads < known["heads_kv"] * known["batch"]
+        return value == known[name] or bool(value == 1024 and several)
+    return bool(value == 1 or (known["works"] * value <= 6 * known["units"] and value <= known["tiles"]))
+
+
+def chosen(pass_: str, problem: Problem, device: Device) -> tuple[Kernel, dict[str, str]]:
+    """The kernel that `auto` and the headers choose, and its macros."""
+    first = next(k for k in reversed(catalogue()) if k.pass_ == pass_ and k.name in KERNELS and usable(k, problem, device))
+    kernel = planner.variant(first, problem)
+    return kernel, dict(planner.plan(kernel, problem, device).macros)
+
+
+def usable(kernel: Kernel, problem: Problem, device: Device) -> bool:
+    """Whether auto may take a kernel."""
+    with suppress(Fault):
+        planner.refuse(kernel, problem)
+        return not kernel.variant_of and planner.for_auto(kernel, problem, device)
+    return False
+
+
+def problems(seed: int, cases: int, small: bool) -> list[tuple[str, Problem]]:
+    """Those of 16 bits, in bfloat16, each once."""
+    drawn = sweep.load("mixed", seed, cases)
+    found = ((t, p.with_(dtype="bfloat16")) for t, p in (drawn.cpu_shapes if small else drawn.shapes) if p.dtype != "float32")
+    return list({problem: (test, problem) for test, problem in found}.values())
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def drawn(backend: backends.Backend, problem: Problem, names: Sequence[str]) -> dict[str, Any]:
+    """Standard normal tensors, drawn where the kernels run."""
+    random = backend.xp.random.default_rng(0)
+    return {name: round_to(backend.xp, random.standard_normal(problem.shape(name), dtype="float32"), problem.dtype) for name in names}
+
+
+def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequence[Form]) -> Iterator[tuple[Form, float]]:
+    """The median milliseconds of each form."""
+    inputs = drawn(backend, problem, ("Q", "K", "V", "dO"))
+    if pass_ == "backward":
+        forward = next(kernels("forward", problem))
+        bound = Bound(backend, backend.load(forward, problem), problem, {name: inputs[name] for name in READS["forward"]})
+        bound.launch()
+        inputs |= {name: tensor.values() for name, tensor in bound.tensors.items() if name in ("O", "logsumexp")}
+    bounds: dict[str, tuple[Form, Bound]] = {}
+    for form in every:
+        try:
+            loaded = backend.load(form.kernel, problem, form.tiles)
+        except Fault as fault:  # static_assert, registers, shared memory: no form of this problem
+            sys.stderr.write(f"{form.kernel.name} {form.words}: {fault.what}\n")
+            continue
+        bound = Bound(backend, loaded, problem, {name: inputs[name] for name in READS[pass_]})
+        bound.free_copies()
+        bounds[f"{form.kernel.name} {form.words}"] = form, bound
+    done = measure({name: bound for name, (_, bound) in bounds.items()}, backend, "warm", SHORT if backend.name == "cuda" else MANY)
+    for name, timing in done.items():
+        yield bounds[name][0], timing.median_ms
+
+
+def take(given: argparse.Namespace) -> None:
+    """Measure, and write the table as it grows."""
+    until, backend = time.monotonic() + given.until, backends.pick(given.device)
+    wanted = problems(given.seed, given.cases, backend.name == "cpu")
+    passes = PASSES if given.mode == "both" else (given.mode,)
+    device = backend.device()
+    every = {(test, pass_): forms(pass_, problem, device) for test, problem in wanted for pass_ in passes}
+    for pass_ in passes:
+        jobs = [(Contender(f.words, {pass_: f.kernel}, tiles=f.tiles), problem) for test, problem in wanted for f in every[test, pass_]]
+        load_all(backend, jobs, (pass_,))
+    sys.stderr.write(f"compiled {len(jobs)} forms, {given.until - (until - time.monotonic()):.0f} s\n")
+    with open(given.output, "w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for (test, problem), pass_ in itertools.product(wanted, passes):
+            if time.monotonic() > until:
+                break
+            if backend.name == "cuda":
+                backend.xp.get_default_memory_pool().free_all_blocks()
+            kernel, macros = chosen(pass_, problem, device)
+            for form, ms in times(backend, pass_, problem, every[test, pass_]):
+                shape = [getattr(problem, name) for name in SHAPE]
+                row = [test, pass_, *shape, int(problem.causal), form.kernel.name, form.words]
+                same = form.kernel.name == kernel.name and all(macros[name] == str(value) for name, value in form.tiles.items())
+                table.writerow([*row, int(same), f"{ms:.6f}"])
+            file.flush()
+
+
+# -- what explains them -----------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a table, numbers as such."""
+    with open(path, newline="") as file:
+        lines = list(csv.DictReader(file))
+    whole = (*SHAPE, "causal", "chosen")
+    return [{name: float(v) if name == "ms" else int(v) if name in whole else v for name, v in line.items()} for line in lines]
+
+
+def problem_of(line: dict[str, Any]) -> Problem:
+    """The problem of a line."""
+    heads = (line["batch"], line["heads_q"], line["seq_q"], line["head_dim"], line["heads_kv"], line["seq_kv"])
+    return Problem.of(*heads, "bfloat16", bool(line["causal"]))
+
+
+class Group(NamedTuple):
+    """What has costs of its own: a kernel at a head dim as it is compiled, with or without mask; CONSUMERS of a forward pass."""
+
+    kernel: str
+    width: int
+    causal: int
+    consumers: int
+
+
+#: What is fitted: nanoseconds of a tile, of a work, more of a work that is one of several splits, of a million elements of Q, of a launch.
+TERMS = ("tile", "work", "split", "elements", "launch")
+
+
+def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
+    """The group of a line, and the function of (tile, work, split) that gives the nanoseconds of its works."""
+    problem, tiles = problem_of(line), tiles_of(line)
+    pass_ = line["pass"]
+    kernel = next(k for k in kernels(pass_, problem) if k.name == line["kernel"])
+    known = planner.names(kernel, problem, H200, tiles)
+    group = Group(kernel.name, known["HEAD_DIM"], int(problem.causal), known.get("CONSUMERS", 0))
+    if pass_ == "forward":
+        return group, lambda tile, work, split: query_waves(known, known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], tile, work)
+    units = known.get("units", known["sms"])
+    keys = known.get("BLOCK_K", 128)  # of a cluster
+    splits = known.get("SPLITS", 1)
+    return group, lambda tile, work, split: key_waves(known, units, keys, known["BLOCK_Q"], splits, tile, work + split * (splits > 1))
+
+
+def solve(lines: Sequence[tuple[Any, float, float]]) -> np.ndarray:
+    """TERMS of lines: (function of three of them, millions of elements, nanoseconds).
+
+    The time of waves is the sum along the path that ends last: linear in the three terms while that path stays the same. So it is least
+    squares of relative errors, again and again, each line's weight less the farther it is off.
+    """
+    terms = np.array([700.0, 1500.0, 500.0, 100.0, 3000.0])
+    scale = 1000  # the functions take whole numbers
+    weights = np.ones(len(lines))
+    for _ in range(40):
+        rows = []
+        for function, elements, ns in lines:
+            at = [max(1, round(scale * term)) for term in terms[:3]]
+            base = function(*at)
+            slopes = [(function(*(each + step * (i == j) for j, each in enumerate(at))) - base) / step for i, step in enumerate(STEPS)]
+            rows.append([value / ns for value in (*slopes, elements, 1.0)])
+        matrix = np.array(rows) * weights[:, None]
+        new = bounded(matrix, weights)
+        terms = 0.5 * terms + 0.5 * new
+        off = np.abs(np.array(rows) @ terms - 1)
+        weights = 1 / np.sqrt(np.maximum(off, 0.01))
+        weights /= weights.max()
+    return terms
+
+
+STEPS = (1000, 1000, 1000)
+
+
+def bounded(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares, a term that would be negative left out."""
+    kept = list(range(matrix.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)
+        if (found >= 0).all() or len(kept) == 1:
+            terms = np.zeros(matrix.shape[1])
+            terms[kept] = np.maximum(found, 0)
+            return terms
+        kept.pop(int(found.argmin()))
+
+
+def fit(lines: Sequence[dict[str, Any]]) -> None:
+    """Print the terms of each group, and how far the model is from its times."""
+    groups: dict[Group, list[tuple[Any, float, float]]] = {}
+    for line in lines:
+        group, function = terms_of(line)
+        elements = line["batch"] * line["heads_q"] * line["seq_q"] * group.width / 1e6
+        groups.setdefault(group, []).append((function, elements, line["ms"] * 1e6))
+    sys.stdout.write(
+        f"{'kernel':16} width causal consumers  lines  {' '.join(f'{name:>8}' for name in TERMS)}   off: median  tenth  most\n"
+    )
+    for group, several in sorted(groups.items()):
+        terms = solve(several)
+        off = sorted(abs(function(*map(round, terms[:3])) + terms[3] * e + terms[4] - ns) / ns for function, e, ns in several)
+        numbers = " ".join(f"{term:8.0f}" for term in terms)
+        far = f"{statistics.median(off):6.3f} {off[len(off) * 9 // 10]:6.3f} {off[-1]:6.3f}"
+        sys.stdout.write(
+            f"{group.kernel:16} {group.width:5} {group.causal:6} {group.consumers:9} {len(several):6}  {numbers}        {far}\n"
+        )
+
+
+def weigh(lines: Sequence[dict[str, Any]]) -> None:
+    """Print how near the forms that the headers choose are to the fastest of the table."""
+    ratios = []
+    for (test, pass_), several in itertools.groupby(lines, key=lambda line: (line["Test"], line["pass"])):
+        some = list(several)
+        problem = problem_of(some[0])
+        kernel, macros = chosen(pass_, problem, H200)
+        alike = [line for line in some if line["kernel"] == kernel.name and all(macros[n] == str(v) for n, v in tiles_of(line).items())]
+        best = min(some, key=lambda line: line["ms"])
+        taken = f"{kernel.name} " + " ".join(f"{name}={macros[name]}" for name in VARIED if name in macros)
+        if not alike:
+            sys.stdout.write(f"{test} {pass_}: {taken} was not measured\n")
+            continue
+        ratio = best["ms"] / alike[0]["ms"]
+        ratios.append((ratio, f"{ratio:.3f} {pass_} {test}: {taken}, the best {best['kernel']} {best['form']}"))
+    for _, text in sorted(ratios):
+        sys.stdout.write(text + "\n")
+    within = sum(ratio >= 0.98 for ratio, _ in ratios)
+    mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+    sys.stdout.write(f"{within} of {len(ratios)} choices are within 2 % of the fastest form; geometric mean {mean:.4f}\n")
+
+
+def tiles_of(line: dict[str, Any]) -> dict[str, int]:
+    """The values of a line's form."""
+    return {name: int(value) for name, value in (each.split("=") for each in line["form"].split())}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, fit or weigh."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    measuring = verbs.add_parser("measure")
+    measuring.add_argument("--seed", type=int, default=42)
+    measuring.add_argument("--cases", type=int, default=50)
+    measuring.add_argument("--mode", choices=[*PASSES, "both"], default="both")
+    measuring.add_argument("--device", default="auto")
+    measuring.add_argument("--until", type=float, default=1e9, help="seconds after which no problem is begun")
+    measuring.add_argument("--output", type=Path, default=Path("costs.csv"))
+    for verb in ("fit", "weigh"):
+        verbs.add_parser(verb).add_argument("tables", type=Path, nargs="+")
+    given = parser.parse_args(arguments)
+    if given.verb == "measure":
+        take(given)
+    else:
+        {"fit": fit, "weigh": weigh}[given.verb]([line for path in given.tables for line in read(path)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
