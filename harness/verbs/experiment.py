@@ -33,8 +33,8 @@ from ..kernel import catalogue
 from ..measure import ceilings
 from ..measure.sampling import MANY, POLICY, Policy, Ready
 from ..peers.base import installed
-from ..problem import MODES, Problem
-from ..row import CEILING, Row, Rows, read_rows
+from ..problem import MODES, PASSES, Problem
+from ..row import CEILING, TYPES, Row, Rows, read_rows
 from . import operator, results, run, runs
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches
@@ -254,8 +254,14 @@ def _work(device: str, pipe: Connection[Any, Any]) -> None:
 
 
 def _size(task: _Task) -> float:
-    """Bytes of device memory, about, that checking and measuring a problem takes."""
-    return 150.0 * max(math.prod(task.problem.shape(name)) for name in ("Q", "K"))
+    """Bytes of device memory, about, that checking and measuring a problem takes, more rather than less.
+
+    On an H200 problems took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; torch's math in float32 has
+    several tensors of all scores.
+    """
+    p = task.problem
+    scores = 20.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv if p.dtype == "float32" else 0.0
+    return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
 
 
 def _room(backend: Backend) -> float:
@@ -336,7 +342,12 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
         shape.tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
-            good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
+            own = _of_both(contender) if mode == "both" else mode
+            good.append(run.check_in_memory(contender, own, problem, backend, SEED, oracle))
+            if own != mode:  # the rows of the other pass, and of both
+                what = f"{contender.name} does not take {problem.describe()} {mode}"
+                why = UsageFault(what, f"it has only the {own} pass here", "leave it out: --peers")
+                yield [row for row in shape.without(contender, why) if row.Type != TYPES[own]], []
         except DiskFault:
             raise  # it would stop every other row too
         except Exception as error:
@@ -349,6 +360,12 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
     found = [(row, result) for result in good for row in results.rows_of(result, shape.test, shape.run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
+
+
+def _of_both(contender: Contender) -> str:
+    """The mode in which a contender is run where both passes are asked for: the one pass that a peer has, or both."""
+    passes = [pass_ for pass_ in PASSES if not contender.peer or pass_ in contender.peer.passes]
+    return passes[0] if len(passes) == 1 else "both"
 
 
 def _may_fork(backend: Backend, contenders: Sequence[Sequence[Contender]]) -> bool:
