@@ -119,7 +119,7 @@ def problems(seed: int, cases: int, small: bool) -> list[tuple[str, Problem]]:
 def drawn(backend: backends.Backend, problem: Problem, names: Sequence[str]) -> dict[str, Any]:
     """Standard normal tensors, drawn where the kernels run."""
     random = backend.xp.random.default_rng(0)
-    return {name: round_to(backend.xp, random.standard_normal(problem.shape(name), dtype="float32"), problem.dtype) for name in names}
+    return {name: round_to(backend.xp, random.standard_normal(problem.shape(name), dtype=np.float32), problem.dtype) for name in names}
 
 
 def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequence[Form]) -> Iterator[tuple[Form, float]]:

@@ -74,7 +74,7 @@ def main() -> None:
             start = time.perf_counter()
             times[name] = {which: timing.median_ms for which, timing in measure(found, backend, "warm", policy).items()}
             spent[name] = time.perf_counter() - start
-        say(problem.describe(), " ".join(f"{name} {seconds:.2f} s" for name, seconds in spent.items()))
+        say(f"{problem.describe()}: " + " ".join(f"{name} {seconds:.2f} s" for name, seconds in spent.items()))
         for which, ms in times["usual"].items():
             say(f"  {which:12} {ms:.4f}  " + "  ".join(f"{name} {t[which] / ms:.3f}" for name, t in times.items()))
 
