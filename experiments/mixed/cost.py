@@ -28,6 +28,7 @@ from harness.verbs import experiment, run, workers  # noqa: E402
 
 spent: dict[str, list[float]] = {}
 memory: list[tuple[float, int]] = []
+begun: list[float] = []  # when, and when each round had ended
 WORK = experiment._work
 
 
@@ -66,7 +67,7 @@ def watch() -> None:
     timed(run, "time_together", room)
     timed(sampling, "_sampled", lambda good, *given: "warm-ups and turns of a pass")
     timed(judged.Watch, "close", lambda watch, *given: "judges after the last turn" if watch.contender else "no judge")
-    timed(workers.Share, "_round", lambda *given: "rounds")
+    timed(workers.Share, "_round", lambda *given: begun.append(time.perf_counter()) or "rounds")
 
 
 def work(device: str, pipe: Any) -> None:
@@ -91,10 +92,10 @@ def measured(arguments: list[str]) -> None:
         os.environ["COSTS"] = folder
         experiment._work = cost.work
         watch()
-        begun = time.perf_counter()
+        begun.append(time.perf_counter())
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what was measured until then is counted
             main(["experiment", "mixed", *arguments], standalone_mode=False)
-        lines = [f"{time.perf_counter() - begun:.1f} s in all"]
+        lines = [f"{time.perf_counter() - begun[0]:.1f} s in all; rounds ended at {' '.join(f'{at - begun[0]:.0f}' for at in begun[1:])} s"]
         for path in Path(folder).iterdir():
             seconds_of, taken = json.loads(path.read_text())
             memory.extend(taken)
