@@ -248,7 +248,6 @@ drawn = options(
     click.option(
         "--jobs",
         type=click.IntRange(1, 64),
-        default=0,
         metavar="N",
         help="Processes that check shapes at the same time; they measure in turns.  [default: the sweep's, on a CPU 1]",
     ),

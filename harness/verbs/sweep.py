@@ -102,7 +102,7 @@ class Options:
     peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
     least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
     summary.md only. seed, cases: of a sweep with [draw], which problems, and how many; None: SEED, and what the sweep says. jobs: processes
-    that prepare shapes at the same time; 0: what the sweep says.
+    that prepare shapes at the same time; None: what the sweep says, on a CPU 1.
     """
 
     name: str = "forward"
@@ -123,7 +123,7 @@ class Options:
     no_figures: bool = False
     seed: int | None = None
     cases: int | None = None
-    jobs: int = 0
+    jobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("computes", "peers", "only", "skip"):
