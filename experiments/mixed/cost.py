@@ -65,7 +65,7 @@ def watch() -> None:
     timed(experiment, "oracle_for", lambda *given: "references")
     timed(run, "check_in_memory", lambda contender, *given: f"checks {contender.name}")
     timed(run, "time_together", room)
-    timed(sampling, "_sampled", lambda good, *given: "warm-ups and turns of a pass")
+    timed(sampling, "sample", lambda good, *given: "warm-ups and turns of a pass")
     timed(judged.Watch, "close", lambda watch, *given: "judges after the last turn" if watch.contender else "no judge")
     timed(workers.Share, "_round", lambda *given: begun.append(time.perf_counter()) or "rounds")
 

@@ -12,7 +12,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -201,7 +200,6 @@ def measure(
     policy: Policy,
     progress: Callable[[str], None] = lambda text: None,
     ready: dict[str, Ready] | None = None,
-    quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Timing]:
     """Sample all contenders in interleaved turns until each has enough by its policy. timing: "warm" or "cold".
 
@@ -209,45 +207,57 @@ def measure(
     as a latency-critical application would launch it; Timing.launch records it. What is Judged is judged meanwhile; what breaks a rule is
     not timed further, and Timing.broken says which. progress is told "N/M times warm", where M is what is taken at most. ready: contenders
     that are warmed up, by name, to which the others are added: another timing of the same contenders needs no second warm-up and no
-    second graph. quiet: the context in which they are warmed up and sampled, where no other process of the run uses the machine. Raises what the contenders' runs raise.
+    second graph. Raises what the contenders' runs raise.
     """
-    watches = {name: Watch(contender if isinstance(contender, Judged) else None, policy.apart) for name, contender in contenders.items()}
-    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    with quiet():
-        before = stage.state()
-        runs = _sampled(contenders, watches, turns, stage, timing, policy, progress, ready)
-        after = stage.state()
-    for name, run in runs.items():
-        with watches[name].guarded():
-            watches[name].close(partial(run.sample, stage, timing == "cold"))
-    throttled = throttling(before, after)
-    return {
-        name: Timing(
-            timing,
-            tuple(s for turn in turns[name] for s in turn),
-            runs[name].calls if name in runs else (),
-            runs[name].launch if name in runs else "direct",
-            throttled,
-            before,
-            after,
-            tuple(len(turn) for turn in turns[name]),
-            watches[name].broken,
-        )
-        for name in contenders
-    }
+    return sample(contenders, stage, timing, policy, progress, ready).timings()
 
 
-def _sampled(
+@dataclass(frozen=True)
+class Taken:
+    """What :func:`sample` took: of each contender its watch, its turns, and how it was launched; the backend's state before and after."""
+
+    stage: Stage
+    timing: str
+    watches: Mapping[str, Watch]
+    turns: Mapping[str, list[list[float]]]
+    runs: Mapping[str, Ready]
+    before: Json
+    after: Json
+
+    def timings(self) -> dict[str, Timing]:
+        """The timings, after what is judged when nothing is timed any more: launches of a fresh load, and others (judged.Watch.close)."""
+        for name, run in self.runs.items():
+            with self.watches[name].guarded():
+                self.watches[name].close(partial(run.sample, self.stage, self.timing == "cold"))
+        throttled = throttling(self.before, self.after)
+        return {
+            name: Timing(
+                self.timing,
+                tuple(s for turn in turns for s in turn),
+                self.runs[name].calls if name in self.runs else (),
+                self.runs[name].launch if name in self.runs else "direct",
+                throttled,
+                self.before,
+                self.after,
+                tuple(len(turn) for turn in turns),
+                self.watches[name].broken,
+            )
+            for name, turns in self.turns.items()
+        }
+
+
+def sample(
     contenders: Mapping[str, Timed],
-    watches: Mapping[str, Watch],
-    turns: Mapping[str, list[list[float]]],
     stage: Stage,
     timing: str,
     policy: Policy,
-    progress: Callable[[str], None],
-    ready: dict[str, Ready] | None,
-) -> dict[str, Ready]:
-    """The contenders warmed up, after their turns, whose samples are added to `turns`."""
+    progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, Ready] | None = None,
+) -> Taken:
+    """The part of :func:`measure` that times: warm-ups and turns."""
+    before = stage.state()
+    watches = {name: Watch(contender if isinstance(contender, Judged) else None, policy.apart) for name, contender in contenders.items()}
+    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     runs: dict[str, Ready] = {}
     for name, contender in contenders.items():
         progress(f"0/{100 * len(contenders)} times {timing}")
@@ -266,7 +276,7 @@ def _sampled(
                 waiting.remove(name)
             share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
             progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
-    return runs
+    return Taken(stage, timing, watches, turns, runs, before, stage.state())
 
 
 @dataclass(frozen=True)
