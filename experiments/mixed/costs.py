@@ -91,11 +91,12 @@ def fits(name: str, value: int, known: Any, kernel: Kernel) -> bool:
     return bool(value == 1 or (known["works"] * value <= 6 * known["units"] and value <= known["tiles"]))
 
 
-def chosen(pass_: str, problem: Problem, device: Device) -> tuple[Kernel, dict[str, str]]:
-    """The kernel that `auto` and the headers choose, and its macros."""
+def chosen(pass_: str, problem: Problem, device: Device) -> Form:
+    """The form that `auto` and the headers choose, with the values of all tiles in VARIED."""
     first = next(k for k in reversed(catalogue()) if k.pass_ == pass_ and k.name in KERNELS and usable(k, problem, device))
     kernel = planner.variant(first, problem)
-    return kernel, dict(planner.plan(kernel, problem, device).macros)
+    known = planner.names(kernel, problem, device)
+    return Form(kernel, {name: known[name] for name in VARIED if name in kernel.tile})
 
 
 def usable(kernel: Kernel, problem: Problem, device: Device) -> bool:
@@ -164,12 +165,11 @@ def take(given: argparse.Namespace) -> None:
                 break
             if backend.name == "cuda":
                 backend.xp.get_default_memory_pool().free_all_blocks()
-            kernel, macros = chosen(pass_, problem, device)
+            taken = chosen(pass_, problem, device)
             for form, ms in times(backend, pass_, problem, every[test, pass_]):
                 shape = [getattr(problem, name) for name in SHAPE]
                 row = [test, pass_, *shape, int(problem.causal), form.kernel.name, form.words]
-                same = form.kernel.name == kernel.name and all(macros[name] == str(value) for name, value in form.tiles.items())
-                table.writerow([*row, int(same), f"{ms:.6f}"])
+                table.writerow([*row, int(form == taken), f"{ms:.6f}"])
             file.flush()
 
 
@@ -284,10 +284,10 @@ def weigh(lines: Sequence[dict[str, Any]]) -> None:
     for (test, pass_), several in itertools.groupby(lines, key=lambda line: (line["Test"], line["pass"])):
         some = list(several)
         problem = problem_of(some[0])
-        kernel, macros = chosen(pass_, problem, H200)
-        alike = [line for line in some if line["kernel"] == kernel.name and all(macros[n] == str(v) for n, v in tiles_of(line).items())]
+        form = chosen(pass_, problem, H200)
+        alike = [line for line in some if line["kernel"] == form.kernel.name and tiles_of(line) == form.tiles]
         best = min(some, key=lambda line: line["ms"])
-        taken = f"{kernel.name} " + " ".join(f"{name}={macros[name]}" for name in VARIED if name in macros)
+        taken = f"{form.kernel.name} {form.words}"
         if not alike:
             sys.stdout.write(f"{test} {pass_}: {taken} was not measured\n")
             continue
