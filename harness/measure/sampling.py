@@ -9,6 +9,7 @@ criterion, throttling check and L2 flush are the model of those here. The host's
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,8 @@ class Policy:
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
 
+    A contender that took `far` times as long as the fastest one has enough after one turn of min_samples.
+
     `asked_samples` and `asked_seconds` of device time are taken whatever the noise and the limits above are, the seconds in at most
     MOST_ASKED samples.
     """
@@ -67,6 +70,7 @@ class Policy:
     patience: float = 3.0
     slow: float = 0.1
     apart: float = 1.25
+    far: float = math.inf
     asked_samples: int = 0
     asked_seconds: float = 0.0
 
@@ -276,6 +280,7 @@ def sample(
                 waiting.remove(name)
             share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
             progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
+        waiting = [name for name in waiting if not _far(turns, name, policy)]
     return Taken(stage, timing, watches, turns, runs, before, stage.state())
 
 
@@ -360,6 +365,14 @@ def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> b
     if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     return _noise(seconds) <= policy.noise
+
+
+def _far(turns: Mapping[str, Sequence[Sequence[float]]], name: str, policy: Policy) -> bool:
+    """Whether a contender is so much slower than the fastest that its first turn is enough."""
+    own = [sample for turn in turns[name] for sample in turn]
+    fastest = min(statistics.median(each[0]) for each in turns.values() if each and each[0])
+    asked = policy.asked_samples or policy.asked_seconds
+    return not asked and len(own) >= policy.min_samples and statistics.median(own) > policy.far * fastest
 
 
 def _share(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> float:

@@ -66,6 +66,17 @@ def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() 
     assert found["a"].timing == "cold" and found["a"].launch == "direct"
 
 
+def test_a_contender_that_is_far_slower_has_one_turn() -> None:
+    """Of enough samples; whoever is nearer to the fastest, or is asked for more samples, has all turns."""
+    times = {"fast": 1e-3, "near": 1.4e-3, "far": 1.6e-3, "slow": 4e-3}
+    policy = replace(QUICK, turn=8e-3, min_turns=3, min_samples=4, far=1.5)
+    for asked, counts in ((0, {"fast": 24, "near": 18, "far": 5, "slow": 4}), (10, {"fast": 24, "near": 18, "far": 15, "slow": 10})):
+        stage = Stage()
+        runs = {name: Run(stage, name, steady(seconds)) for name, seconds in times.items()}
+        found = sampling.measure(runs, stage, "warm", replace(policy, asked_samples=asked))
+        assert {name: len(timing.seconds) for name, timing in found.items()} == counts, "slow: a second turn, for its first has two samples"
+
+
 def test_a_turn_is_a_burst_without_pauses() -> None:
     """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
     stage = Stage()
