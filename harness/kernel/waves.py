@@ -53,15 +53,19 @@ def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, tile
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, splits: int, tile: int, work: int) -> int:
-    """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works."""
+    """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works: deterministic in whole heads."""
     heads, seq_q, seq_kv = names["batch"] * names["heads_kv"], names["seq_q"], names["seq_kv"]
     group, tiles, k_tiles = names["heads_q"] // names["heads_kv"], -(-seq_q // rows), -(-seq_kv // keys)
     firsts = [max(0, keys * i + seq_q - seq_kv) // rows for i in range(k_tiles)] if names["causal"] else [0]
     groups: list[tuple[int, int]] = []
+    many = heads * (1 if names["causal"] else k_tiles)
     for first in firsts:
-        each, longer = divmod(group * max(0, tiles - first), splits)
-        many = heads * (1 if names["causal"] else k_tiles)
-        groups += [(many * longer, (each + 1) * tile + work)] * (longer > 0) + [(many * (splits - longer), each * tile + work)]
+        seen = max(0, tiles - first)
+        unit = seen if names["deterministic"] else 1
+        each, longer = divmod(group * seen // max(1, unit), splits)
+        groups += [(many * longer, (each + 1) * unit * tile + work)] * (longer > 0) + [
+            (many * (splits - longer), each * unit * tile + work)
+        ]
     return makespan(units, groups)
 
 

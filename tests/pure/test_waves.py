@@ -11,8 +11,9 @@ import pytest
 from harness.kernel import expression, waves
 
 
-def names(batch: int = 1, heads_q: int = 1, heads_kv: int = 1, seq_q: int = 256, seq_kv: int = 256, causal: int = 0) -> dict[str, int]:
-    return dict(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, causal=causal)
+def names(batch: int = 1, heads_q: int = 1, heads_kv: int = 1, seq_q: int = 256, seq_kv: int = 256, **more: int) -> dict[str, int]:
+    given = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv}
+    return {**given, "causal": 0, "deterministic": 0, **more}
 
 
 def one_by_one(units: int, groups: list[tuple[int, int]]) -> int:
@@ -71,6 +72,12 @@ def test_tiles_of_keys() -> None:
     # causal: the first 128 keys are seen by 4 tiles of a head, the others by 2
     assert waves.key_waves(two | {"causal": 1}, 2, 128, 64, 1, 10, 5) == 8 * 10 + 5
     assert waves.key_waves(two | {"causal": 1}, 1, 128, 64, 1, 10, 5) == 12 * 10 + 10
+    # deterministic: a split has whole heads
+    whole = names(heads_q=3, seq_q=256, seq_kv=128, deterministic=1)
+    assert (
+        waves.key_waves(whole, 9, 128, 64, 2, 10, 5) == 2 * 4 * 10 + 5 > waves.key_waves(whole | {"deterministic": 0}, 9, 128, 64, 2, 10, 5)
+    )
+    assert waves.key_waves(whole, 9, 128, 64, 3, 10, 5) == waves.key_waves(whole, 9, 128, 64, 8, 10, 5) == 4 * 10 + 5
     # of 100 queries none sees keys from 200 on, and the others are one tile's
     assert waves.key_waves(names(seq_q=100, seq_kv=100, causal=1), 9, 64, 64, 1, 10, 5) == 2 * 10 + 5
 
