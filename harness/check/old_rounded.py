@@ -1,0 +1,173 @@
+"""Matrix products and exponentials as a float32 kernel rounds them, with the same bits on every machine: for the baselines.
+
+BLAS adds up in an order of its own, which depends on the CPU, the number of threads and the release. Here the order is stated:
+
+    acc = round(acc + sum of CHUNK products),    chunk after chunk, each rounding to float32
+
+A product of two float32 numbers is exact in float64, and so nearly is a sum of CHUNK of them: its error, 2^-48 at most, changes the
+rounding to float32 of one sum in a million. So the sums of a chunk may be anybody's, and BLAS stays. Of the roundings that a chain of
+fused multiply-adds has, this has one in CHUNK, as a tensor core has one in each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+from ..array import Array, ArrayModule
+
+#: Products between two roundings. Each rounding is a pass over the output: fewer products cost more time, and change a budget little.
+CHUNK = 32
+#: Elements of an intermediate array whose memory a thread keeps.
+KEPT = 1 << 18
+#: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once. Where blocks of the
+#: first number of rows would be fewer than BLOCKS, some two for each multiprocessor, they have the second.
+ROWS, COLUMNS, STEP, BLOCKS = (128, 32), 64, 16, 256
+
+_kept = threading.local()
+
+_CODE = r"""
+// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 256 threads with ROWS / 16 x 4 each. Strides
+// are in elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
+extern "C" __global__ void __launch_bounds__(256)
+product(const float* a, const float* b, float* out, long long rows, long long terms, long long columns,
+        long long an, long long ar, long long ak, long long bn, long long bk, long long bc,
+        long long on, long long oro, long long oc, int reverse) {
+    __shared__ double a_smem[ROWS][STEP + 1], b_smem[STEP][COLUMNS + 1];
+    const long long row0 = (long long)blockIdx.y * ROWS, column0 = (long long)blockIdx.x * COLUMNS;
+    a += blockIdx.z * an, b += blockIdx.z * bn, out += blockIdx.z * on;
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    float acc[ROWS / 16][4];
+    for (int i = 0; i < ROWS / 16; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            acc[i][j] = r < rows && c < columns ? out[r * oro + c * oc] : 0.0f;
+        }
+    const long long chunks = (terms + CHUNK - 1) / CHUNK;
+    for (long long chunk = 0; chunk < chunks; ++chunk) {
+        double sum[ROWS / 16][4] = {};
+        for (int part = 0; part < CHUNK; part += STEP) {
+            const long long first = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + part;
+            for (int at = threadIdx.x; at < ROWS * STEP; at += 256) {  // neighbours in memory by neighbours among the threads
+                const int r = ak == 1 ? at / STEP : at % ROWS, k = ak == 1 ? at % STEP : at / ROWS;
+                a_smem[r][k] = row0 + r < rows && first + k < terms ? a[(row0 + r) * ar + (first + k) * ak] : 0.0f;
+            }
+            for (int at = threadIdx.x; at < COLUMNS * STEP; at += 256) {
+                const int c = bk == 1 ? at / STEP : at % COLUMNS, k = bk == 1 ? at % STEP : at / COLUMNS;
+                b_smem[k][c] = column0 + c < columns && first + k < terms ? b[(first + k) * bk + (column0 + c) * bc] : 0.0f;
+            }
+            __syncthreads();
+            for (int k = 0; k < STEP; ++k)
+                for (int i = 0; i < ROWS / 16; ++i)
+                    for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
+            __syncthreads();
+        }
+        for (int i = 0; i < ROWS / 16; ++i)
+            for (int j = 0; j < 4; ++j) acc[i][j] = (float)(acc[i][j] + sum[i][j]);
+    }
+    for (int i = 0; i < ROWS / 16; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            if (r < rows && c < columns) out[r * oro + c * oc] = acc[i][j];
+        }
+}
+
+// The same sums of the terms of a row, by a warp: terms lie side by side.
+extern "C" __global__ void __launch_bounds__(256)
+summed(const float* a, float* out, long long rows, long long terms, int reverse) {
+    const long long row = (long long)blockIdx.x * 8 + threadIdx.x / 32, chunks = (terms + CHUNK - 1) / CHUNK;
+    if (row >= rows) return;
+    float acc = 0;
+    for (long long chunk = 0; chunk < chunks; ++chunk) {
+        const long long at = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + threadIdx.x % 32;
+        double sum = at < terms ? a[row * terms + at] : 0.0f;
+        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+        acc = (float)(acc + sum);
+    }
+    if (threadIdx.x % 32 == 0) out[row] = acc;
+}
+"""
+
+
+def product(xp: ArrayModule, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
+    """a b + into, by the sums at the head of this file; reverse: from the last chunk of terms to the first.
+
+    a: (n, rows, terms), b: (n, terms, columns), into: (n, rows, columns), which is changed; by default zeros. All float32 arrays of xp.
+    """
+    out = xp.zeros((*a.shape[:2], b.shape[2]), "float32") if into is None else into
+    if xp is not np:
+        if out.size and a.shape[2]:
+            _on_gpu(xp, a, b, out, reverse)
+        return out
+    terms = a.shape[2]
+    a, b, chunk = _wide("a", a), _wide("b", b), _scratch("chunk", out.shape)
+    starts = range(0, terms, CHUNK)
+    for start in reversed(starts) if reverse else starts:
+        np.matmul(a[:, :, start : start + CHUNK], b[:, start : start + CHUNK], out=chunk)
+        np.add(out, chunk, out=out, casting="same_kind")  # in float64, then rounded
+    return out
+
+
+def summed(xp: ArrayModule, terms: Array, reverse: bool = False) -> Array:
+    """The sums over the last axis, of CHUNK terms at a time as those of :func:`product`. terms: (n, rows, terms), float32 -> (n, rows)."""
+    if xp is np:
+        return product(xp, terms, np.ones((len(terms), terms.shape[2], 1), "float32"), reverse)[:, :, 0]
+    out = xp.zeros(terms.shape[:2], "float32")
+    if terms.size:
+        _summed_on_gpu(xp, terms, out, reverse)
+    return out
+
+
+def exp(xp: ArrayModule, array: Array) -> Array:
+    """exp of a float32 array, written over it: that of float64, rounded once. numpy's own of float32 differs by CPU and release."""
+    wide = _wide("a", array) if xp is np else array.astype("float64")
+    array[...] = xp.exp(wide, out=wide)
+    return array
+
+
+def _scratch(name: str, shape: tuple[int, ...]) -> Array:
+    """A float64 array for intermediate values, valid until the next one of that name: new memory costs more than the arithmetic in it."""
+    size, kept = math.prod(shape), vars(_kept)
+    if size > KEPT:
+        return np.empty(shape, "float64")
+    if name not in kept:
+        kept[name] = np.empty(KEPT, "float64")
+    found: Array = kept[name][:size].reshape(shape)
+    return found
+
+
+def _wide(name: str, array: Array) -> Array:
+    """A float32 array in float64, in the order in which it lies in memory: a copy across it takes several times as long."""
+    if array.ndim == 3 and array.strides[1] < array.strides[2]:
+        return _wide(name, array.swapaxes(1, 2)).swapaxes(1, 2)
+    found = _scratch(name, array.shape)
+    found[...] = array
+    return found
+
+
+def _on_gpu(xp: Any, a: Array, b: Array, out: Array, reverse: bool) -> None:
+    (heads, rows, terms), columns = a.shape, b.shape[2]
+    strides = [np.int64(stride // 4) for array in (a, b, out) for stride in array.strides]
+    sizes = [np.int64(size) for size in (rows, terms, columns)]
+    blocks, (many, few) = -(-columns // COLUMNS) * heads, ROWS
+    of_block = many if blocks * -(-rows // many) >= BLOCKS else few
+    grid = -(-columns // COLUMNS), -(-rows // of_block)
+    for first in range(0, heads, 65535):  # the largest grid in z; in y a tile of the baselines has far fewer
+        some = slice(first, first + 65535)
+        arguments = (a[some], b[some], out[some], *sizes, *strides, np.int32(reverse))
+        _kernels(xp, of_block).get_function("product")((*grid, min(65535, heads - first)), (256,), arguments)
+
+
+def _summed_on_gpu(xp: Any, terms: Array, out: Array, reverse: bool) -> None:
+    sizes = np.int64(out.size), np.int64(terms.shape[2]), np.int32(reverse)
+    _kernels(xp, ROWS[0]).get_function("summed")((-(-out.size // 8),), (256,), (xp.ascontiguousarray(terms), out, *sizes))
+
+
+@functools.cache
+def _kernels(xp: Any, rows: int) -> Any:
+    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": rows, "COLUMNS": COLUMNS}
+    return xp.RawModule(code=_CODE, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))
