@@ -210,8 +210,11 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
     kernel = next(k for k in kernels(pass_, problem) if k.name == line["kernel"])
     known = planner.names(kernel, problem, H200, tiles)
     group = Group(kernel.name, known["HEAD_DIM"], int(problem.causal), known.get("CONSUMERS", 0))
+    room = (known["SECTION"] << 20) // known["seq_kv" if pass_ == "forward" else "seq_q"]
     if pass_ == "forward":
-        return group, lambda tile, work, split: query_waves(known, known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], tile, work)
+        kv_heads = max(1, min(problem.heads_kv * problem.batch, room // (4 * group.width)))
+        shape = (known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], kv_heads * problem.heads_q // problem.heads_kv)
+        return group, lambda tile, work, split: query_waves(known, *shape, tile, work)
     units = known.get("units", known["sms"])
     keys = known.get("BLOCK_K", 128)  # of a cluster
     splits = known.get("SPLITS", 1)
@@ -259,30 +262,53 @@ def bounded(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def fit(lines: Sequence[dict[str, Any]]) -> None:
-    """Print the terms of each group, and how far the model is from its times."""
-    groups: dict[Group, list[tuple[Any, float, float]]] = {}
+    """Print the terms of each group, how far the model is from its times, and what choosing by the model would cost."""
+    groups: dict[Group, list[tuple[dict[str, Any], Any, float]]] = {}
     for line in lines:
         group, function = terms_of(line)
         elements = line["batch"] * line["heads_q"] * line["seq_q"] * group.width / 1e6
-        groups.setdefault(group, []).append((function, elements, line["ms"] * 1e6))
+        groups.setdefault(group, []).append((line, function, elements))
     sys.stdout.write(
         f"{'kernel':16} width causal consumers  lines  {' '.join(f'{name:>8}' for name in TERMS)}   off: median  tenth  most\n"
     )
     for group, several in sorted(groups.items()):
-        terms = solve(several)
-        off = sorted(abs(function(*map(round, terms[:3])) + terms[3] * e + terms[4] - ns) / ns for function, e, ns in several)
+        terms = solve([(function, elements, line["ms"] * 1e6) for line, function, elements in several])
+        for line, function, elements in several:
+            line["model"] = (function(*map(round, terms[:3])) + terms[3] * elements + terms[4]) / 1e6
+        off = sorted(abs(line["model"] / line["ms"] - 1) for line, *_ in several)
         numbers = " ".join(f"{term:8.0f}" for term in terms)
         far = f"{statistics.median(off):6.3f} {off[len(off) * 9 // 10]:6.3f} {off[-1]:6.3f}"
         sys.stdout.write(
             f"{group.kernel:16} {group.width:5} {group.causal:6} {group.consumers:9} {len(several):6}  {numbers}        {far}\n"
         )
+    ratios = []
+    for (test, pass_), several in grouped(lines):
+        best, taken = min(several, key=lambda line: line["ms"]), min(several, key=lambda line: line["model"])
+        words = [f"{line['kernel']} {line['form']} {line['ms']:.4f} (model {line['model']:.4f})" for line in (taken, best)]
+        ratios.append((best["ms"] / taken["ms"], f"{pass_} {test}: {words[0]}, the best {words[1]}"))
+    told(ratios)
+
+
+def grouped(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
+    """The lines of each problem and pass."""
+    for key, several in itertools.groupby(lines, key=lambda line: (line["Test"], line["pass"])):
+        yield key, list(several)
+
+
+def told(ratios: Sequence[tuple[float, str]]) -> None:
+    """Print ratios, the lowest first, and how many are within 2 % of 1."""
+    for ratio, text in sorted(ratios):
+        if ratio < 0.98:
+            sys.stdout.write(f"{ratio:.3f} {text}\n")
+    within = sum(ratio >= 0.98 for ratio, _ in ratios)
+    mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+    sys.stdout.write(f"{within} of {len(ratios)} choices are within 2 % of the fastest form; geometric mean {mean:.4f}\n")
 
 
 def weigh(lines: Sequence[dict[str, Any]]) -> None:
     """Print how near the forms that the headers choose are to the fastest of the table."""
     ratios = []
-    for (test, pass_), several in itertools.groupby(lines, key=lambda line: (line["Test"], line["pass"])):
-        some = list(several)
+    for (test, pass_), some in grouped(lines):
         problem = problem_of(some[0])
         form = chosen(pass_, problem, H200)
         alike = [line for line in some if line["kernel"] == form.kernel.name and tiles_of(line) == form.tiles]
@@ -292,12 +318,8 @@ def weigh(lines: Sequence[dict[str, Any]]) -> None:
             sys.stdout.write(f"{test} {pass_}: {taken} was not measured\n")
             continue
         ratio = best["ms"] / alike[0]["ms"]
-        ratios.append((ratio, f"{ratio:.3f} {pass_} {test}: {taken}, the best {best['kernel']} {best['form']}"))
-    for _, text in sorted(ratios):
-        sys.stdout.write(text + "\n")
-    within = sum(ratio >= 0.98 for ratio, _ in ratios)
-    mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-    sys.stdout.write(f"{within} of {len(ratios)} choices are within 2 % of the fastest form; geometric mean {mean:.4f}\n")
+        ratios.append((ratio, f"{pass_} {test}: {taken}, the best {best['kernel']} {best['form']}"))
+    told(ratios)
 
 
 def tiles_of(line: dict[str, Any]) -> dict[str, int]:

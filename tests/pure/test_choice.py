@@ -117,7 +117,7 @@ COSTS = HEADER.replace(
 // evidence = "the third\"""",
     """// WARPS = [4, 8, 2]
 // BLOCK_K = [32, "4 * WARPS"]
-// cost = "10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 3 * WARPS, 7) + rest)"
+// cost = "10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 1, 3 * WARPS, 7) + rest)"
 // evidence = "the third\"""",
 ).replace("// [let]", '// [let]\n// rest = "5 * WARPS"')
 
@@ -139,7 +139,7 @@ def test_a_row_with_a_cost_gives_the_values_that_cost_least(tmp_path: Path) -> N
     assert str(row).startswith(f"when HEAD_DIM == 128: {best}, {costs[best] / 1e3:.1f} us by its cost; WARPS = ") and str(row).endswith(
         " (the third)"
     )
-    equal = read(tmp_path, COSTS.replace('"10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 3 * WARPS, 7) + rest)"', "7"))
+    equal = read(tmp_path, COSTS.replace('"10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 1, 3 * WARPS, 7) + rest)"', "7"))
     assert tiles_of(plan(equal, dim=128)) == [4, 64, 32]
 
 
