@@ -218,7 +218,9 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
     units = known.get("units", known["sms"])
     keys = known.get("BLOCK_K", 128)  # of a cluster
     splits = known.get("SPLITS", 1)
-    return group, lambda tile, work, split: key_waves(known, units, keys, known["BLOCK_Q"], splits, tile, work + split * (splits > 1))
+    section = room // (8 * group.width) // min(splits, problem.heads_q // problem.heads_kv)
+    rest = units, keys, known["BLOCK_Q"], section, splits
+    return group, lambda tile, work, split: key_waves(known, *rest, tile, work + split * (splits > 1))
 
 
 def solve(lines: Sequence[tuple[Any, float, float]]) -> np.ndarray:

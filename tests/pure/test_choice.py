@@ -11,6 +11,7 @@ from planted import top
 
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, Plan, catalogue, planner
+from harness.kernel.expression import ceil_div
 from harness.problem import Problem
 from harness.verbs.verify.choices import counts_multiprocessors, known
 
@@ -128,7 +129,8 @@ def test_a_row_with_a_cost_gives_the_values_that_cost_least(tmp_path: Path) -> N
     costs = {}
     for warps in (4, 8, 2):
         for keys in (32, 4 * warps):
-            waves = -(-(-(-256 // (16 * warps))) // 3) * (-(-256 // keys) * 3 * warps + 7)
+            rounds = ceil_div(ceil_div(256, 16 * warps), 3)
+            waves = rounds * (ceil_div(256, keys) * 3 * warps + 7)
             costs[f"WARPS = {warps}, BLOCK_K = {keys}"] = 10 * (waves + 5 * warps)
     made = plan(kernel, dim=128, sms=3)
     (row,) = made.choices
