@@ -26,52 +26,30 @@ CHUNK = 32
 KEPT = 1 << 18
 #: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once. Where blocks of the
 #: first number of rows would be fewer than BLOCKS, some two for each multiprocessor, they have the second.
-ROWS, COLUMNS, STEP, BLOCKS = (128, 32), 32, 16, 256
+ROWS, COLUMNS, STEP, BLOCKS = (128, 32), 64, 16, 256
 
 _kept = threading.local()
 
 _CODE = r"""
-// d += a b for 8 x 8 outputs of a warp and 4 terms. A lane has a[lane / 4][lane % 4], b[lane % 4][lane / 4] and d[lane / 4][lane % 4 * 2 + i].
-__device__ __forceinline__ void multiply_add(double (&d)[2], double a, double b) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(d[0]), "+d"(d[1]) : "d"(a), "d"(b));
-#else
-    const int lane = threadIdx.x % 32;
-    for (int k = 0; k < 4; ++k) {
-        const double own = __shfl_sync(~0u, a, lane / 4 * 4 + k);
-        for (int i = 0; i < 2; ++i) d[i] = fma(own, __shfl_sync(~0u, b, (lane % 4 * 2 + i) * 4 + k), d[i]);
-    }
-#endif
-}
-
-// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 8 warps of (8 M) x (8 N) each. Strides are in
-// elements. Operands lie in shared memory as float64, in rows of 4 more than a multiple of 16: lanes then read from different banks.
-extern "C" __global__ void __launch_bounds__(256, 2)
+// acc = round(acc + sum of CHUNK products in float64), for a tile of ROWS x COLUMNS outputs: 256 threads with ROWS / 16 x 4 each. Strides
+// are in elements. Operands lie in shared memory as float64, since a conversion costs more than a multiply-add.
+extern "C" __global__ void __launch_bounds__(256)
 product(const float* a, const float* b, float* out, long long rows, long long terms, long long columns,
         long long an, long long ar, long long ak, long long bn, long long bk, long long bc,
         long long on, long long oro, long long oc, int reverse) {
-    constexpr int M = 2, DOWN = ROWS / (8 * M), ACROSS = 8 / DOWN, N = COLUMNS / ACROSS / 8;
-    __shared__ double a_smem[ROWS][STEP + 4], b_smem[STEP][COLUMNS + 4];
+    __shared__ double a_smem[ROWS][STEP + 1], b_smem[STEP][COLUMNS + 1];
     const long long row0 = (long long)blockIdx.y * ROWS, column0 = (long long)blockIdx.x * COLUMNS;
     a += blockIdx.z * an, b += blockIdx.z * bn, out += blockIdx.z * on;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int own_row = warp / ACROSS * (8 * M) + lane / 4, own_column = warp % ACROSS * (8 * N);
-    float acc[M][N][2];
-    auto at_output = [&](auto&& each) {
-#pragma unroll
-        for (int i = 0; i < M; ++i)
-#pragma unroll
-            for (int j = 0; j < N; ++j)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const long long r = row0 + own_row + 8 * i, c = column0 + own_column + 8 * j + lane % 4 * 2 + h;
-                    each(acc[i][j][h], r * oro + c * oc, r < rows && c < columns);
-                }
-    };
-    at_output([&](float& value, long long place, bool inside) { value = inside ? out[place] : 0.0f; });
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    float acc[ROWS / 16][4];
+    for (int i = 0; i < ROWS / 16; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            acc[i][j] = r < rows && c < columns ? out[r * oro + c * oc] : 0.0f;
+        }
     const long long chunks = (terms + CHUNK - 1) / CHUNK;
     for (long long chunk = 0; chunk < chunks; ++chunk) {
-        double sum[M][N][2] = {};
+        double sum[ROWS / 16][4] = {};
         for (int part = 0; part < CHUNK; part += STEP) {
             const long long first = (reverse ? chunks - 1 - chunk : chunk) * CHUNK + part;
             for (int at = threadIdx.x; at < ROWS * STEP; at += 256) {  // neighbours in memory by neighbours among the threads
@@ -83,29 +61,19 @@ product(const float* a, const float* b, float* out, long long rows, long long te
                 b_smem[k][c] = column0 + c < columns && first + k < terms ? b[(first + k) * bk + (column0 + c) * bc] : 0.0f;
             }
             __syncthreads();
-            for (int k = lane % 4; k < STEP; k += 4) {
-                double left[M], right[N];
-#pragma unroll
-                for (int i = 0; i < M; ++i) left[i] = a_smem[own_row + 8 * i][k];
-#pragma unroll
-                for (int j = 0; j < N; ++j) right[j] = b_smem[k][own_column + 8 * j + lane / 4];
-#pragma unroll
-                for (int i = 0; i < M; ++i)
-#pragma unroll
-                    for (int j = 0; j < N; ++j) multiply_add(sum[i][j], left[i], right[j]);
-            }
+            for (int k = 0; k < STEP; ++k)
+                for (int i = 0; i < ROWS / 16; ++i)
+                    for (int j = 0; j < 4; ++j) sum[i][j] = fma(a_smem[y + 16 * i][k], b_smem[k][x + 16 * j], sum[i][j]);
             __syncthreads();
         }
-#pragma unroll
-        for (int i = 0; i < M; ++i)
-#pragma unroll
-            for (int j = 0; j < N; ++j)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) acc[i][j][h] = (float)(acc[i][j][h] + sum[i][j][h]);
+        for (int i = 0; i < ROWS / 16; ++i)
+            for (int j = 0; j < 4; ++j) acc[i][j] = (float)(acc[i][j] + sum[i][j]);
     }
-    at_output([&](float& value, long long place, bool inside) {
-        if (inside) out[place] = value;
-    });
+    for (int i = 0; i < ROWS / 16; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const long long r = row0 + y + 16 * i, c = column0 + x + 16 * j;
+            if (r < rows && c < columns) out[r * oro + c * oc] = acc[i][j];
+        }
 }
 
 // The same sums of the terms of a row, by a warp: terms lie side by side.
@@ -215,4 +183,4 @@ def _exp_kernel(xp: Any) -> Any:
 @functools.cache
 def _kernels(xp: Any, rows: int) -> Any:
     sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": rows, "COLUMNS": COLUMNS}
-    return xp.RawModule(code=_CODE, options=("--std=c++17", *(f"-D{name}={size}" for name, size in sizes.items())))
+    return xp.RawModule(code=_CODE, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))

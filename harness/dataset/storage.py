@@ -49,26 +49,21 @@ def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
     """An array rounded to a storage type, in its own type again."""
     if np.dtype(array.dtype).name == dtype:
         return array
-    if xp is not np and array.dtype == np.float32 and dtype in _THROUGH:
-        return _through_on_gpu(xp, array, dtype)
+    if xp is not np and array.dtype == np.float32 and dtype == "bfloat16":
+        return _bfloat16_on_gpu(xp, array)
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
 
 
-#: As :func:`round_to` and :func:`widen`, in one pass over memory: the baselines round every P and dS.
-_THROUGH = {
-    "float16": "y = float(float16(x))",
-    "bfloat16": "unsigned int u = __float_as_uint(x); y = __uint_as_float(isnan(x) ? 0x7FC00000u : (u + 0x7FFF + (u >> 16 & 1)) & ~0xFFFFu)",
-}
-
-
-def _through_on_gpu(xp: Any, array: Array, dtype: str) -> Array:
-    found: Array = _through_kernel(xp, dtype)(array)
+def _bfloat16_on_gpu(xp: Any, array: Array) -> Array:
+    found: Array = _bfloat16_kernel(xp)(array)
     return found
 
 
 @functools.cache
-def _through_kernel(xp: Any, dtype: str) -> Any:
-    return xp.ElementwiseKernel("float32 x", "float32 y", _THROUGH[dtype], f"through_{dtype}")
+def _bfloat16_kernel(xp: Any) -> Any:
+    """As :func:`round_to` and :func:`widen`, in one pass over memory: the baselines round every P and dS."""
+    code = "unsigned int u = __float_as_uint(x); y = __uint_as_float(isnan(x) ? 0x7FC00000u : (u + 0x7FFF + (u >> 16 & 1)) & ~0xFFFFu)"
+    return xp.ElementwiseKernel("float32 x", "float32 y", code, "through_bfloat16")
 
 
 def tf32(xp: ArrayModule, array: Array) -> Array:

@@ -73,15 +73,13 @@ def test_budgets_are_those_of_numpy(backend: Backend, problem: Problem, arithmet
         assert other == pytest.approx(one, rel=1e-9), name
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rounding_through_a_type_is_numpys(backend: Backend, dtype: str) -> None:
+def test_rounding_through_bfloat16_is_numpys(backend: Backend) -> None:
     """Bit for bit: ties, what overflows, subnormal numbers, infinity; NaN stays NaN."""
     bits = np.random.RandomState(1).randint(0, 1 << 32, 1 << 16, np.uint64).astype(np.uint32)
     ties = np.array([0x3F808000, 0x3F818000, 0x3F801000, 0x477FF000, 0x7F7FFFFF, 0x33000000, 0x33000001, 0x00000001], np.uint32)
     array = np.concatenate([bits, ties, ties | np.uint32(1 << 31)]).view(np.float32).reshape(2, -1)
-    wanted, found = through(np, array, dtype), to_host(through(backend.xp, backend.xp.asarray(array), dtype))
-    normal = np.abs(array) >= np.float32(2.0**-126)  # a GPU's conversion to float16 may take a subnormal float32 for 0, which it becomes
-    same = (wanted.view(np.uint32) == found.view(np.uint32)) | (np.isnan(wanted) & np.isnan(found)) | (~normal & (wanted == found))
+    wanted, found = through(np, array, "bfloat16"), to_host(through(backend.xp, backend.xp.asarray(array), "bfloat16"))
+    same = (wanted.view(np.uint32) == found.view(np.uint32)) | (np.isnan(wanted) & np.isnan(found))
     assert same.all(), array[~same][:5]
     one = np.linspace(-90, 1, 1001, dtype=np.float32)
     near = to_host(rounded.exp(backend.xp, backend.xp.asarray(one.copy())))
