@@ -9,6 +9,7 @@
 // logits = 4096
 // deterministic = true
 // arithmetic = "p16"
+// runtime = ["SECTION"]
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
 // BLOCK_K = "128 if HEAD_DIM <= 128 else 64"
@@ -209,7 +210,7 @@ struct Producer {
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         int number = blockIdx.x;
         while (number < Tiles::works(args)) {
-            work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, number), kv_head = fa::kv_head_of(args, work.head);
+            work = Tiles::of_number<4 * HEAD_DIM>(args, number, args.runtime[RUNTIME_SECTION]), kv_head = fa::kv_head_of(args, work.head);
             if (!K_FIRST) load_q();
             number = gridDim.x + atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers

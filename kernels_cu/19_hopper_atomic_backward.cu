@@ -14,6 +14,7 @@
 // when = "not deterministic and (not causal if HEAD_DIM == 64 else short)"
 // arithmetic = "p16"
 // spill_bytes_allowed = 32  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = 128  # 64 a consumer
@@ -21,6 +22,7 @@
 // KV_STAGES = 2  # the next K and V arrive while the last products run
 // EARLY = 8  # eighths of dQ that are added before the next dP
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
+// SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
@@ -60,7 +62,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -103,7 +105,7 @@
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
-// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -159,8 +161,10 @@ constexpr bool DESCRIPTORS_HERE = CAUSAL;
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
+// How many works share a tile of keys. Without SPLIT it is known when this is compiled.
+__device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, SECTION, false, SPLITS>(args, number);
+    return Tiles::work<BLOCK_K>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
 
 // What a block has in shared memory.
@@ -201,7 +205,7 @@ struct Storer {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
             if (number < 0) break;
-            if (SPLITS == 1) store_gradients(work_of(args, number));
+            if (!SPLIT) store_gradients(work_of(args, number));
             fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
@@ -399,7 +403,7 @@ struct Consumer {
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add_dq(begin_sum(), 0, GROUPS, dq_reg);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-            if constexpr (SPLITS > 1) store_partials(seen);
+            if constexpr (SPLIT) store_partials(seen);
             else stage_gradients(seen);
             kv.next();
         }
@@ -420,7 +424,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
+                                                     splits_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -430,5 +435,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, SECTION, false, SPLITS, WORKSPACE_PARTIAL>(args);
+    Tiles::convert<scalar, BLOCK_K, false, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }

@@ -136,7 +136,7 @@ constexpr int PARTS = Tiles::parts, PART = Tiles::part;  // dQ of a tile lies in
 static_assert(HEAD_DIM == 64 && PARTS == 2 && BLOCK_K == 2 * 64 * BLOCKS,
               "two consumers, each with blocks of 64 keys: BLOCK_K is a multiple of 128");
 
-__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K, SECTION>(args, number); }
+__device__ __forceinline__ Work work_of(const fa::Args& args, int number) { return Tiles::work<BLOCK_K>(args, number, SECTION); }
 
 // What a block has in shared memory.
 struct Shared {

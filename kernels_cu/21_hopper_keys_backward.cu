@@ -14,12 +14,14 @@
 // when = "head_dim > 128"
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = 64
 // BLOCK_K = 64  # both consumers share them
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // EARLY = 4  # eighths of dQ that are added before the next dP
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
+// SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
@@ -58,7 +60,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
@@ -105,7 +107,7 @@
 // shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
-// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -168,8 +170,10 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
         *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) = (fa::visible_keys(args, last) - 1) / BLOCK_K;
 }
 
+// How many works share a tile of keys. Without SPLIT it is known when this is compiled.
+__device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, SECTION, DETERMINISTIC, SPLITS>(args, number);
+    return Tiles::work<BLOCK_K, DETERMINISTIC>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
 
 // What a block has in shared memory.
@@ -238,7 +242,7 @@ struct Storer {
                 take_turns(work);
                 work = work_of(args, at().numbers[0]);  // again: in the loop there is no register for it
             }
-            if (SPLITS == 1) store_gradients(work);
+            if (!SPLIT) store_gradients(work);
             fa::mbarrier_arrive(at().kv_empty);
             kv.next();
         }
@@ -422,7 +426,7 @@ struct Consumer {
                 fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg, dv_reg);
                 add_dq(begin_sum(), 0, GROUPS);
             } else fa::mbarrier_wait_parity(at().v_full, kv.parity());
-            if constexpr (SPLITS > 1) store_partials(seen);
+            if constexpr (SPLIT) store_partials(seen);
             else stage_gradients(seen);
             kv.next();
         }
@@ -443,7 +447,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES, SPLITS>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
+                                                     splits_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -453,5 +458,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, SECTION, DETERMINISTIC, SPLITS, WORKSPACE_PARTIAL>(args);
+    Tiles::convert<scalar, BLOCK_K, DETERMINISTIC, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }

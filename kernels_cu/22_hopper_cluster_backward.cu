@@ -11,11 +11,13 @@
 // logsumexp_gradient = true
 // auto = "head_dim > 128"  # below, step 18 is faster
 // arithmetic = "p16"
-// spill_bytes_allowed = 8  # of the producer and the storers, which have 24 registers, by CUDA 12's compiler; none by CUDA 13's
+// spill_bytes_allowed = 16  # of the producer and the storers, which have 24 registers; none in a consumer's loop
+// runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
+// SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
@@ -49,7 +51,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "256 * works * SPLITS * HEAD_DIM if SPLITS > 1 else 4"
+// size = "256 * works * SPLITS * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -93,7 +95,7 @@
 // shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
 // [[launch]]
 // entry = "convert"
-// grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
+// grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
 // ///
@@ -173,11 +175,13 @@ struct Here {
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
 
+// How many works share a tile of keys. Without SPLIT it is known when this is compiled.
+__device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
 // The 128 keys of a cluster, of one head, and the tiles of queries that see them.
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<KEYS, SECTION, false, SPLITS>(args, number);
+    return Tiles::work<KEYS>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
-__device__ __forceinline__ int works_of(const fa::Args& args) { return Tiles::works<KEYS, SPLITS>(args); }
+__device__ __forceinline__ int works_of(const fa::Args& args) { return Tiles::works<KEYS>(args, splits_of(args)); }
 
 // The first tile of queries that sees some of the 64 keys from this one on.
 __device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work, int key) {
@@ -188,13 +192,13 @@ __device__ __forceinline__ int first_tile(const fa::Args& args, const Work& work
 struct Range {
     int head, first, end, left;
     __device__ __forceinline__ Range(const Work& work, int group) : head(work.head), first(work.tile), end(work.end), left(group) {
-        if (SPLITS > 1) left = work.count, clip();
+        if (SPLIT) left = work.count, clip();
     }
     __device__ __forceinline__ bool is_left() const { return left > 0; }
     __device__ __forceinline__ void next(const Work& work) {
-        left -= SPLITS > 1 ? end - first : 1;
+        left -= SPLIT ? end - first : 1;
         ++head, first = work.first, end = work.end;
-        if (SPLITS > 1) clip();
+        if (SPLIT) clip();
     }
     __device__ __forceinline__ void clip() { end = min(end, first + left); }
 };
@@ -295,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const Work work = work_of(args, number);
                 const int key = rank * BLOCK_K;
                 fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
-                for (int slab = consumer * OWN_SLABS; SPLITS == 1 && slab < (consumer + 1) * OWN_SLABS; ++slab) {
+                for (int slab = consumer * OWN_SLABS; !SPLIT && slab < (consumer + 1) * OWN_SLABS; ++slab) {
                     fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                     fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
                 }
@@ -485,7 +489,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (Range range(work, group); range.is_left(); range.next(work)) {
             int tile = range.first;
             auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, range.head, tile)); };
-            const int skipped = SPLITS > 1 ? min(range.end, own_first) : own_first;
+            const int skipped = SPLIT ? min(range.end, own_first) : own_first;
 #pragma unroll 1
             for (; tile < skipped; ++tile) skip_tile(late()), before = here();
 #pragma unroll 1
@@ -494,7 +498,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (late()) make_dq(before);  // the last tile was an own one
 
         // Epilogue: one of several splits to its workspace, where launch 3 adds them; else dV and dK to the shared memory of V and K.
-        if constexpr (SPLITS > 1) {
+        if constexpr (SPLIT) {
             Tiles::store_partials<KEYS>(Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *number_of_work()), consumer * OWN_SLABS * 2 + rank,
                                         2, dk_reg, dv_reg, seen);
             __syncwarp();
@@ -517,5 +521,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, KEYS, SECTION, false, SPLITS, WORKSPACE_PARTIAL>(args);
+    Tiles::convert<scalar, KEYS, false, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }

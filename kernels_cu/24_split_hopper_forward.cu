@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             };
             int number = blockIdx.x;
             while (number < works) {
-                const Work work = Tiles::of_number<SECTION, 8 * HEAD_DIM>(args, number);
+                const Work work = Tiles::of_number<8 * HEAD_DIM>(args, number, SECTION);
                 const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
                 number = gridDim.x + atomicAdd(counter, 1);
                 for (int n = 0; n < work.tiles; ++n) {

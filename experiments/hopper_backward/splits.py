@@ -84,7 +84,7 @@ def main() -> None:
         problem = Problem.of(batch, heads, length, dim, heads_kv, dtype="bfloat16", causal=causal)
         kernel = planner.variant(find("hopper_cluster" if dim > 128 else "hopper", "backward", deterministic), problem)
         if asked.text in f"{problem.describe()} {'deterministic' * deterministic}":
-            chosen = dict(planner.plan(kernel, problem, backend.device()).macros)
+            chosen = planner.plan(kernel, problem, backend.device()).values
             wanted.append((problem, kernel, [{}] if asked.chosen else variants(problem, kernel, chosen)))
 
     def compiled(each: tuple[Kernel, Problem, dict[str, int]]) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
         results: dict[str, PassResult] = {}
         say(f"{problem.describe()} {kernel.name}{' deterministic' * kernel.deterministic}")
         for tiles in every:
-            macros = dict(planner.plan(kernel, problem, backend.device(), tiles).macros)
+            macros = planner.plan(kernel, problem, backend.device(), tiles).values
             name = f"SPLITS {macros['SPLITS']} SECTION {macros['SECTION']}" + " chosen" * (not tiles)
             try:
                 result = run_kernel(backend, kernel, oracle, inputs, tiles)

@@ -188,17 +188,18 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     click.echo(f"  parts, {pass_}")
     sample("    shapes, strides and the rest of the key", lambda: operator._kind(q, k, v, *given[3:]), wait)
     sample("    the key to what is kept", lambda: call.ready(pass_, *key), wait)
-    sample("    outputs", (lambda: operator._outputs(q)) if forward else (lambda: [operator._like(t) for t in given[:3]]), wait)
+    sample("    outputs", lambda: [ready.allocator()(*each) for each in ready.made], wait)
     sample("    addresses", lambda: [t.data_ptr() for t in (*given, *made, lse)], wait)
     if ready.spaces:
         sample("    workspaces", lambda: ready.workspaces(stream), wait)
     sample("    write addresses and enqueue", lambda: ready.fixed(fixed, stream), wait)
     body, begin = (operator._forward, given) if forward else (operator._backward, [given[4], *given[:4], lse])
     op = torch.ops.fa.forward.default if forward else torch.ops.fa.backward.default
-    eager = operator._eager_forward if forward else operator._eager_backward
     last = (False,) if forward else ()
     sample("    all of it", lambda: body(*begin, *options, *last), wait)
-    sample("    and whether the dispatcher is needed", lambda: eager(*begin, *options, *(last or (None,))), wait)
+    sample(
+        "    whether the dispatcher is needed", lambda: operator._plain(*(begin if forward else begin[:1])) and operator._watched(), wait
+    )
     with torch.no_grad():
         sample("    all of it by torch's dispatcher", lambda: op(*begin, *options, *last), wait)
 

@@ -37,7 +37,7 @@ FIRST = 14
 
 def form_of(kernel: Kernel, plan: Plan) -> str:
     """A form in words: the kernel's name, and the tile values of its plan."""
-    return " ".join([kernel.name, *(f"{name}={value}" for name, value in plan.macros if name in kernel.tile)])
+    return " ".join([kernel.name, *(f"{name}={value}" for name, value in plan.values.items() if name in kernel.tile)])
 
 
 def tile_values(kernel: Kernel, problem: Problem, device: Device) -> Iterator[dict[str, int]]:

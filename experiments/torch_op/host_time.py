@@ -9,6 +9,7 @@ the fill between the passes is that of dO, which is the script's.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -30,21 +31,19 @@ SHAPE = (2, 8, 512, 64)
 PASSES = ("forward", "forward, graph kept", "backward", "both")
 
 
-def attend_by(way: str) -> Callable[..., Any]:
-    """Attention of q, k and v by one way."""
+@contextlib.contextmanager
+def attend_by(way: str) -> Iterator[Callable[..., Any]]:
+    """Attention of q, k and v by one way. torch's backend is forced around all calls, so that no call pays for it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     from harness.torch_op import attention
 
     if WAYS[way] is None:
-        return partial(attention, deterministic=False)
-
-    def forced(q: Any, k: Any, v: Any) -> Any:
-        with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
-            return scaled_dot_product_attention(q, k, v)
-
-    return forced
+        yield partial(attention, deterministic=False)
+        return
+    with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
+        yield scaled_dot_product_attention
 
 
 def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
@@ -108,7 +107,14 @@ def one_process(way: str, dtype: str) -> Iterator[dict[str, Any]]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
-    attend = attend_by(way)
+    with attend_by(way) as attend:
+        yield from figures(way, dtype, device, attend, tensors)
+
+
+def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tensors: list[Any]) -> Iterator[dict[str, Any]]:
+    """Eager, compiled, as a CUDA graph; each pass."""
+    import torch
+
     hows: dict[str, Any] = {"eager": attend}
     if device == "cuda":
         hows |= {"compiled": torch.compile(attend) if way == "ours" else None, "CUDA graph": attend}

@@ -27,10 +27,8 @@ from harness.problem import Problem
 from harness.torch_op import attention, call, operator
 from harness.verbs import sweep
 
-TURNS = 9
 
-
-def loops(calls: dict[str, Callable[[], Any]], seconds: float = 0.02) -> dict[str, float]:
+def loops(calls: dict[str, Callable[[], Any]], seconds: float = 0.02, turns: int = 9) -> dict[str, float]:
     """Milliseconds of each call: medians over turns of a loop that waits at its end; the first turn is not counted."""
     counts = {}
     for name, one in calls.items():
@@ -42,14 +40,14 @@ def loops(calls: dict[str, Callable[[], Any]], seconds: float = 0.02) -> dict[st
         torch.cuda.synchronize()
         counts[name] = max(3, int(seconds / ((time.perf_counter() - began) / 3)))
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(TURNS + 1):
+    for _ in range(turns + 1):
         for name, one in calls.items():
             began = time.perf_counter()
             for _ in range(counts[name]):
                 one()
             torch.cuda.synchronize()
             found[name].append((time.perf_counter() - began) / counts[name] * 1e3)
-    return {name: statistics.median(turns[1:]) for name, turns in found.items()}
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
 def inputs(problem: Problem) -> list[Any]:
@@ -82,7 +80,7 @@ def both(problem: Problem) -> dict[str, float]:
     def one() -> Any:
         return torch.autograd.grad(attention(*leaves, causal=problem.causal, deterministic=False), leaves, do)
 
-    return loops({"call": one, "graph": captured(one)}, 0.01)
+    return loops({"call": one, "graph": captured(one)}, 0.005, 5)
 
 
 @click.command()

@@ -224,10 +224,20 @@ class Cuda(Backend):
         def enqueue(stream: int) -> None:
             for at, size in fills:
                 memset(words[at], 0, size, stream)
-            for function, sizes, pointers, _ in made:
-                launch(function, *sizes, stream, pointers, 0)
+            for function, (x, y, z, block, _, _, shared), pointers, _ in made:
+                launch(function, x, y, z, block, 1, 1, shared, stream, pointers, 0)
 
-        return partial(self._here, enqueue, loaded, calls)
+        current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
+
+        def called(stream: int | None = None) -> None:
+            if stream is None or current() != index or not hasattr(thread, "has_context"):
+                return self._here(enqueue, loaded, calls, stream)
+            try:
+                return enqueue(stream)
+            except RuntimeError as error:  # CuPy's CUDADriverError
+                raise _run_fault(loaded.kernel, calls, error) from None
+
+        return called
 
     def _here(self, enqueue: Callable[[int], None], loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue on this GPU, whichever is current."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..fault import KernelFault
 from ..kernel import Kernel, planner
-from ..kernel.header import SIZES
+from ..kernel.header import MOST_RUNTIME, SIZES
 from ..kernel.plan import TensorMap
 from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
@@ -31,9 +31,9 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 #: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_plain_words.py compares them on every backend).
 ARGS = np.dtype(
     {
-        "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale"],
-        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8"],
-        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416],
+        "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale", "runtime"],
+        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8", ("<i4", (MOST_RUNTIME,))],
+        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416, 424],
         "itemsize": 448,
     }
 )
@@ -64,7 +64,7 @@ class Launcher:
 
     backend: Backend
     loaded: Loaded
-    #: The last bytes of fa::Args, the same in every call: sizes and scale.
+    #: The last bytes of fa::Args, the same in every call: sizes, scale and runtime values.
     sizes: bytes
     #: For each launch its plain parameters: packed bytes, or the name of the tensor whose address it is; empty for fa::Args.
     plain: tuple[tuple[bytes | str, ...], ...]
@@ -142,16 +142,24 @@ class Fixed:
         self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces))]
         #: Of each tensor map, the index of its tensor's address in a call.
         self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
+        #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
+        self._unaligned = 0 if any(launcher.plain) else 15
         self._free: list[_Parameters] = []
 
-    def __call__(self, addresses: list[int], stream: int | None = None) -> None:
-        """Enqueue the pass and return: the tensors' addresses, then those of the workspaces. Else as a call of Launcher."""
+    def __call__(self, addresses: list[int], stream: int | None = None) -> bool:
+        """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces. Else as a call of Launcher.
+
+        False, and nothing is enqueued, where an address is not 16-byte aligned.
+        """
         try:
             parameters = self._free.pop()
         except IndexError:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
+            if any(address & self._unaligned for address in addresses):
+                self._free.append(parameters)
+                return False
             for at, address in zip(self._at, addresses, strict=True):
                 words[at] = address
             for move, index in zip(moves, self._mapped, strict=True):
@@ -160,6 +168,7 @@ class Fixed:
             before[:] = addresses
         enqueue(stream)
         self._free.append(parameters)
+        return True
 
     def _parameters(self) -> _Parameters:
         """Parameters with no address yet."""
@@ -183,6 +192,7 @@ def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:
     for name in (*SIZES, "scale"):
         args[name] = getattr(problem, name)
     plan = loaded.plan
+    args["runtime"][0, : len(plan.runtime)] = [value for _, value in plan.runtime]
     plain = tuple(tuple(_plain(loaded.kernel, problem, name) for name in launch.args) for launch in plan.launches)
     zeroed = tuple((i, space.bytes) for i, space in enumerate(plan.workspaces) if space.init == "zero")
     return Launcher(backend, loaded, args.tobytes()[_WORDS.size :], plain, zeroed)

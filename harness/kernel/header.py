@@ -25,6 +25,8 @@ ARITHMETIC = ("f32", "p16", "tf32")
 
 #: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+#: The most names of [tile] that fa::Args has room for (fa::Args::runtime).
+MOST_RUNTIME = 4
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,127}", re.ASCII)
@@ -86,6 +88,7 @@ OPTIONAL: dict[str, Kind] = {
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "logsumexp_gradient": _FLAG,
+    "runtime": (_texts, "a list of names of [tile]"),
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,
@@ -225,6 +228,7 @@ def read_header(path: Path) -> Table:
         names = [f"{', '.join(repr(key) for key, place in lacking if place == each)}{f' in {each}' * bool(each)}" for each in where]
         raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
     _check_choices(lines, head)
+    _check_runtime(lines, head)
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     maps, tensors = head.get("tensor_map", {}), {*READS["backward"], *WRITES["backward"], *head.get("workspace", {})}
@@ -257,6 +261,17 @@ def _check_choices(lines: _Lines, head: Table) -> None:
                     names_of(text)
             except ExpressionError as error:
                 raise row.bad(key, f"{key} in choice: {error}") from None
+
+
+def _check_runtime(lines: _Lines, head: Table) -> None:
+    """Raise UsageFault for a runtime value that is no name of [tile], and where fa::Args, which holds them, has no room or is not passed."""
+    given, tile = head.get("runtime", []), head.get("tile", {})
+    if unknown := [name for name in given if name not in tile]:
+        raise lines.bad("runtime", f"runtime names {clipped(unknown[0], 40)!r}; [tile] has {', '.join(tile) or 'nothing'}")
+    if len(given) > MOST_RUNTIME or len({*given}) < len(given):
+        raise lines.bad("runtime", f"runtime is at most {MOST_RUNTIME} names, each once")
+    if given and any("args" in item for item in head["launch"]):
+        raise lines.bad("runtime", "runtime values are in fa::Args, and a launch with args is not passed it")
 
 
 def _rules(arch: str | dict[str, str]) -> list[str]:

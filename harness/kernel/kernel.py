@@ -40,6 +40,7 @@ class Kernel:
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
+    runtime: tuple[str, ...] = ()  # names of [tile] that are no macros: numbers of fa::Args, so that no value is a compile
     choices: tuple[Choice, ...] = ()
     let: Mapping[str, int | str] = field(default_factory=dict)
     workspace: Mapping[str, Table] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Kernel:
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),
+            runtime=tuple(head.get("runtime", ())),
             choices=tuple(map(Choice.of, head.get("choice", ()))),
             let=head.get("let", {}),
             workspace=head.get("workspace", {}),

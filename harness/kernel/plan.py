@@ -108,7 +108,8 @@ class TensorMap:
 class Plan:
     """A kernel made ready for one problem: the compile key (macros), the launches, the workspaces and the tensor maps.
 
-    choices: the rows of the header that gave tile values.
+    choices: the rows of the header that gave tile values. runtime: names of [tile] whose values are no macros, in the order of
+    fa::Args::runtime.
     """
 
     macros: tuple[tuple[str, str], ...]
@@ -116,3 +117,10 @@ class Plan:
     workspaces: tuple[Workspace, ...]
     tensor_maps: tuple[TensorMap, ...] = ()
     choices: tuple[Choice, ...] = ()
+    runtime: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Every macro but the indices into fa::Args, and every runtime value."""
+        macros = {name: value for name, value in self.macros if not name.startswith(("WORKSPACE_", "RUNTIME_"))}
+        return macros | {name: str(value) for name, value in self.runtime}

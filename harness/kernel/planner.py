@@ -190,6 +190,7 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -218,9 +219,10 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     with _told(kernel):
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
-        macros += [(name, str(known[name])) for name in kernel.tile]
+        macros += [(name, str(known[name])) for name in kernel.tile if name not in kernel.runtime]
         macros += _cluster_macro(kernel, known, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
+        macros += [(f"RUNTIME_{name}", str(i)) for i, name in enumerate(kernel.runtime)]
         spaces = tuple(
             Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
             for name, space in kernel.workspace.items()
@@ -231,7 +233,15 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
     checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
-    return Plan(tuple(macros), checked, spaces, maps, choices)
+    return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known))
+
+
+def _runtime(kernel: Kernel, known: Names) -> tuple[tuple[str, int], ...]:
+    """The runtime values. Raises UsageFault for one that the 32 bits of fa::Args have no room for."""
+    made = tuple((name, known[name]) for name in kernel.runtime)
+    if large := [name for name, value in made if value >= 2**31]:
+        raise UsageFault(f"{kernel.label}: {large[0]} is {known[large[0]]}", "a runtime value is below 2^31", "use a smaller one (--tile)")
+    return made
 
 
 def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 _CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+#: torch.empty_strided(size, stride, dtype) on the CPU and on the current GPU, in half its time: what torch.compile's code allocates by.
+_EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
+_ADDRESS = torch.Tensor.data_ptr
+_CURRENT = getattr(torch._C, "_cuda_getDevice", lambda: None)
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
@@ -127,12 +133,12 @@ class Ready:
     """A launcher for tensors of certain shapes and strides, and all of a call that does not depend on their addresses."""
 
     launch: Launcher
-    fixed: Fixed | None  # the same for these strides; None where they, or head_dim, ask for copies
-    unaligned: int  # the bits of an address that ask for one
+    fixed: Fixed | None  # the same for these strides; None where they, or head_dim, ask for copies; an address may, too
     given: tuple[str, ...]  # the inputs in the order of a call, without logsumexp
     device: Any
     index: int | None  # the GPU's, None for the CPU
     outputs: Mapping[str, tuple[int, int, int]]  # the strides of the outputs (logsumexp left out) as torch makes them: contiguous
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]  # sizes, strides and dtype of each output, logsumexp last
     scores: tuple[int, int]  # heads and rows of logsumexp
     size: int  # bytes of an element
     dim: int
@@ -143,35 +149,41 @@ class Ready:
     spaces: tuple[int, ...]  # where each of them starts; a kept one from the start of what is kept, as its complement
     once: int  # bytes of the workspaces that are zeroed once, and kept
     kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
+    allocate: Any  # of _EMPTY
+    gradients: dict[Any, Ready]  # of a forward pass: the backward passes that were behind it so far, by dtype and strides of dO
 
-    def __call__(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...]) -> None:
-        """Enqueue the pass: inputs and outputs (batch, heads, rows, head_dim) in order.
+    def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
+        """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
 
-        scores: logsumexp, contiguous, of either pass, and its gradient where there is one.
+        given: its inputs (batch, heads, rows, head_dim) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
+        where there is one.
         """
+        allocate = self.allocator()
+        made = list(starmap(allocate, self.made))
         stream = None if self.index is None else _RAW_STREAM(self.index)
         if self.fixed:
-            addresses, bits = [], 0
-            for tensor in (*given, *made, *scores):
-                address = tensor.data_ptr()
-                addresses.append(address)
-                bits |= address
-            if not bits & self.unaligned:
-                if not self.spaces:
-                    self.fixed(addresses, stream)
-                    return
-                starts, _held = self.workspaces(stream)  # memory lives until the pass is enqueued
-                try:
-                    self.fixed(addresses + starts, stream)
-                except BaseException:
-                    self.forget(stream)
-                    raise
-                return
+            addresses = list(map(_ADDRESS, (*given, *made, *scores)))
+            starts, _held = self.workspaces(stream) if self.spaces else ((), None)  # memory lives until the pass is enqueued
+            addresses += starts
+            try:
+                if self.fixed(addresses, stream):
+                    return made
+            except BaseException:
+                self.forget(stream)
+                raise
         self.copying(given, made, scores, stream)
+        return made
 
-    def copying(self, given: tuple[Any, ...], made: tuple[Any, ...], scores: tuple[Any, ...], stream: int | None) -> None:
+    def allocator(self) -> Any:
+        """torch.empty_strided(size, strides, dtype) on this device."""
+        if self.allocate and (self.index is None or self.index == _CURRENT()):
+            return self.allocate
+        return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=self.device)
+
+    def copying(self, given: tuple[Any, ...], made: list[Any], scores: tuple[Any, ...], stream: int | None) -> None:
         """The same, with copies of what no kernel can read or write where it lies."""
         heads, rows = self.scores
+        scores = (*made[len(self.outputs) :], *scores)
         views = {name: View(tensor.data_ptr(), heads * rows, rows, 1) for name, tensor in zip(_SCORES, scores, strict=False)}
         held = []  # copies live until the pass is enqueued; torch gives their memory only to what comes later on this stream
         for name, tensor in zip(self.given, given, strict=True):
@@ -181,7 +193,7 @@ class Ready:
                 view = View(held[-1].data_ptr(), *held[-1].stride()[:3])
             views[name] = view
         padded = []
-        for name, tensor in zip(self.outputs, made, strict=True):
+        for name, tensor in zip(self.outputs, made, strict=False):
             if self.pitch == self.dim:
                 views[name] = View(tensor.data_ptr(), *self.outputs[name])
             else:
@@ -199,7 +211,7 @@ class Ready:
 
     def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
         """The address of each workspace, and the memory of this call that they are in."""
-        space: Any = torch.empty(self.room, dtype=torch.uint8, device=self.device) if self.room else None
+        space: Any = self.allocator()((self.room,), (1,), torch.uint8) if self.room else None
         start = space.data_ptr() if self.room else 0
         if not self.once:
             return [start + offset for offset in self.spaces], space
@@ -345,6 +357,8 @@ def ready(
         _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
     )
+    lse = ((batch, heads, seq), (heads * seq, seq, 1), torch.float64 if dtypes[0] == torch.float64 else torch.float32)
+    logsumexp = (lse,) if pass_ == "forward" else ()
     every = (
         dict(zip(given, ((steps[0], steps[1], steps[2]) for steps in strides), strict=True))
         | outputs
@@ -353,11 +367,11 @@ def ready(
     return Ready(
         launch=made,
         fixed=made.fixed(every) if fits else None,
-        unaligned=0 if plain else 15,
         given=given,
         device=devices[0],
         index=devices[0].index if devices[0].type == "cuda" else None,
         outputs=outputs,
+        made=tuple((problem.shape(name), (*steps, 1), dtypes[0]) for name, steps in outputs.items()) + logsumexp,
         scores=(heads, seq),
         size=size,
         dim=dim,
@@ -368,6 +382,8 @@ def ready(
         spaces=tuple(starts),
         once=once,
         kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
+        allocate=_EMPTY.get(devices[0].type),
+        gradients={},
     )
 
 

@@ -111,6 +111,6 @@ def explain(
 
 def _chosen(named: Kernel, problem: Problem, plan: Plan, above: Mapping[str, str]) -> Chosen:
     runs = planner.variant(named, problem)
-    tiles, rows = {name: value for name, value in plan.macros if name in runs.tile}, tuple(map(str, plan.choices))
+    tiles, rows = {name: value for name, value in plan.values.items() if name in runs.tile}, tuple(map(str, plan.choices))
     files = choose.files_weighed(named, problem)
     return Chosen(named.name, named.number, runs.path.name, runs.deterministic, tiles, rows, above, files)

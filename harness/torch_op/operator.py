@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..check import choose
 from ..fault import DataFault, Fault, UsageFault
-from .call import check_kinds, edited, ready
+from .call import _ADDRESS, Ready, check_kinds, edited, ready
 
 
 def attention(
@@ -50,9 +50,13 @@ def attention(
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    call = _FORWARD_OP if traced else _APPLY if trains else _eager_forward
-    o, lse = call(q, k, v, causal, scale, str(kernel), deterministic, causal_shift, trains)
+    options = (causal, scale, str(kernel), deterministic, causal_shift)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        o, lse = _FORWARD_OP(q, k, v, *options, trains)
+    elif trains:
+        o, lse = _APPLY(q, k, v, options)
+    else:
+        o, lse = _eager_forward(q, k, v, *options, False)
     return (o, lse) if return_lse else o
 
 
@@ -84,7 +88,7 @@ def error_of(fault: Fault) -> Exception:
     return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
 
-def _forward(
+def _forward_by(
     q: Any,
     k: Any,
     v: Any,
@@ -94,19 +98,25 @@ def _forward(
     deterministic: bool,
     causal_shift: int | None,
     trains: bool,
-) -> tuple[Any, Any]:
+) -> tuple[Ready | None, Any, Any]:
+    """O, logsumexp, and what made them."""
     try:
         call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains, False)
-        o, lse = _outputs(q)
-        if call is None:
-            return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
-        call((q, k, v), (o,), (lse,))
+        if call is not None:
+            o, lse = call((q, k, v))
+            return call, o, lse
     except Fault as fault:
         raise error_of(fault) from fault
+    o, lse = _outputs(q)
+    return None, o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
+
+
+def _forward(*arguments: Any) -> tuple[Any, Any]:
+    _, o, lse = _forward_by(*arguments)
     return o, lse
 
 
-def _backward(
+def _backward_by(
     do: Any,
     q: Any,
     k: Any,
@@ -119,18 +129,23 @@ def _backward(
     deterministic: bool,
     causal_shift: int | None,
     dlse: Any = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Ready | None, Any, Any, Any]:
+    """dQ, dK, dV, and what made them."""
     try:
         if do.dtype != q.dtype:
             do = do.to(q.dtype)
         kind, scores = _kind(q, k, v, o, do), (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
         call = ready("backward", kernel, edited(kernel), *kind, causal, scale, causal_shift, deterministic, True, dlse is not None)
-        dq, dk, dv = _like(q), _like(k), _like(v)
-        if call is None:
-            return dq.zero_(), dk.zero_(), dv.zero_()
-        call((q, k, v, o, do), (dq, dk, dv), scores)
+        if call is not None:
+            dq, dk, dv = call((q, k, v, o, do), scores)
+            return call, dq, dk, dv
     except Fault as fault:
         raise error_of(fault) from fault
+    return None, _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+
+
+def _backward(*arguments: Any) -> tuple[Any, Any, Any]:
+    _, dq, dk, dv = _backward_by(*arguments)
     return dq, dk, dv
 
 
@@ -141,11 +156,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.options = options[:-1]
 
 
-def _gradients(ctx: Any, do: Any, dlse: Any, call: Any = None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     if do is None and dlse is None:
         return (None,) * 9
-    made = (call or _BACKWARD_OP)(torch.zeros_like(saved[3]) if do is None else do, *saved, *ctx.options, dlse)
+    made = _BACKWARD_OP(torch.zeros_like(saved[3]) if do is None else do, *saved, *ctx.options, dlse)
     return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), None, None, None, None, None, None)
 
 
@@ -193,59 +208,91 @@ _FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.
 # gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
 
 _TYPES = {torch.Tensor, torch.nn.Parameter}
-_USUAL: dict[str, int] = {}
 _FRAME_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_KEYS = torch._C._dispatch_keys
+#: The hooks through which a saved tensor goes, None without.
+_SAVED_BY = partial(getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True), True)
 
 
-def _direct(*tensors: Any) -> bool:
-    """Whether the dispatcher does no more than call the device's entry: plain tensors, and no mode, tracer or profiler that wants to see it.
+@cache
+def _unusual(cuda: bool) -> int:
+    """The dispatch keys that a plain tensor of a device has not: a lazy negation or zero, batching, functionalization, another device."""
+    return ~int(_KEYS(torch.empty(0, device="cuda" if cuda else "cpu")).raw_repr())
 
-    Its keys tell what a tensor's type does not: a lazy negation or zero, batching, functionalization.
-    """
-    if (
+
+def _watched() -> bool:
+    """Whether a mode, tracer or profiler wants to see what the dispatcher sees."""
+    return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
         or _FRAME_CALLBACK() is not None  # torch.compile's tracer would go into the call
-    ):
-        return False
+    )
+
+
+def _plain(*tensors: Any) -> bool:
+    """Whether the dispatcher does no more for these tensors than call the device's entry. Its keys tell what a tensor's type does not."""
     keys = 0
     for tensor in tensors:
         if type(tensor) not in _TYPES:
             return False
-        keys |= torch._C._dispatch_keys(tensor).raw_repr()
-    kind = tensors[0].device.type
-    if kind not in _USUAL:
-        _USUAL[kind] = torch._C._dispatch_keys(torch.empty(0, device=tensors[0].device)).raw_repr() if kind in ("cpu", "cuda") else 0
-    return not keys & ~_USUAL[kind]
+        keys |= _KEYS(tensor).raw_repr()
+    return not keys & _unusual(tensors[0].is_cuda)
 
 
 def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
-    if _direct(q, k, v):
+    if _plain(q, k, v) and not _watched():
         return _forward(q, k, v, *options)
     with torch._C._AutoDispatchBelowAutograd():
         return _FORWARD_OP(q, k, v, *options)
 
 
-def _eager_backward(*arguments: Any) -> Any:
-    dlse = arguments[-1]
-    if _direct(*arguments[:6]) if dlse is None else _direct(*arguments[:6], dlse):
-        return _backward(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _BACKWARD_OP(*arguments)
-
-
 class _Eager(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _eager_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
+        behind = None
+        if _plain(q, k, v) and not _watched():
+            call, o, lse = _forward_by(*(q, k, v, *options, True))
+            if call is not None and _SAVED_BY() is None:
+                behind = call.gradients, list(map(_ADDRESS, (q, k, v, o, lse)))
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                o, lse = _FORWARD_OP(q, k, v, *options, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)  # as in _save
+        ctx.kept = options, behind
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        return _gradients(ctx, do, dlse, None if torch.is_grad_enabled() else _eager_backward)  # a second derivative is an error
+        q, k, v, o, lse = saved = ctx.saved_tensors
+        options, behind = ctx.kept
+        if do is None:
+            if dlse is None:
+                return None, None, None, None
+            do = torch.zeros_like(o)
+        if torch.is_grad_enabled():  # a second derivative is an error
+            return *_BACKWARD_OP(do, *saved, *options, dlse), None
+        if behind and dlse is None and _plain(do) and not _watched():
+            gradients, addresses = behind
+            if addresses == list(map(_ADDRESS, saved)):  # they are what they were: no hook, and none has been given other memory
+                like = do.dtype, do.stride()
+                call = gradients.get(like)
+                if call is not None:
+                    try:
+                        dq, dk, dv = call((q, k, v, o, do), (lse,))
+                    except Fault as fault:
+                        raise error_of(fault) from fault
+                    return dq, dk, dv, None
+                call, dq, dk, dv = _backward_by(do, *saved, *options)
+                if call is not None and do.dtype == q.dtype:
+                    gradients[like] = call
+                return dq, dk, dv, None
+        if _plain(*(t for t in (do, *saved, dlse) if t is not None)) and not _watched():
+            return *_backward(do, *saved, *options, dlse), None
+        with torch._C._AutoDispatchBelowAutograd():
+            return *_BACKWARD_OP(do, *saved, *options, dlse), None
 
 
 #: Without Function.apply's Python, which is for torch.func.

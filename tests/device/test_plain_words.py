@@ -33,7 +33,7 @@ def test_args_is_the_struct_of_bind(backend: Backend, tmp_path: Path) -> None:
             fields[name] = tuple(1000 * i + j + (1 << 40) for j in range(len(kind.names)))
         elif kind.shape:
             places += [(f"{name}[{j}]", offset + j * kind.base.itemsize) for j in range(kind.shape[0])]
-            fields[name] = [1000 * i + j + (1 << 41) for j in range(kind.shape[0])]
+            fields[name] = [1000 * i + j + (1 << 41) * (kind.base.itemsize == 8) for j in range(kind.shape[0])]
         else:
             places.append((name, offset))
             fields[name] = 1000 * i + 7
@@ -278,7 +278,7 @@ def test_key_tiles(causal: bool, shift: int, backend: Backend, tmp_path: Path) -
     fields = {"batch": 3, "heads_q": 2, "heads_kv": 1, "seq_q": 150, "seq_kv": 400, "causal_shift": shift}
     body = """\
     using Tiles = fa::KeyTiles<64, 64>;
-    const Tiles::Work work = t < 18 ? Tiles::of_number<1, 1200>(args, t) : Tiles::of_block(args);
+    const Tiles::Work work = t < 18 ? Tiles::of_number<1200>(args, t, 1) : Tiles::of_block(args);
     const int all[5] = {work.q_first, work.head, work.batch, work.tiles, Tiles::works(args)};
     for (int i = 0; i < 5; ++i) out[5 * t + i] = all[i];"""
     got = run(backend, tmp_path, body, causal=causal, fields=fields, before="#include <fa/key_tiles.cuh>", block=19)[:95].reshape(19, 5)

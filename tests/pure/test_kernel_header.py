@@ -91,12 +91,17 @@ def test_arithmetic_by_dtype(tmp_path: Path) -> None:
         ('// entry = "prepare"\n', "", 19, "lacks the required key 'entry'"),
         ("// block = 32\n", "// block = 32\n// color = 1\n", 23, "unknown key 'color'"),
         ("// cross = false", "// cross = ", 8, "not TOML"),
+        ("// gqa = false\n", '// gqa = false\n// runtime = "BLOCK_Q"\n', 8, "runtime must be"),
+        ("// gqa = false\n", '// gqa = false\n// runtime = ["BLOCK_M"]\n', 8, "runtime names 'BLOCK_M'; .tile. has BLOCK_Q, BLOCK_K"),
+        ("// gqa = false\n", '// gqa = false\n// runtime = ["BLOCK_Q", "BLOCK_Q"]\n', 8, "at most 4 names, each once"),
+        ("// logits = 100", '// logits = 100\n// runtime = ["BLOCK_Q"]', 10, "a launch with args"),
     ],
 )
 def test_header_faults_name_file_and_line(tmp_path: Path, old: str, new: str, line: int, word: str) -> None:
     """A wrong header is exit 2 and says where: path:line."""
     assert old in HEADER
-    path = write(tmp_path, text=HEADER.replace(old, new, 1))
+    text = HEADER.replace(old, new, 1)
+    path = write(tmp_path, text=text.replace("// when", '// args = ["Q"]\n// when') if "args" in word else text)
     with pytest.raises(UsageFault, match=word) as caught:
         Kernel.read(path)
     place, _, _ = caught.value.what.partition(": ")

@@ -140,10 +140,10 @@ def test_a_call_has_its_parameters_alone() -> None:
     problem = Problem.of(1, 2, 64, 64)
     launcher = launch.prepare(backend, Loaded(chosen, planner.plan(chosen, problem, DEVICE), {}), problem)
     fixed = launcher.fixed(dict.fromkeys((*READS["forward"], *WRITES["forward"]), (0, 0, 0)))
-    backend.between = lambda: fixed([7] * 5)
-    fixed([5] * 5)
+    backend.between = lambda: fixed([0x70] * 5)
+    fixed([0x50] * 5)
     inner, outer = (np.frombuffer(steps[0].parameters[0], ARGS)["Q"]["data"].item() for steps, _ in backend.submitted)
-    assert (inner, outer, backend.repeats) == (7, 5, 2)
+    assert (inner, outer, backend.repeats) == (0x70, 0x50, 2)
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

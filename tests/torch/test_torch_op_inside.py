@@ -130,6 +130,35 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
         assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
 
 
+def test_what_is_saved_is_looked_at_again(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward calls of one graph with dO in several layouts, by hooks that give other strides back, and where a leaf was given other memory."""
+    q, k, v = tensors(device, (1, 2, 33, 16), grad=True)
+    (do,) = tensors(device, (1, 2, 33, 16), 1)
+    one = torch.ones((), device=device).expand(q.shape)
+
+    def gradients(o: Any, do: Any) -> Any:
+        return torch.stack(torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
+
+    o = attention(q, k, v, causal=True, kernel="naive")
+    expected, of_ones = gradients(o, do), gradients(o, one.contiguous())
+    lookups = call.ready.cache_info()
+    assert torch.equal(gradients(o, do), expected)
+    assert call.ready.cache_info() == lookups  # nothing but dO is looked at
+    for layout in (do.transpose(1, 2).contiguous().transpose(1, 2), do.mT.contiguous().mT):
+        assert torch.equal(gradients(o, layout), expected) and torch.equal(gradients(o, layout), expected)
+    assert torch.equal(gradients(o, one), of_ones) and torch.equal(gradients(o, do), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)):
+        hooked = attention(q, k, v, causal=True, kernel="naive")
+    assert torch.equal(gradients(hooked, do), expected)
+    values = k.detach().clone()
+    k.data = values.mT.contiguous().mT
+    assert torch.equal(gradients(o, do), expected)
+    with torch.no_grad():
+        v += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(o, do)
+
+
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     """The second derivative, forward mode and torch.func.grad are errors, never zero."""
     q, k, v = tensors(device, grad=True)
@@ -249,7 +278,7 @@ def test_explain(device: Any) -> None:
         used = call.ready(pass_, "auto", (), *operator._kind(*strides), True, None, None, True, True, False)
         chosen = told.passes[pass_]
         assert used is not None and used.launch.loaded.kernel.path.name == chosen.file
-        assert dict(used.launch.loaded.plan.macros).items() >= dict(chosen.tiles).items() and chosen.deterministic
+        assert used.launch.loaded.plan.values.items() >= dict(chosen.tiles).items() and chosen.deterministic
         assert chosen.rows == tuple(map(str, used.launch.loaded.plan.choices))
     if device.type == "cpu":
         assert told.passes["forward"].kernel == "hopper" and "promises float32" not in str(told)
@@ -346,23 +375,50 @@ def test_runs_on_torchs_current_stream(gpu: Any) -> None:
 
 
 def test_two_streams_and_a_graph_at_once(gpu: Any) -> None:
-    """Calls on two streams and replays of a graph on a third run beside one another: the counters of one are not another's."""
+    """Both passes on two streams and replays of a graph on a third run beside one another: the counters of one are not another's."""
     q, k, v = tensors(gpu, (2, 8, 700, 64), dtype=torch.bfloat16)
+
+    def both() -> list[Any]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]  # of this stream
+        o = attention(*leaves, causal=True, kernel="hopper")
+        return [o.detach(), *torch.autograd.grad(o, leaves, q)]
+
     with torch.cuda.device(gpu):
-        expected = attention(q, k, v, causal=True, kernel="hopper")
+        expected = both()
         torch.cuda.synchronize()
         streams, graph = [torch.cuda.Stream() for _ in range(3)], torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=streams[2]):
-            of_graph = attention(q, k, v, causal=True, kernel="hopper")
+            of_graph = both()
         found = []
         for _ in range(20):
             for stream in streams[:2]:
                 with torch.cuda.stream(stream):
-                    found.append(attention(q, k, v, causal=True, kernel="hopper"))
+                    found.append(both())
             with torch.cuda.stream(streams[2]):
                 graph.replay()
         torch.cuda.synchronize()
-    assert all(torch.equal(each, expected) for each in (*found, of_graph))
+    assert all(torch.equal(one, other) for each in (*found, of_graph) for one, other in zip(each, expected, strict=True))
+
+
+def test_two_threads_with_a_stream_each(gpu: Any) -> None:
+    """Both passes of other shapes in each thread, all at once: parameters, workspaces and streams are each call's own."""
+    problems = [tensors(gpu, (2, 4, rows, 64), dtype=torch.bfloat16) for rows in (200, 700, 200, 330)]
+
+    def both(given: list[Any]) -> list[Any]:
+        with torch.cuda.device(gpu), torch.cuda.stream(torch.cuda.Stream()):
+            leaves = [t.detach().requires_grad_() for t in given]
+            made = []
+            for _ in range(10):
+                o = attention(*leaves, causal=True)
+                made.append([o.detach(), *torch.autograd.grad(o, leaves, given[0])])
+            torch.cuda.current_stream().synchronize()
+        assert all(torch.equal(one, other) for each in made for one, other in zip(each, made[0], strict=True))
+        return made[0]
+
+    expected = [both(given) for given in problems]
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(both, problems), expected, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # torch, of leaves used on two streams

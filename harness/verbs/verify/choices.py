@@ -62,7 +62,7 @@ def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None)
     form = chosen.made_deterministic() if deterministic and len(chosen.forms) > 1 else chosen
     with suppress(Fault):
         plan = planner.plan(form, problem, Device("cpu", "", sms=sms or Device.sms))
-        values = {(name, value) for name, value in plan.macros if not name.startswith("WORKSPACE_")}
+        values = set(plan.values.items())
         rows = {("choice", row.name) for row in plan.choices}
         return frozenset({*values, *rows, ("launches", " ".join(launch.entry for launch in plan.launches))})
     return frozenset()

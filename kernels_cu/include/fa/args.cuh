@@ -32,6 +32,7 @@ struct alignas(64) Args {
     int32_t causal_shift;      // key k is visible to query q iff k <= q + causal_shift (used only where CAUSAL)
     int32_t reserved;
     double scale;              // scores are scale * q.k
+    int32_t runtime[4];        // in the order of the header's `runtime`; RUNTIME_<NAME> is the index
 };
 
 // First element of a row of one head. The base is 64-bit arithmetic; offsets inside a tile may be 32-bit.

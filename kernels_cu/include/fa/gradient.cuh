@@ -100,18 +100,18 @@ template <class T, int Width> __device__ __forceinline__ float delta_of(const Ar
     return group_sum<8>(sum);
 }
 
-// Two rows of a gradient, 8 apart, from what 4 lanes hold of them in accumulators: each of `from` is [4 lanes][2 rows][2 columns], 8 columns
-// in all, the chunk-th of the row. Their sum, in this order, is scaled and rounded; rows from `rows` on are left out.
-template <class T, int Terms>
+// Two rows of a gradient, 8 apart, from what 4 lanes hold of them in accumulators: `from` is [4 lanes][2 rows][2 columns], 8 columns in
+// all, the chunk-th of the row. There are `terms` of it, `apart` floats from one to the next. Their sum, in this order, is scaled and
+// rounded; rows from `rows` on are left out.
+template <class T>
 __device__ __forceinline__ void store_gradient_rows(const Args& args, const Tensor& gradient, int rows, int batch, int head, int row,
-                                                    int chunk, const float* const (&from)[Terms], float scale) {
+                                                    int chunk, const float* from, float scale, int terms = 1, int64_t apart = 0) {
     Vec128<T> two[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        Vec<float, 4> sum = load_vec<4>(from[0] + 4 * i);
-#pragma unroll
-        for (int term = 1; term < Terms; ++term) {
-            const Vec<float, 4> next = load_vec<4>(from[term] + 4 * i);
+        Vec<float, 4> sum = load_vec<4>(from + 4 * i);
+        for (int term = 1; term < terms; ++term) {
+            const Vec<float, 4> next = load_vec<4>(from + term * apart + 4 * i);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] += next[e];
         }

@@ -94,45 +94,45 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (parts * part);
     }
 
-    // How many works there are: each tile of Keys keys is Splits of them.
-    template <int Keys, int Splits = 1> static __device__ __forceinline__ int works(const Args& args) {
-        return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * Splits;
+    // How many works there are: each tile of Keys keys is `splits` of them.
+    template <int Keys> static __device__ __forceinline__ int works(const Args& args, int splits = 1) {
+        return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * splits;
     }
     // Sections of key heads; in a section the tiles that the most queries see first, over all its heads. The query heads that are read at
-    // the same time, one of each key head and split, have at most Section MB of Q, dO and dQ. Blocks that take turns: so that neighbours of
+    // the same time, one of each key head and split, have at most `megabytes` MB of Q, dO and dQ. Blocks that take turns: so that neighbours of
     // one head do not begin at the same time.
-    template <int Section, int Splits> static __device__ __forceinline__ int section(const Args& args) {
-        const int at_once = Splits == 1 ? 1 : min(Splits, args.heads_q / args.heads_kv);
-        return max(1, min(args.heads_kv * args.batch, (Section << 20) / (8 * Width) / args.seq_q / at_once));
+    static __device__ __forceinline__ int section(const Args& args, int megabytes, int splits) {
+        const int at_once = splits == 1 ? 1 : min(splits, args.heads_q / args.heads_kv);
+        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (8 * Width) / args.seq_q / at_once));
     }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
-    // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. Splits: the tiles of queries of all
+    // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
     // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
     // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile.
-    template <int Keys, int Section, bool LastFirst = false, int Splits = 1, bool Backwards = false>
-    static __device__ __forceinline__ Work work(const Args& args, int number) {
+    template <int Keys, bool LastFirst = false, bool Backwards = false>
+    static __device__ __forceinline__ Work work(const Args& args, int number, int megabytes, int splits = 1) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
         const Place place =
-            place_in_sections(number, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
+            place_in_sections(number, k_tiles, section(args, megabytes, splits) * splits, args.heads_kv * args.batch * splits);
         const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
         const int row = number / k_tiles, k_tile = number - row * k_tiles;
 #endif
         Work work;
         work.k_first = k_tile * Keys;
-        const int split = row % Splits;
-        work.batch = row / Splits / args.heads_kv;
-        work.kv_head = row / Splits - work.batch * args.heads_kv;
+        const int kv_row = row / splits, split = row - kv_row * splits;
+        work.batch = kv_row / args.heads_kv;
+        work.kv_head = kv_row - work.batch * args.heads_kv;
         work.end = of_head(args);
         work.first = min(work.end, first_query(args, work.k_first) / BlockQ);
         const int tiles = work.end - work.first, head = work.kv_head * group;
-        if constexpr (Splits == 1) {
+        if (splits == 1) {
             work.count = tiles * group;
             work.head = head, work.tile = work.edge = work.first;
         } else {
             const int unit = DETERMINISTIC ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
-            const int begin = units * split / Splits * unit, end = units * (split + 1) / Splits * unit;
+            const int begin = units * split / splits * unit, end = units * (split + 1) / splits * unit;
             work.count = end - begin;
             work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
@@ -140,16 +140,19 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return work;
     }
 
-    // The number of a split of a tile of keys.
-    template <int Keys, int Section, bool LastFirst, int Splits>
-    static __device__ __forceinline__ int number_of_work(const Args& args, int batch, int kv_head, int k_tile, int split) {
-        const int k_tiles = (args.seq_kv + Keys - 1) / Keys, row = (batch * args.heads_kv + kv_head) * Splits + split;
+    // The number of the first split of a tile of keys; and how far the number of the next split is from it, and so on.
+    template <int Keys, bool LastFirst>
+    static __device__ __forceinline__ int first_number(const Args& args, int batch, int kv_head, int k_tile, int megabytes, int splits) {
+        const int k_tiles = (args.seq_kv + Keys - 1) / Keys, row = (batch * args.heads_kv + kv_head) * splits;
 #if CAUSAL || DETERMINISTIC
         const Place place = {LastFirst ? k_tiles - 1 - k_tile : k_tile, row};
-        return number_in_sections(place, k_tiles, section<Section, Splits>(args) * Splits, args.heads_kv * args.batch * Splits);
+        return number_in_sections(place, k_tiles, section(args, megabytes, splits) * splits, args.heads_kv * args.batch * splits);
 #else
         return row * k_tiles + k_tile;
 #endif
+    }
+    template <int Keys> static __device__ __forceinline__ int numbers_apart(const Args& args) {
+        return CAUSAL || DETERMINISTIC ? 1 : (args.seq_kv + Keys - 1) / Keys;  // all of one head are in a section
     }
 
     // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32, in the order of the works' numbers.
@@ -186,13 +189,14 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // The producer, one thread of launch 2: takes works of Keys keys from two counters, copies their K and V, and the tiles of queries that
     // see them. smem: where to, [stages][slabs][rows][64], and the barriers. A number is fetched a work ahead: the counter's answer takes a
     // microsecond. With DETERMINISTIC, when the last copies of a work are on their way: works shall begin in the order of their numbers.
-    template <int Keys, class Walk, int KvStages, int Splits = 1, class Shared, class WorkOf>
-    static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of) {
+    template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
+    static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of,
+                                                   int splits = 1) {
         constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
         Barriers<KvStages>& at = *smem.barriers;
         Ring<KvStages> kv;
         Ring<2> q;
-        const int works = QueryTiles::works<Keys, Splits>(args);
+        const int works = QueryTiles::works<Keys>(args, splits);
         int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
         while (true) {
             mbarrier_wait_parity(at.kv_empty + kv.stage(), kv.parity() ^ 1);
@@ -241,34 +245,30 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     template <class T> static __device__ __forceinline__ void convert(const Args& args) {
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
         const int query = tile * BlockQ + own % row_parts * 64 + row_of_part();
-        const float* from[1] = {dq(args, number(args, batch, head, tile)) + own * part + place_in_part()};
+        const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
         store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, own / row_parts * 8 + threadIdx.x % 8, from,
                                float(args.scale));
     }
     // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order.
-    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
-    static __device__ __forceinline__ void convert(const Args& args) {
-        if constexpr (Splits > 1) {
+    template <class T, int Keys, bool LastFirst, bool Split, int Partial>
+    static __device__ __forceinline__ void convert(const Args& args, int megabytes, int splits) {
+        if constexpr (Split) {
             const int other = int(blockIdx.y) - args.heads_q;
-            if (other >= 0) return add_splits<T, Keys, Section, LastFirst, Splits, Partial>(args, other / 2, other % 2);
+            if (other >= 0) return add_splits<T, Keys, LastFirst, Partial>(args, other / 2, other % 2, megabytes, splits);
             if (int(blockIdx.x) >= of_head(args) * parts) return;  // there are more keys
         }
         convert<T>(args);
     }
-    template <class T, int Keys, int Section, bool LastFirst, int Splits, int Partial>
-    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv) {
+    template <class T, int Keys, bool LastFirst, int Partial>
+    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits) {
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part();
         if (key >= args.seq_kv) return;
-        const float* from[Splits];
-#pragma unroll
-        for (int split = 0; split < Splits; ++split) {
-            const int number = number_of_work<Keys, Section, LastFirst, Splits>(args, batch, kv_head, tile, split);
-            from[split] = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
-        }
+        const int number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits);
+        const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
         store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, own / key_parts * 8 + threadIdx.x % 8,
-                               from, is_dv ? 1.0f : float(args.scale));
+                               from, is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }

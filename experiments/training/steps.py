@@ -1,0 +1,227 @@
+"""What a training step of a language model costs with each attention: python experiments/training/steps.py [--output-dir DIR]
+
+GPT-2 small at 16 x 1024 and at 2 x 8192 tokens, and a model of Llama 3.2 1B's sizes at 4 x 4096: bfloat16 autocast, fused AdamW, not
+compiled. Our operator in its faster form, PyTorch's scaled_dot_product_attention by its flash and by its cuDNN backend, and
+FlashAttention-4, each in the place of the model's attention; all else is the same: weights at the start, tokens, optimizer. They take
+turns of a few steps; a line has the median of the turns, and steps.csv them all. Ninety seconds on an H200; --device cpu runs a small
+model, to show that all of it works. Losses of the first steps are compared: an attention that computes something else is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness import backends
+from harness.files.environment import environment, write_env
+from harness.torch_op import attention
+
+Attend = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes. gated: RMSNorm and a gated perceptron as Llama has them, else LayerNorm and GELU as GPT-2."""
+
+    name: str
+    layers: int
+    heads: int
+    heads_kv: int
+    dim: int
+    inner: int
+    words: int
+    batch: int
+    seq: int
+    gated: bool = False
+
+
+GPT2 = {"layers": 12, "heads": 12, "heads_kv": 12, "dim": 64, "inner": 3072, "words": 50257}
+LLAMA = {"layers": 16, "heads": 32, "heads_kv": 8, "dim": 64, "inner": 8192, "words": 128256, "gated": True}
+MODELS = (
+    Model("GPT-2 small", **GPT2, batch=16, seq=1024),
+    Model("GPT-2 small", **GPT2, batch=2, seq=8192),
+    Model("Llama 3.2 1B's sizes", **LLAMA, batch=4, seq=4096),
+)
+SMALL = (Model("small", 2, 2, 1, 32, 64, 97, 2, 48, True),)
+
+
+class Block(torch.nn.Module):  # type: ignore[misc]
+    """Causal attention and a perceptron, each behind a norm and added to its input. The places of tokens are left out: they cost nothing."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        width, self.model = model.heads * model.dim, model
+        self.norms = torch.nn.ModuleList((torch.nn.RMSNorm if model.gated else torch.nn.LayerNorm)(width) for _ in range(2))
+        self.qkv = torch.nn.Linear(width, (model.heads + 2 * model.heads_kv) * model.dim, bias=not model.gated)
+        self.out = torch.nn.Linear(width, width, bias=not model.gated)
+        self.up = torch.nn.Linear(width, model.inner * (1 + model.gated), bias=not model.gated)
+        self.down = torch.nn.Linear(model.inner, width, bias=not model.gated)
+
+    def forward(self, x: Any, attend: Attend) -> Any:
+        """(batch, rows, width) to the same."""
+        m = self.model
+        parts = self.qkv(self.norms[0](x)).split([heads * m.dim for heads in (m.heads, m.heads_kv, m.heads_kv)], -1)
+        x = x + self.out(attend(*(t.unflatten(-1, (-1, m.dim)).transpose(1, 2) for t in parts)).transpose(1, 2).flatten(2))
+        inner = self.up(self.norms[1](x))
+        if m.gated:
+            gate, inner = inner.chunk(2, -1)
+            return x + self.down(functional.silu(gate) * inner)
+        return x + self.down(functional.gelu(inner))
+
+
+class Net(torch.nn.Module):  # type: ignore[misc]
+    """Tokens in, the logits of the next ones out."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        width = model.heads * model.dim
+        self.token = torch.nn.Embedding(model.words, width)
+        self.blocks = torch.nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, model.words, bias=False)
+
+    def forward(self, text: Any, attend: Attend) -> Any:
+        """(batch, rows) tokens to (batch, rows, words)."""
+        x = self.token(text)
+        for block in self.blocks:
+            x = block(x, attend)
+        return self.head(self.norm(x))
+
+
+def ours(q: Any, k: Any, v: Any) -> Any:
+    """Our operator."""
+    return attention(q, k, v, causal=True, deterministic=False)
+
+
+def fa4(q: Any, k: Any, v: Any) -> Any:
+    """FlashAttention-4, which takes (batch, rows, heads, head_dim)."""
+    from flash_attn.cute import flash_attn_func
+
+    return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)[0].transpose(1, 2)
+
+
+def torchs(q: Any, k: Any, v: Any) -> Any:
+    """torch's own."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@contextlib.contextmanager
+def way(name: str) -> Iterator[Attend]:
+    """An attention, in what it has to be called in."""
+    theirs = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    with sdpa_kernel(theirs[name]) if name in theirs else contextlib.nullcontext():
+        yield {"ours": ours, "FA4": fa4}.get(name, torchs)
+
+
+WAYS = {"cuda": ("ours", "SDPA flash", "SDPA cuDNN", "FA4"), "cpu": ("ours", "SDPA")}
+
+
+def stepper(model: Model, device: str) -> Callable[..., Any]:
+    """A training step by an attention: its loss, on the device. All ways go on with the same weights, one after the other.
+
+    learns: whether the weights are changed.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        net = Net(model)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
+    text = torch.randint(model.words, (model.batch, model.seq + 1), device=device)
+
+    def step(attend: Attend, learns: bool = True) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            loss = functional.cross_entropy(net(text[:, :-1], attend).flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        if learns:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def measured(model: Model, device: str, names: tuple[str, ...], turns: int, steps: int) -> Iterator[dict[str, Any]]:
+    """A row for each way and turn."""
+    step, wait = stepper(model, device), torch.cuda.synchronize if device == "cuda" else lambda: None
+    able, losses = [], {}
+    for name in names:
+        try:
+            with way(name) as attend:
+                losses[name] = float(step(attend, learns=False))  # of the same weights; it compiles, too
+                step(attend, learns=False)
+            able.append(name)
+        except (RuntimeError, ValueError, ImportError, TypeError) as error:
+            click.echo(f"{model.name} by {name}: {str(error).splitlines()[0][:120]}", err=True)
+    apart = max(losses.values()) - min(losses.values())
+    click.echo(f"{model.name}, {model.batch} x {model.seq}: losses of the same weights {apart:.1e} apart", err=True)
+    if apart > 0.01:
+        raise click.ClickException(f"one of them computes something else: {losses}")
+    for turn in range(turns):
+        for name in able:
+            with way(name) as attend:
+                wait()
+                began = time.perf_counter()
+                for _ in range(steps):
+                    loss = step(attend)
+                wait()
+            took = (time.perf_counter() - began) / steps
+            yield {
+                "model": model.name,
+                "batch": model.batch,
+                "seq": model.seq,
+                "attention": name,
+                "turn": turn,
+                "step_ms": round(took * 1e3, 3),
+                "tokens_per_s": round(model.batch * model.seq / took),
+                "loss": round(float(loss), 4),
+            }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row a model, a column a way: tokens a second, medians of the turns."""
+    names = list(dict.fromkeys(row["attention"] for row in rows))
+    lines = ["| tokens a second | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for name, batch, seq in dict.fromkeys((r["model"], r["batch"], r["seq"]) for r in rows):
+        cells = []
+        for each in names:
+            found = [r["tokens_per_s"] for r in rows if (r["model"], r["batch"], r["seq"], r["attention"]) == (name, batch, seq, each)]
+            cells.append(f"{statistics.median(found):,.0f}" if found else "")
+        lines.append(f"| {name}, {batch} x {seq} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--turns", default=5, show_default=True)
+@click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(__file__).with_name("steps"))
+def main(device: str, turns: int, output_dir: Path) -> None:
+    """Print the table; write steps.csv, steps.md and env.json."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    record = environment(**backends.pick(device).environment())
+    rows: list[dict[str, Any]] = []
+    for model in MODELS if device == "cuda" else SMALL:
+        rows += measured(model, device, WAYS[device], turns, 4 if model.gated else 10)
+        torch.cuda.empty_cache() if device == "cuda" else None
+    with (output_dir / "steps.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    (output_dir / "steps.md").write_text(table(rows), encoding="utf-8")
+    write_env(output_dir / "env.json", record)
+    click.echo(table(rows))
+
+
+if __name__ == "__main__":
+    main()
