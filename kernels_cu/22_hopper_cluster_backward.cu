@@ -249,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         if (threadIdx.x == 0) {
-            // The producer. That of rank 0 takes the numbers for both, a work ahead: the counter's answer takes a microsecond.
+            // The producer. That of rank 0 takes the numbers for both.
             int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
             int next = rank == 0 ? atomicAdd(counters, 1) : 0;
             auto send_number = [&]() {
@@ -272,7 +272,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                               work.batch);
                 Tiles::load<V_SLAB>(v_smem, v_map, v_full, k_first, work.kv_head, work.batch);
                 kv.next();
-                if (rank == 0) next = atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
                 for (Range range(work, group); range.is_left(); range.next(work))
 #pragma unroll 1
@@ -284,6 +283,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                         fa::mbarrier_wait_parity(do_empty, q.position % 2 ^ 1);
                         Tiles::load<Q_SLAB>(do_smem, d_o_map, do_full, q_first, head, work.batch);
                     }
+                if (rank == 0) next = atomicAdd(counters, 1);  // not before: the next work would wait behind this one
                 send_number();
             }
             fa::mbarrier_arrive(k_full);
