@@ -42,10 +42,10 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90")
 SHAPE = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim")
 COLUMNS = ("Test", "pass", *SHAPE, "causal", "kernel", "form", "chosen", "ms")
 #: The tiles whose values make forms.
-VARIED = {"CONSUMERS": (3, 2), "SPLITS": (1, 2, 3, 4, 6, 8), "SECTION": (16, 32, 64, 1024)}
+VARIED = ("CONSUMERS", "SPLITS", "SECTION")
 KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_cluster")
 SHORT = Policy(
-    warm_up=0.01, settle=0.01, turn=0.02, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.15, patience=0.15
+    warm_up=0.005, settle=0.005, turn=0.012, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.1, patience=0.1
 )
 
 
@@ -71,24 +71,29 @@ def kernels(pass_: str, problem: Problem) -> Iterator[Kernel]:
 
 
 def forms(pass_: str, problem: Problem, device: Device) -> list[Form]:
-    """The forms of a problem: splits only where they do not make more works than run in six waves."""
+    """The forms of a problem."""
     found = []
     for kernel in kernels(pass_, problem):
         known = planner.names(kernel, problem, device)
-        varied = {name: [v for v in values if fits(name, v, known, kernel)] for name, values in VARIED.items() if name in kernel.tile}
-        found += [Form(kernel, dict(zip(varied, values, strict=True))) for values in itertools.product(*varied.values())]
+        varied = {name: values(name, known, kernel) for name in VARIED if name in kernel.tile}
+        found += [Form(kernel, dict(zip(varied, some, strict=True))) for some in itertools.product(*varied.values())]
     return found
 
 
-def fits(name: str, value: int, known: Any, kernel: Kernel) -> bool:
-    """Whether a value of a tile is worth a measurement."""
+def values(name: str, known: Any, kernel: Kernel) -> list[int]:
+    """The values of a tile that are worth a measurement, the chosen one first."""
+    first = known[name]
     if name == "CONSUMERS":
-        return value == known[name] or known["HEAD_DIM"] == 64
-    if name == "SECTION":  # 1024: all heads in one, where they are not already
-        heads = (known[name] << 20) // (8 * known["HEAD_DIM"]) // known["seq_q"]
-        several = known["causal"] and kernel.pass_ == "backward" and heads < known["heads_kv"] * known["batch"]
-        return value == known[name] or bool(value == 1024 and several)
-    return bool(value == 1 or (known["works"] * value <= 6 * known["units"] and value <= known["tiles"]))
+        return [first, 5 - first] if known["HEAD_DIM"] == 64 else [first]
+    if name == "SPLITS":  # not more works than run in four waves
+        useful = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (known["works"] * v <= 4 * known["units"] and v * 128 <= known["seq_q"] * 8)]
+        return list(dict.fromkeys([first, *useful]))
+    if not known["causal"] or kernel.pass_ == "forward":
+        return [first]
+    heads: dict[int, int] = {}  # at a time -> the first value that gives them
+    for v in (first, 64, 8, 1024):
+        heads.setdefault(max(1, min((v << 20) // (8 * known["HEAD_DIM"] * known["seq_q"]), known["heads_kv"] * known["batch"])), v)
+    return list(heads.values())
 
 
 def chosen(pass_: str, problem: Problem, device: Device) -> Form:
