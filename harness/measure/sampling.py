@@ -27,6 +27,8 @@ from .judged import Timed as Timed
 SLOW_CLOCK = 0.75
 #: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+#: NVML's clock event reason of a GPU at its power limit.
+POWER_CAP = 0x4
 TIMINGS = ("warm", "cold", "burst")
 
 
@@ -48,6 +50,8 @@ class Policy:
     turn are correlated: few blocks, say, stay on the multiprocessors where the first run put them. Where the noise of the turns' medians
     exceeds `uneven`, turns go on for `patience` seconds.
 
+    A contender that has settled once and is not held by the power limit settles for `brief` seconds from then on, where that is given.
+
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
 
@@ -59,6 +63,7 @@ class Policy:
 
     warm_up: float = 0.05
     settle: float = 0.12
+    brief: float | None = None
     turn: float = 0.1
     min_turns: int = 2
     min_samples: int = 20
@@ -85,6 +90,7 @@ POLICY = {
 MANY = Policy(
     warm_up=0.01,
     settle=0.04,
+    brief=0.01,
     turn=0.02,
     min_samples=8,
     min_seconds=0.01,
@@ -269,13 +275,15 @@ def sample(
         progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
             runs[name] = Ready.kept(name, contender, stage, policy, ready)
-    spent = dict.fromkeys(runs, 0.0)
+    spent, settle = dict.fromkeys(runs, 0.0), dict.fromkeys(runs, policy.settle)
     waiting = list(runs)
     while waiting:
         for name in list(waiting):
             start = time.perf_counter()
             with watches[name].guarded():
-                runs[name].turn(stage, timing == "cold", policy.settle, 0)
+                runs[name].turn(stage, timing == "cold", settle[name], 0)
+                if policy.brief is not None and not turns[name] and not (stage.state().get("throttle_reasons") or 0) & POWER_CAP:
+                    settle[name] = policy.brief
                 turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1, watches[name]))
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
