@@ -196,64 +196,62 @@ def problem_of(line: dict[str, Any]) -> Problem:
 
 
 class Group(NamedTuple):
-    """What has costs of its own: a kernel at a head dim as it is compiled, with or without mask; CONSUMERS of a forward pass."""
+    """What has costs of its own: a kernel at a head dim as it is compiled; CONSUMERS of a forward pass."""
 
     kernel: str
     width: int
-    causal: int
     consumers: int
 
 
-#: What is fitted: nanoseconds of a tile, of a work, more of a work that is one of several splits, of a million elements of Q, of a launch.
-TERMS = ("tile", "work", "split", "elements", "launch")
+#: What is fitted: nanoseconds of a tile without and with the causal mask, of a work, more of a work that is one of several splits, of a
+#: million elements of Q, of a launch.
+TERMS = ("tile", "causal", "work", "split", "elements", "launch")
+#: So many of them are nanoseconds of waves.
+OF_WAVES = 4
 
 
 def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
-    """The group of a line, and the function of (tile, work, split) that gives the nanoseconds of its works."""
+    """The group of a line, and the function of the first OF_WAVES of TERMS that gives the nanoseconds of its works."""
     problem, tiles = problem_of(line), tiles_of(line)
-    pass_ = line["pass"]
-    kernel = next(k for k in kernels(pass_, problem) if k.name == line["kernel"])
+    kernel = next(k for k in kernels(line["pass"], problem) if k.name == line["kernel"])
     known = planner.names(kernel, problem, H200, tiles)
-    group = Group(kernel.name, known["HEAD_DIM"], int(problem.causal), known.get("CONSUMERS", 0))
-    room = (known["SECTION"] << 20) // known["seq_kv" if pass_ == "forward" else "seq_q"]
-    if pass_ == "forward":
-        kv_heads = max(1, min(problem.heads_kv * problem.batch, room // (4 * group.width)))
-        shape = (known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], kv_heads * problem.heads_q // problem.heads_kv)
-        return group, lambda tile, work, split: query_waves(known, *shape, tile, work)
-    units = known.get("units", known["sms"])
-    keys = known.get("BLOCK_K", 128)  # of a cluster
+    group = Group(kernel.name, known["HEAD_DIM"], known.get("CONSUMERS", 0))
+    room, sharers = known["SECTION"] << 20, problem.heads_q // problem.heads_kv
     splits = known.get("SPLITS", 1)
-    section = room // (8 * group.width) // min(splits, problem.heads_q // problem.heads_kv)
-    rest = units, keys, known["BLOCK_Q"], section, splits
-    return group, lambda tile, work, split: key_waves(known, *rest, tile, work + split * (splits > 1))
+
+    def of_waves(full: int, causal: int, work: int, split: int) -> int:
+        tile, whole = causal if problem.causal else full, work + split * (splits > 1)
+        if line["pass"] == "forward":
+            section = max(1, room // (4 * group.width * problem.seq_kv)) * sharers
+            return query_waves(known, known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], section, tile, whole)
+        section = room // (8 * group.width * problem.seq_q) // min(splits, sharers)
+        keys = known.get("BLOCK_K", 128)  # of a cluster
+        return key_waves(known, known.get("units", known["sms"]), keys, known["BLOCK_Q"], section, splits, tile, whole)
+
+    return group, of_waves
 
 
 def solve(lines: Sequence[tuple[Any, float, float]]) -> np.ndarray:
-    """TERMS of lines: (function of three of them, millions of elements, nanoseconds).
+    """TERMS of lines: (function of those of waves, millions of elements, nanoseconds).
 
-    The time of waves is the sum along the path that ends last: linear in the three terms while that path stays the same. So it is least
-    squares of relative errors, again and again, each line's weight less the farther it is off.
+    The time of waves is the sum along the path that ends last: linear in the terms while that path stays the same. So it is least squares
+    of relative errors, again and again, each line's weight less the farther it is off.
     """
-    terms = np.array([700.0, 1500.0, 500.0, 100.0, 3000.0])
-    scale = 1000  # the functions take whole numbers
+    terms, scale, step = np.array([2000.0, 2000.0, 1500.0, 500.0, 2000.0, 3000.0]), 1000, 1000  # the functions take whole numbers
     weights = np.ones(len(lines))
     for _ in range(40):
         rows = []
         for function, elements, ns in lines:
-            at = [max(1, round(scale * term)) for term in terms[:3]]
+            at = [max(1, round(scale * term)) for term in terms[:OF_WAVES]]
             base = function(*at)
-            slopes = [(function(*(each + step * (i == j) for j, each in enumerate(at))) - base) / step for i, step in enumerate(STEPS)]
+            slopes = [(function(*(each + step * (i == j) for j, each in enumerate(at))) - base) / step for i in range(OF_WAVES)]
             rows.append([value / ns for value in (*slopes, elements, 1.0)])
-        matrix = np.array(rows) * weights[:, None]
-        new = bounded(matrix, weights)
+        new = bounded(np.array(rows) * weights[:, None], weights)
         terms = 0.5 * terms + 0.5 * new
         off = np.abs(np.array(rows) @ terms - 1)
         weights = 1 / np.sqrt(np.maximum(off, 0.01))
         weights /= weights.max()
     return terms
-
-
-STEPS = (1000, 1000, 1000)
 
 
 def bounded(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -275,19 +273,15 @@ def fit(lines: Sequence[dict[str, Any]]) -> None:
         group, function = terms_of(line)
         elements = line["batch"] * line["heads_q"] * line["seq_q"] * group.width / 1e6
         groups.setdefault(group, []).append((line, function, elements))
-    sys.stdout.write(
-        f"{'kernel':16} width causal consumers  lines  {' '.join(f'{name:>8}' for name in TERMS)}   off: median  tenth  most\n"
-    )
+    sys.stdout.write(f"{'kernel':16} width consumers  lines  {' '.join(f'{name:>8}' for name in TERMS)}   off: median  tenth  most\n")
     for group, several in sorted(groups.items()):
         terms = solve([(function, elements, line["ms"] * 1e6) for line, function, elements in several])
         for line, function, elements in several:
-            line["model"] = (function(*map(round, terms[:3])) + terms[3] * elements + terms[4]) / 1e6
+            line["model"] = (function(*map(round, terms[:OF_WAVES])) + terms[-2] * elements + terms[-1]) / 1e6
         off = sorted(abs(line["model"] / line["ms"] - 1) for line, *_ in several)
         numbers = " ".join(f"{term:8.0f}" for term in terms)
         far = f"{statistics.median(off):6.3f} {off[len(off) * 9 // 10]:6.3f} {off[-1]:6.3f}"
-        sys.stdout.write(
-            f"{group.kernel:16} {group.width:5} {group.causal:6} {group.consumers:9} {len(several):6}  {numbers}        {far}\n"
-        )
+        sys.stdout.write(f"{group.kernel:16} {group.width:5} {group.consumers:9} {len(several):6}  {numbers}        {far}\n")
     ratios = []
     for (test, pass_), several in grouped(lines):
         best, taken = min(several, key=lambda line: line["ms"]), min(several, key=lambda line: line["model"])
