@@ -1,6 +1,6 @@
 """The time of every form of the Hopper kernels on problems of the sweep `mixed`, and the costs of a tile and a work that explain them.
 
-    python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS]
+    python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS] [--sweep NAME]
     python experiments/mixed/costs.py fit costs.csv
     python experiments/mixed/costs.py weigh costs.csv
 
@@ -112,9 +112,9 @@ def usable(kernel: Kernel, problem: Problem, device: Device) -> bool:
     return False
 
 
-def problems(seed: int, cases: int, small: bool) -> list[tuple[str, Problem]]:
-    """Those of 16 bits, in bfloat16, each once."""
-    drawn = sweep.load("mixed", seed, cases)
+def problems(name: str, seed: int | None, cases: int | None, small: bool) -> list[tuple[str, Problem]]:
+    """Those of a sweep of 16 bits, in bfloat16, each once."""
+    drawn = sweep.load(name, seed, cases)
     found = ((t, p.with_(dtype="bfloat16")) for t, p in (drawn.cpu_shapes if small else drawn.shapes) if p.dtype != "float32")
     return list({problem: (test, problem) for test, problem in found}.values())
 
@@ -154,7 +154,7 @@ def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequen
 def take(given: argparse.Namespace) -> None:
     """Measure, and write the table as it grows."""
     until, backend = time.monotonic() + given.until, backends.pick(given.device)
-    wanted = problems(given.seed, given.cases, backend.name == "cpu")
+    wanted = problems(given.sweep, given.seed, given.cases, backend.name == "cpu")
     passes = PASSES if given.mode == "both" else (given.mode,)
     device = backend.device()
     every = {(test, pass_): forms(pass_, problem, device) for test, problem in wanted for pass_ in passes}
@@ -333,8 +333,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     measuring = verbs.add_parser("measure")
-    measuring.add_argument("--seed", type=int, default=42)
-    measuring.add_argument("--cases", type=int, default=50)
+    measuring.add_argument("--sweep", default="mixed")
+    measuring.add_argument("--seed", type=int)
+    measuring.add_argument("--cases", type=int)
     measuring.add_argument("--mode", choices=[*PASSES, "both"], default="both")
     measuring.add_argument("--device", default="auto")
     measuring.add_argument("--until", type=float, default=1e9, help="seconds after which no problem is begun")
