@@ -36,7 +36,7 @@
 // [[choice]]
 // SPLITS = [1, 2, 3, 4, 6]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.csv, its fit"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1

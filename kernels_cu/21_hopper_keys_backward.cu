@@ -34,7 +34,7 @@
 // [[choice]]
 // SPLITS = [1, 2, 3, 4, 6]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns)"
-// evidence = "experiments/mixed/costs.csv, its fit"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16

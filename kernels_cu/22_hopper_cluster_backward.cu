@@ -32,7 +32,7 @@
 // [[choice]]
 // SPLITS = [1, 2, 3, 4, 6]
 // cost = "key_waves(units, 128, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.csv, its fit"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
