@@ -31,6 +31,8 @@ def one_process(dtype: str) -> str:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.ones(1, device=device).cpu()
+    import torch.fx.experimental.symbolic_shapes  # torch's own first gradient imports it, and sympy: over a second
+
     lap("torch")
     sys.path.insert(0, str(ROOT))
     from harness.torch_op import attention

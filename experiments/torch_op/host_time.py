@@ -3,6 +3,7 @@
 At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
 gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
 in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
+One thread: torch runs gradients in a thread of each device, and to wake it costs more than a small kernel; a caller can have them in its own.
 --operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt);
 the fill between the passes is that of dO, which is the script's.
 """
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 WAYS = {"ours": None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 SHAPE = (2, 8, 512, 64)
-PASSES = ("forward", "forward, graph kept", "backward", "both")
+PASSES = ("forward", "forward, graph kept", "backward", "both", "both, one thread")
 
 
 @contextlib.contextmanager
@@ -93,11 +94,17 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
     *inputs, do = tensors
     leaves, others = ([t.detach().requires_grad_() for t in inputs] for _ in range(2))
     kept = attend(*leaves)  # it ties its leaves to this stream, so a graph is captured with the others
+
+    def one_thread() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(attend(*others), others, do)
+
     return {
         "forward": lambda: attend(*inputs),
         "forward, graph kept": lambda: attend(*others),
         "backward": lambda: torch.autograd.grad(kept, leaves, do, retain_graph=True),
         "both": lambda: torch.autograd.grad(attend(*others), others, do),
+        "both, one thread": one_thread,
     }
 
 
@@ -124,8 +131,8 @@ def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tenso
         try:
             calls = passes(called, tensors)
             for name in PASSES:
-                if how == "CUDA graph" and name == "backward":
-                    continue  # a replay of both, less that of forward
+                if how == "CUDA graph" and name in ("backward", "both, one thread"):
+                    continue  # a replay of both, less that of forward; a replay has no thread
                 call = captured(calls[name]) if how == "CUDA graph" else calls[name]
                 yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
         except RuntimeError as error:

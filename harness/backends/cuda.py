@@ -220,16 +220,16 @@ class Cuda(Backend):
             pointers = (ctypes.c_void_p * len(own))(*map(ctypes.addressof, own))
             size = (*call.grid, call.block, 1, 1, call.shared)
             made.append((loaded.functions[call.entry].kernel.ptr, size, ctypes.addressof(pointers), (pointers, own)))
+        current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
 
         def enqueue(stream: int) -> None:
             for at, size in fills:
                 memset(words[at], 0, size, stream)
-            for function, (x, y, z, block, _, _, shared), pointers, _ in made:
-                launch(function, x, y, z, block, 1, 1, shared, stream, pointers, 0)
-
-        current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
+            for function, sizes, pointers, _ in made:
+                launch(function, *sizes, stream, pointers, 0)
 
         def called(stream: int | None = None) -> None:
+            """As _here, without what is only for another GPU's thread or a new one: it runs in every call of an operator."""
             if stream is None or current() != index or not hasattr(thread, "has_context"):
                 return self._here(enqueue, loaded, calls, stream)
             try:
