@@ -11,7 +11,7 @@
 // logsumexp_gradient = true
 // auto = false
 // variant_of = "hopper"
-// when = "not deterministic and (not causal if HEAD_DIM == 64 else short)"
+// when = "not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= 1024 * heads_kv"
 // arithmetic = "p16"
 // spill_bytes_allowed = 32  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -27,19 +27,18 @@
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
-// tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
-// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
-// most = "tiles // 2 if 4 * works < 9 * units else 1"  # under the causal mask, where works differ in length
-// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// wanted = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # splits: about the root of square
+// tile_ns = "(2630 if causal else 2590) if HEAD_DIM == 64 else 2490 if causal else 2410"  # nanoseconds of a tile of the walk
+// work_ns = "(3200 if HEAD_DIM == 64 else 3130) + split_ns"  # a work besides
+// split_ns = "(5110 if HEAD_DIM == 64 else 10600) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "2910 + elements * 4520 // 1000000"  # the other launches
+// elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
-// short = "seq_q < (2048 if causal else 1024)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
-// when = "wanted > 1"
-// SPLITS = "wanted"
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// SPLITS = [1, 2, 3, 4, 6]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64

@@ -26,22 +26,15 @@
 // [let]
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// group = "heads_q // heads_kv"
-// tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
-// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
-// most = "tiles // 2 if 4 * works < 9 * units else 1"  # under the causal mask, where works differ in length
-// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// wanted = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # splits: about the root of square
+// tile_ns = "3430 if causal else 3260"  # nanoseconds of a tile of the walk
+// work_ns = "16700 + split_ns"  # a work besides
+// split_ns = "2010 if SPLITS > 1 else 0"  # more of a work that is one of several splits
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // [[choice]]
-// when = "deterministic and wanted > 1"
-// SPLITS = "min(wanted, floor_pow2(2 * group - 1))"  # whole heads
-// evidence = "NOTES.md, 18 hopper backward, splits"
-// [[choice]]
-// when = "wanted > 1"
-// SPLITS = "wanted"
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// SPLITS = [1, 2, 3, 4, 6]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns)"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16

@@ -22,17 +22,17 @@
 // [let]
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
-// tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
-// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
-// most = "tiles // 2 if 4 * works < 9 * units else 1"  # under the causal mask, where works differ in length
-// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// wanted = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # splits: about the root of square
+// tile_ns = "2830 if causal else 2690"  # nanoseconds of a tile of the walk
+// work_ns = "7540 + split_ns"  # a work besides
+// split_ns = "5680 if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "elements * 5000 // 1000000"  # the other launches
+// elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "HEAD_DIM // 32 * ceil_div(seq_kv, 128)"
 // [[choice]]
-// when = "wanted > 1"
-// SPLITS = "wanted"
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// SPLITS = [1, 2, 3, 4, 6]
+// cost = "key_waves(units, 128, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
@@ -252,8 +252,7 @@ struct Shared {
     }
 };
 
-// One thread: loads K, V and the tiles of queries of this block. That of rank 0 takes the numbers for both, a work ahead: the counter's
-// answer takes a microsecond.
+// One thread: loads K, V and the tiles of queries of this block. That of rank 0 takes the numbers for both.
 struct Producer {
     const fa::Args& args;
     const Shared& smem;
@@ -305,11 +304,11 @@ struct Producer {
             if (number >= works_of(args)) break;
             const Work work = work_of(args, number);
             load_keys(work);
-            fetch_number();
 #pragma unroll 1  // the producer has few registers
             for (Range range(work, args.heads_q / args.heads_kv); range.is_left(); range.next(work))
 #pragma unroll 1
                 for (int tile = range.first, head = range.head; tile < range.end; ++tile, q.next()) load_queries(tile, head, work.batch);
+            fetch_number();  // not before: the next work would wait until this one has ended
             send_number();
         }
         fa::mbarrier_arrive(&at().k_full);

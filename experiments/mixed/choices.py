@@ -45,7 +45,7 @@ def tile_values(kernel: Kernel, problem: Problem, device: Device) -> Iterator[di
     names = planner.names(kernel, problem, device)
     values: dict[str, list[int]] = {}
     for name, usual in kernel.tile.items():
-        texts = [usual, *(dict(row.values)[name] for row in kernel.choices if name in dict(row.values))]
+        texts = [usual, *(text for row in kernel.choices for text in row.several.get(name, ()))]
         found = [names[name]]  # what is chosen comes first
         for text in texts:
             with suppress(UsageFault):

@@ -28,6 +28,9 @@ opposite, which cancel here and need not in a sum.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 
 from ..array import Array, ArrayModule
@@ -48,12 +51,36 @@ def rounded_alike(xp: ArrayModule, p: Array, row_sum: Array) -> tuple[Array, Arr
         part, half = safe / power - 1, UNIT * power
         steps = xp.where(power > 1, part + 1 - 1 / power, 1.0)
         mean = xp.where(power > 1, part + (1 - 1 / (power * power)) / 3, 1.0) / steps
-        weight = xp.minimum(p, 1 - p)
-        weight = xp.minimum(weight, (mean * half)[..., None])
-        phase = p / (2 * half)[..., None]
-        for _ in range(2):
-            phase -= xp.rint(phase)
-            wave = (weight * (1 - 4 * xp.abs(phase))).sum(axis=-1) / safe
+        for terms in _waves(xp, p, (mean * half)[..., None], (2 * half)[..., None]):
+            wave = terms.sum(axis=-1) / safe
             found.append(xp.where(xp.isfinite(wave), wave, 0.0))
-            phase += 0.25
     return found[0], found[1]
+
+
+def _waves(xp: ArrayModule, p: Array, limit: Array, unit: Array) -> tuple[Array, Array]:
+    """The terms w c(y) and w c(y + 1/4) of each p, w of at most `limit` (..., rows, 1) and y in units of `unit`."""
+    if xp is not np:
+        return _waves_on_gpu(xp, p, limit, unit)
+    weight, phase = np.minimum(np.minimum(p, 1 - p), limit), p / unit
+    phase -= np.rint(phase)
+    first = weight * (1 - 4 * np.abs(phase))
+    phase += 0.25
+    phase -= np.rint(phase)
+    weight *= 1 - 4 * np.abs(phase)
+    return first, weight
+
+
+def _waves_on_gpu(xp: Any, p: Array, limit: Array, unit: Array) -> tuple[Array, Array]:
+    first, second = _waves_kernel(xp)(p, limit, unit)
+    return first, second
+
+
+@functools.cache
+def _waves_kernel(xp: Any) -> Any:
+    """In one pass over memory; each operation rounds by itself, as numpy's do."""
+    code = """
+        double weight = min(min(p, 1 - p), limit), phase = p / unit;
+        phase -= rint(phase), first = weight * (1 - 4 * fabs(phase));
+        phase += 0.25, phase -= rint(phase), second = weight * (1 - 4 * fabs(phase))"""
+    inputs, outputs = "float64 p, float64 limit, float64 unit", "float64 first, float64 second"
+    return xp.ElementwiseKernel(inputs, outputs, code, "terms_alike", options=("-fmad=false",))

@@ -205,6 +205,14 @@ def passed_over(chosen: Kernel, problem: Problem, device: Device, deterministic:
     return why
 
 
+def files_weighed(kernel: Kernel, problem: Problem) -> str:
+    """The files that may run a problem in the place of a kernel, or of the one whose file it is, by their costs; empty where only one may."""
+    if kernel.in_tree and not kernel.variants:
+        kernel = find(kernel.variant_of or kernel.name, kernel.pass_, kernel.deterministic and True in kernel.forms)
+    costs = [(each, cost) for each, cost in planner.compared(kernel, problem) if cost is not None] if kernel.variants else []
+    return ", ".join(f"{each.path.name} {cost / 1e3:.1f} us" for each, cost in costs)
+
+
 def _cannot(
     name: str,
     passes: Sequence[str],

@@ -124,8 +124,11 @@ def summed(xp: ArrayModule, terms: Array, reverse: bool = False) -> Array:
 
 def exp(xp: ArrayModule, array: Array) -> Array:
     """exp of a float32 array, written over it: that of float64, rounded once. numpy's own of float32 differs by CPU and release."""
-    wide = _wide("a", array) if xp is np else array.astype("float64")
-    array[...] = xp.exp(wide, out=wide)
+    if xp is not np:
+        _exp_on_gpu(xp, array)
+        return array
+    wide = _wide("a", array)
+    array[...] = np.exp(wide, out=wide)
     return array
 
 
@@ -165,6 +168,16 @@ def _on_gpu(xp: Any, a: Array, b: Array, out: Array, reverse: bool) -> None:
 def _summed_on_gpu(xp: Any, terms: Array, out: Array, reverse: bool) -> None:
     sizes = np.int64(out.size), np.int64(terms.shape[2]), np.int32(reverse)
     _kernels(xp, ROWS[0]).get_function("summed")((-(-out.size // 8),), (256,), (xp.ascontiguousarray(terms), out, *sizes))
+
+
+def _exp_on_gpu(xp: Any, array: Array) -> None:
+    _exp_kernel(xp)(array, array)
+
+
+@functools.cache
+def _exp_kernel(xp: Any) -> Any:
+    """In one pass over memory."""
+    return xp.ElementwiseKernel("float32 x", "float32 y", "y = (float)exp((double)x)", "exp_of_float64")
 
 
 @functools.cache

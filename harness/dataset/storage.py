@@ -5,6 +5,7 @@ bfloat16 is ml_dtypes.bfloat16 on numpy and its bits in uint16 on cupy, which ha
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -48,7 +49,21 @@ def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
     """An array rounded to a storage type, in its own type again."""
     if np.dtype(array.dtype).name == dtype:
         return array
+    if xp is not np and array.dtype == np.float32 and dtype == "bfloat16":
+        return _bfloat16_on_gpu(xp, array)
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
+
+
+def _bfloat16_on_gpu(xp: Any, array: Array) -> Array:
+    found: Array = _bfloat16_kernel(xp)(array)
+    return found
+
+
+@functools.cache
+def _bfloat16_kernel(xp: Any) -> Any:
+    """As :func:`round_to` and :func:`widen`, in one pass over memory: the baselines round every P and dS."""
+    code = "unsigned int u = __float_as_uint(x); y = __uint_as_float(isnan(x) ? 0x7FC00000u : (u + 0x7FFF + (u >> 16 & 1)) & ~0xFFFFu)"
+    return xp.ElementwiseKernel("float32 x", "float32 y", code, "through_bfloat16")
 
 
 def tf32(xp: ArrayModule, array: Array) -> Array:

@@ -28,10 +28,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from ..fault import Fault, KernelFault
 from . import locked, write_files
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -215,6 +218,31 @@ def command(job: Callable[[], T], label: str = "", environment: Mapping[str, str
         yield Command([sys.executable, "-P", str(folder / "start.py")], {**os.environ, **(environment or {})}, label, folder, held.close)
 
 
+@contextmanager
+def talking(
+    job: Callable[[Connection[Any, Any]], object], label: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Connection[Any, Any]]:
+    """A job in a child process that is given one end of a pipe; the other end. Its stdout goes to stderr, and it has no stdin.
+
+    At the end of the block the other end is closed, and a child that has not ended GRACE_SECONDS later is ended.
+    """
+    from multiprocessing import Pipe
+
+    here, there = Pipe()
+    with command(partial(_talk, job, there.fileno()), label, environment) as started, here:
+        with there:
+            process = subprocess.Popen(started.argv, env=started.environment, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[there.fileno()])
+        try:
+            yield here
+        finally:
+            here.close()
+            for last in (started.let_go, process.kill):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_SECONDS)
+                last()  # nothing, where it has ended
+            process.wait()
+
+
 def side_by_side(commands: Sequence[Command[T]], grace: float = GRACE_SECONDS) -> list[int | None]:
     """Run commands at the same time, each to its end: their exit codes. What they print goes to stderr.
 
@@ -342,6 +370,13 @@ def _end_with_parent(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)  # a signal, not an exception: a launch on the CPU backend stops for nothing else
     time.sleep(GRACE_SECONDS)
     os._exit(130)
+
+
+def _talk(job: Callable[[Connection[Any, Any]], object], descriptor: int) -> None:
+    from multiprocessing.connection import Connection
+
+    with Connection(descriptor) as pipe:
+        job(pipe)
 
 
 def _script(arguments: list[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..fault import clipped
+from .waves import WAVES
 
 
 class ExpressionError(ValueError):
@@ -46,7 +47,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "max": max,
 }
 #: What an expression may hold, for messages.
-LANGUAGE = f"integers, names, + - * // %, comparisons, and, or, not, A if C else B, and the functions {', '.join(FUNCTIONS)}"
+LANGUAGE = f"integers, names, + - * // %, comparisons, and, or, not, A if C else B, and the functions {', '.join((*FUNCTIONS, *WAVES))}"
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -67,7 +68,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     """The value of a header expression, a signed 64-bit integer. Raises ExpressionError, which quotes the offending part."""
     try:
-        value = expression if isinstance(expression, int) else int(_value(_parsed(expression), names))
+        value = expression if isinstance(expression, int) else int(_function(expression)(names))
     except ExpressionError:
         raise
     except (SyntaxError, ValueError) as error:
@@ -92,7 +93,7 @@ def _names_of(expression: str) -> frozenset[str]:
         tree = _parsed(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ExpressionError(f"{clipped(expression, 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
-    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys()
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys() - WAVES.keys()
 
 
 @lru_cache(maxsize=4096)
@@ -101,35 +102,65 @@ def _parsed(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 
 
-def _value(node: ast.expr, names: Mapping[str, int]) -> int:
+#: An expression as a function of its names: built once, for headers are evaluated for each new problem and tile.
+Function = Callable[[Mapping[str, int]], int]
+
+
+@lru_cache(maxsize=4096)
+def _function(expression: str) -> Function:
+    return _built(_parsed(expression))
+
+
+def _built(node: ast.expr) -> Function:
+    """The function of a node. What is not allowed raises ExpressionError when it is evaluated."""
     match node:
         case ast.Constant(value=int() as value):
-            return int(value)
+            number = int(value)
+            return lambda names: number
         case ast.Name(id=name):
-            if name not in names:
-                raise ExpressionError(f"unknown name {clipped(name, 40)!r}; known: {', '.join(sorted(names))}")
-            return names[name]
+            return lambda names: _named(names, name)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_value(left, names), _value(right, names))
+            one, other, binary = _built(left), _built(right), _BINARY[type(op)]
+            return lambda names: binary(one(names), other(names))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, names)
+            one = _built(operand)
+            return lambda names: -one(names)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _value(operand, names)
-        case ast.BoolOp(op=ast.And(), values=values):
-            return all(_value(v, names) for v in values)
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return any(_value(v, names) for v in values)
+            one = _built(operand)
+            return lambda names: not one(names)
+        case ast.BoolOp(op=op, values=values):
+            parts, quantifier = [_built(v) for v in values], all if isinstance(op, ast.And) else any
+            return lambda names: quantifier(part(names) for part in parts)
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return _value(body, names) if _value(test, names) else _value(orelse, names)
+            condition, one, other = _built(test), _built(body), _built(orelse)
+            return lambda names: one(names) if condition(names) else other(names)
         case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
-            sides = [_value(v, names) for v in (left, *right)]
-            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            given = [_value(a, names) for a in args]
-            try:
-                return FUNCTIONS[name](*given)
-            except (TypeError, ValueError) as error:
-                raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
+            sides, compare = [_built(v) for v in (left, *right)], [_COMPARE[type(op)] for op in ops]
+            return lambda names: _compared([side(names) for side in sides], compare)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS or name in WAVES:
+            parts = [_built(a) for a in args]
+            return lambda names: _called(node, name, names, [part(names) for part in parts])
+    return lambda names: _refused(node)
+
+
+def _named(names: Mapping[str, int], name: str) -> int:
+    if name not in names:
+        raise ExpressionError(f"unknown name {clipped(name, 40)!r}; known: {', '.join(sorted(names))}")
+    return names[name]
+
+
+def _compared(sides: list[int], compare: list[Callable[[int, int], bool]]) -> bool:
+    return all(op(a, b) for op, a, b in zip(compare, sides, sides[1:], strict=False))
+
+
+def _called(node: ast.expr, name: str, names: Mapping[str, int], given: list[int]) -> int:
+    try:
+        return FUNCTIONS[name](*given) if name in FUNCTIONS else WAVES[name](names, *given)
+    except (TypeError, ValueError) as error:
+        raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
+
+
+def _refused(node: ast.expr) -> int:
     raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")
 
 

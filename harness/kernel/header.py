@@ -63,6 +63,7 @@ Kind = tuple[Callable[[object], bool], str]
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _FORMS: Kind = (lambda v: isinstance(v, bool) or v == "optional", 'true, false or "optional"')
 _NUMBER: Kind = (_expression, "an integer or an expression")
+_FORMS_OF_TILE: Kind = (lambda v: _expression(v) or _numbers(v), "an integer or an expression, or a list of them")
 _SIZES: Kind = (lambda v: _expression(v) or (_numbers(v) and len(v) <= 3), "one to three sizes")
 
 #: What each key of a header must be. Required keys first.
@@ -121,6 +122,7 @@ _TENSOR_MAP_OPTIONAL: dict[str, Kind] = {
 _CHOICE_REQUIRED: dict[str, Kind] = {
     "evidence": (lambda v: isinstance(v, str) and bool(v.strip()), "a text: the measurement the row stands on, or that there is none"),
 }
+_NO_TILE = ("when", "evidence", "cost")
 _WORKSPACE: dict[str, Kind] = {
     "dtype": (lambda v: isinstance(v, str) and v in DTYPE_BYTES, f"one of {', '.join(DTYPE_BYTES)}"),
     "size": _NUMBER,
@@ -152,26 +154,47 @@ class Launch:
 
 @dataclass(frozen=True)
 class Choice:
-    """One `[[choice]]` of a header: where `when` holds it gives values to names of [tile]. evidence: the measurement it stands on."""
+    """One `[[choice]]` of a header: where `when` holds it gives values to names of [tile]. evidence: the measurement it stands on.
+
+    cost: in nanoseconds; of every combination of the values, which may be several for a name, the one that costs least is taken. weighed:
+    of a row that was taken, each combination in words and its cost, the cheapest first; its `values` are those that were taken.
+    """
 
     when: int | str
-    values: tuple[tuple[str, int | str], ...]
+    values: tuple[tuple[str, int | str | tuple[int | str, ...]], ...]
     evidence: str
+    cost: int | str | None = None
+    weighed: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, item: Table) -> Choice:
         """From a table that was checked."""
-        values = tuple((name, value) for name, value in item.items() if name not in ("when", "evidence"))
-        return cls(item.get("when", 1), values, item["evidence"])
+        values = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in item.items() if name not in _NO_TILE)
+        return cls(item.get("when", 1), values, item["evidence"], item.get("cost"))
 
     @property
     def name(self) -> str:
         """What tells it from the other rows of its file: of two alike the second is never taken."""
         return f"{', '.join(dict(self.values))} if {self.when}"
 
+    @property
+    def several(self) -> dict[str, tuple[int | str, ...]]:
+        """The values that it may give to each name."""
+        return {name: value if isinstance(value, tuple) else (value,) for name, value in self.values}
+
+    @property
+    def expressions(self) -> tuple[int | str, ...]:
+        """All that decides what it gives."""
+        texts = (text for some in self.several.values() for text in some)
+        return (self.when, *texts, *(() if self.cost is None else (self.cost,)))
+
     def __str__(self) -> str:
         condition = "always" if self.when == 1 else f"when {self.when}"
-        return f"{condition}: {', '.join(f'{name} = {value}' for name, value in self.values)} ({self.evidence})"
+        given = ", ".join(f"{name} = {value}" for name, value in self.values)
+        if self.weighed:
+            (_, least), *others = self.weighed
+            given += f", {least / 1e3:.1f} us by its cost" + "".join(f"; {words} {cost / 1e3:.1f} us" for words, cost in others)
+        return f"{condition}: {given} ({self.evidence})"
 
 
 def read_header(path: Path) -> Table:
@@ -227,13 +250,15 @@ def _check_choices(lines: _Lines, head: Table) -> None:
         raise lines.bad(twice[0], f"{twice[0]} is in [tile] and in [let]")
     for place, item in enumerate(head.get("choice", ())):
         row = lines.of_row("choice", place)
-        if row.check("choice", item, _CHOICE_REQUIRED, {"when": _NUMBER, **dict.fromkeys(tile, _NUMBER)}):
+        value = _FORMS_OF_TILE if "cost" in item else _NUMBER
+        if row.check("choice", item, _CHOICE_REQUIRED, {"when": _NUMBER, "cost": _NUMBER, **dict.fromkeys(tile, value)}):
             raise row.bad("choice", "the header lacks the required key 'evidence' in choice")
         if not item.keys() & tile.keys():
             raise row.bad("choice", f"a choice gives a value to a name of [tile]: {', '.join(tile) or 'it has none'}")
         for key in item.keys() - {"evidence"}:
             try:
-                names_of(item[key])
+                for text in item[key] if isinstance(item[key], list) else [item[key]]:
+                    names_of(text)
             except ExpressionError as error:
                 raise row.bad(key, f"{key} in choice: {error}") from None
 

@@ -142,8 +142,8 @@ class Kernel:
 
     @property
     def tile_expressions(self) -> tuple[int | str, ...]:
-        """All that decides its tile values: those of [tile], and the rows of choice with their conditions."""
-        return (*self.tile.values(), *(text for row in self.choices for text in (row.when, *dict(row.values).values())))
+        """All that decides its tile values: those of [tile], and the rows of choice with their conditions and costs."""
+        return (*self.tile.values(), *(text for row in self.choices for text in row.expressions))
 
     def _is_told(self, name: str) -> bool:
         return any(not launch.args or name in launch.args for launch in self.launches)

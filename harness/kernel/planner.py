@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, Problem
@@ -51,11 +53,32 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
 
 
 def variant(kernel: Kernel, problem: Problem) -> Kernel:
-    """The kernel of one file, in this form, that runs a problem: the first variant whose `when` holds, else this file's own."""
+    """The kernel of one file, in this form, that runs a problem: of this file and the variants whose `when` holds the one that costs least.
+
+    Where one of them has no row with a cost for the problem: the first variant whose `when` holds, else this file's own.
+    """
     if not kernel.variants:
         return kernel
+    return compared(kernel, problem)[0][0]
+
+
+@functools.lru_cache(maxsize=1024)
+def compared(kernel: Kernel, problem: Problem) -> tuple[tuple[Kernel, int | None], ...]:
+    """The files of a kernel that may run a problem, that which does first, and their costs in nanoseconds on an H200's multiprocessors."""
     *forms, own = (k.made_deterministic() if kernel.deterministic else k for k in kernel.variants if kernel.deterministic in k.forms)
-    return next((k for k in forms if _runs_instead(k, problem)), own)
+    able = [k for k in forms if _runs_instead(k, problem)]
+    able += [own] if problem.head_dim <= own.head_dims[-1] or not able else []
+    if len(able) == 1:
+        return ((able[0], None),)
+    costs = [_cost(k, problem) for k in able]
+    found = tuple(zip(able, costs, strict=True))
+    return tuple(sorted(found, key=lambda each: each[1] or 0)) if None not in costs else found
+
+
+def _cost(kernel: Kernel, problem: Problem) -> int | None:
+    """What a kernel's first row with a cost says of a problem."""
+    rows = _chosen(kernel, problem, Device("cpu", ""), {})[1]
+    return next((row.weighed[0][1] for row in rows if row.weighed), None)
 
 
 def _runs_instead(kernel: Kernel, problem: Problem) -> bool:
@@ -115,24 +138,46 @@ def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Cho
     """Add to `names` every name of [tile], in its order, and of [let], each as soon as what it names is known. Returns the rows taken.
 
     A tile has its value of `given`; else of the first row that gives it and holds; else of [tile]. A row's `when` is evaluated when a
-    tile's turn comes, so it may name the tiles above. Raises UsageFault for a name that is taken, ExpressionError.
+    tile's turn comes, so it may name the tiles above. A row with a cost then gives all its tiles. Raises UsageFault for a name that is
+    taken, ExpressionError.
     """
     _refuse_taken(kernel, names)
-    taken: dict[Choice, None] = {}
+    taken: dict[Choice, Choice] = {}
     waiting = dict(kernel.let)
     _settle(waiting, names)
     for name, value in kernel.tile.items():
         if name in given:
             names[name] = given[name]
+        elif name in names:  # of a row with a cost
+            pass
         elif row := next((c for c in kernel.choices if name in dict(c.values) and names.number(c.when, "when")), None):
-            names[name] = names.number(dict(row.values)[name], f"choice {name}")
-            taken[row] = None
+            if row.cost is None:
+                names[name] = names.number(row.several[name][0], f"choice {name}")
+                taken[row] = row
+            else:
+                taken[row] = _cheapest(row, names, waiting, given)
         else:
             names[name] = names.number(value, f"tile {name}")
         _settle(waiting, names)
     for name, value in waiting.items():  # what is left names something unknown
         names[name] = names.number(value, f"let {name}", _LEAST)
-    return tuple(row for row in kernel.choices if row in taken)
+    return tuple(taken[row] for row in kernel.choices if row in taken)
+
+
+def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given: Mapping[str, int]) -> Choice:
+    """Give a row's tiles the values that cost least, of equal ones the first; those that are given have theirs. Returns what was taken."""
+    several = {name: (given[name],) if name in given else texts for name, texts in row.several.items()}
+    found: dict[tuple[int, ...], int] = {}
+    for texts in itertools.product(*several.values()):
+        trial, left = Names(names), dict(waiting)
+        for name, text in zip(several, texts, strict=True):
+            trial[name] = trial.number(text, f"choice {name}")
+        _settle(left, trial)
+        found.setdefault(tuple(trial[name] for name in several), trial.number(row.cost or 0, "cost"))
+    ranked = sorted(found.items(), key=lambda each: each[1])
+    names.update(zip(several, ranked[0][0], strict=True))
+    weighed = tuple((", ".join(f"{name} = {v}" for name, v in zip(several, values, strict=True)), cost) for values, cost in ranked)
+    return replace(row, values=tuple(zip(several, ranked[0][0], strict=True)), weighed=weighed)
 
 
 def _settle(waiting: dict[str, int | str], names: Names) -> None:

@@ -9,6 +9,7 @@ criterion, throttling check and L2 flush are the model of those here. The host's
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from .judged import Timed as Timed
 SLOW_CLOCK = 0.75
 #: NVML's clock event reasons that are faults of the machine: hardware slowdown, thermal (software, hardware), power brake.
 FAULTS = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+#: NVML's clock event reason of a GPU at its power limit.
+POWER_CAP = 0x4
 TIMINGS = ("warm", "cold", "burst")
 
 
@@ -47,8 +50,12 @@ class Policy:
     turn are correlated: few blocks, say, stay on the multiprocessors where the first run put them. Where the noise of the turns' medians
     exceeds `uneven`, turns go on for `patience` seconds.
 
+    A contender that has settled once and is not held by the power limit settles for `brief` seconds from then on, where that is given.
+
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
+
+    A contender that took `far` times as long as the fastest one has enough after one turn of min_samples.
 
     `asked_samples` and `asked_seconds` of device time are taken whatever the noise and the limits above are, the seconds in at most
     MOST_ASKED samples.
@@ -56,6 +63,7 @@ class Policy:
 
     warm_up: float = 0.05
     settle: float = 0.12
+    brief: float | None = None
     turn: float = 0.1
     min_turns: int = 2
     min_samples: int = 20
@@ -67,6 +75,7 @@ class Policy:
     patience: float = 3.0
     slow: float = 0.1
     apart: float = 1.25
+    far: float = math.inf
     asked_samples: int = 0
     asked_seconds: float = 0.0
 
@@ -76,18 +85,21 @@ POLICY = {
     "cuda": Policy(),
     "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, apart=2.0),
 }
-#: On a GPU, of a sweep of hundreds of problems: their distribution is asked for, not one of them. Cases of 20 us have one turn of 200
-#: samples after the other until min_seconds are reached, and each is judged: a fifth of the time of POLICY is enough.
+#: On a GPU, of a sweep of hundreds of problems: their distribution is asked for, not one of them. Contenders settle for less time than by
+#: POLICY, but not for less than 40 ms: with 20 our kernel gains 5 to 8 % behind one that draws less power (experiments/mixed/settle.txt).
 MANY = Policy(
-    warm_up=0.03,
+    warm_up=0.01,
     settle=0.04,
-    turn=0.04,
-    min_seconds=0.02,
+    brief=0.01,
+    turn=0.02,
+    min_samples=8,
+    min_seconds=0.01,
     max_samples=1000,
     noise=0.004,
     uneven=0.01,
-    max_seconds=0.4,
-    patience=1.0,
+    max_seconds=0.3,
+    patience=0.6,
+    far=1.5,
 )
 
 
@@ -209,47 +221,77 @@ def measure(
     that are warmed up, by name, to which the others are added: another timing of the same contenders needs no second warm-up and no
     second graph. Raises what the contenders' runs raise.
     """
+    return sample(contenders, stage, timing, policy, progress, ready).timings()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What :func:`sample` took: of each contender its watch, its turns, and how it was launched; the backend's state before and after."""
+
+    stage: Stage
+    timing: str
+    watches: Mapping[str, Watch]
+    turns: Mapping[str, list[list[float]]]
+    runs: Mapping[str, Ready]
+    before: Json
+    after: Json
+
+    def timings(self) -> dict[str, Timing]:
+        """The timings, after what is judged when nothing is timed any more: launches of a fresh load, and others (judged.Watch.close)."""
+        for name, run in self.runs.items():
+            with self.watches[name].guarded():
+                self.watches[name].close(partial(run.sample, self.stage, self.timing == "cold"))
+        throttled = throttling(self.before, self.after)
+        return {
+            name: Timing(
+                self.timing,
+                tuple(s for turn in turns for s in turn),
+                self.runs[name].calls if name in self.runs else (),
+                self.runs[name].launch if name in self.runs else "direct",
+                throttled,
+                self.before,
+                self.after,
+                tuple(len(turn) for turn in turns),
+                self.watches[name].broken,
+            )
+            for name, turns in self.turns.items()
+        }
+
+
+def sample(
+    contenders: Mapping[str, Timed],
+    stage: Stage,
+    timing: str,
+    policy: Policy,
+    progress: Callable[[str], None] = lambda text: None,
+    ready: dict[str, Ready] | None = None,
+) -> Taken:
+    """The part of :func:`measure` that times: warm-ups and turns."""
     before = stage.state()
     watches = {name: Watch(contender if isinstance(contender, Judged) else None, policy.apart) for name, contender in contenders.items()}
-    cold = timing == "cold"
+    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
     runs: dict[str, Ready] = {}
     for name, contender in contenders.items():
         progress(f"0/{100 * len(contenders)} times {timing}")
         with watches[name].guarded():
             runs[name] = Ready.kept(name, contender, stage, policy, ready)
-    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    spent = dict.fromkeys(runs, 0.0)
+    spent, settle = dict.fromkeys(runs, 0.0), dict.fromkeys(runs, policy.settle)
     waiting = list(runs)
     while waiting:
         for name in list(waiting):
             start = time.perf_counter()
             with watches[name].guarded():
-                runs[name].turn(stage, cold, policy.settle, 0)
-                turns[name].append(runs[name].turn(stage, cold, policy.turn, 1, watches[name]))
+                runs[name].turn(stage, timing == "cold", settle[name], 0)
+                if policy.brief is not None and not turns[name] and not (stage.state().get("throttle_reasons") or 0) & POWER_CAP:
+                    settle[name] = policy.brief
+                turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1, watches[name]))
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):
                 waiting.remove(name)
             share = sum(_share(turns[other], spent[other], policy) if other in waiting else 1.0 for other in runs)
             progress(f"{int(100 * share)}/{100 * len(runs)} times {timing}")
-    for name, run in runs.items():
-        with watches[name].guarded():
-            watches[name].close(partial(run.sample, stage, cold))
-    after = stage.state()
-    throttled = throttling(before, after)
-    return {
-        name: Timing(
-            timing,
-            tuple(s for turn in turns[name] for s in turn),
-            runs[name].calls if name in runs else (),
-            runs[name].launch if name in runs else "direct",
-            throttled,
-            before,
-            after,
-            tuple(len(turn) for turn in turns[name]),
-            watches[name].broken,
-        )
-        for name in contenders
-    }
+        waiting = [name for name in waiting if not _far(turns, name, policy)]
+    return Taken(stage, timing, watches, turns, runs, before, stage.state())
 
 
 @dataclass(frozen=True)
@@ -333,6 +375,14 @@ def _enough(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> b
     if uneven or len(seconds) < policy.min_samples or len(turns) < policy.min_turns or sum(seconds) < policy.min_seconds:
         return False
     return _noise(seconds) <= policy.noise
+
+
+def _far(turns: Mapping[str, Sequence[Sequence[float]]], name: str, policy: Policy) -> bool:
+    """Whether a contender is so much slower than the fastest that its first turn is enough."""
+    own = [sample for turn in turns[name] for sample in turn]
+    fastest = min(statistics.median(each[0]) for each in turns.values() if each and each[0])
+    asked = policy.asked_samples or policy.asked_seconds
+    return not asked and len(own) >= policy.min_samples and statistics.median(own) > policy.far * fastest
 
 
 def _share(turns: Sequence[Sequence[float]], spent: float, policy: Policy) -> float:

@@ -60,6 +60,11 @@ class Peer(Protocol):
     def dtypes(self) -> tuple[str, ...]: ...
 
     @property
+    def compiles(self) -> bool:
+        """Whether a first run with another type, head dim, mask or group of heads compiles, which takes seconds."""
+        ...
+
+    @property
     def deterministic(self) -> bool:
         """Whether its backward pass runs in the form that gives the same bits on every run."""
         ...
@@ -95,7 +100,8 @@ class Library:
     dim; row_bytes: what a row of head_dim elements must be a multiple of. causal: which causal masks it supports: "any"; "seen", where
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
-    backward pass that is asked for; repeats: whether it has one that gives the same bits on every run.
+    backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
+    Peer.compiles.
     """
 
     name: str
@@ -112,6 +118,7 @@ class Library:
     arch: tuple[int, int] = (0, 999)
     deterministic: bool = False
     repeats: bool = True
+    compiles: bool = False
 
     def made_deterministic(self) -> Self:
         """The same peer, its backward pass in the form that gives the same bits on every run."""

@@ -85,5 +85,6 @@ PEERS = (
         lse="return_lse",
         row_bytes=16,
         arch=(90, 129),
+        compiles=True,
     ),
 )

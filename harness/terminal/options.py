@@ -247,6 +247,12 @@ drawn = options(
     click.option(
         "--cases", type=click.IntRange(1, 10_000), metavar="N", help="How many problems such a sweep draws.  [default: the sweep's]"
     ),
+    click.option(
+        "--jobs",
+        type=click.IntRange(1, 64),
+        metavar="N",
+        help="Processes that check shapes at the same time; they measure in turns.  [default: the sweep's, on a CPU 1]",
+    ),
 )
 sampled = options(
     click.option(

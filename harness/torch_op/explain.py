@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from ..check import choose
 from ..check.choose import passed_over
 from ..fault import Fault
-from ..kernel import Kernel, planner
+from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
 from .call import backend_of, check, kernels_of
 from .operator import error_of
@@ -25,7 +25,8 @@ _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa
 class Chosen:
     """The kernel of a pass. tiles: the values of its [tile] for this call; rows: the rows of choice that gave some of them.
 
-    above: the higher steps by name, the highest first, each with why it is not taken; empty where the kernel was named.
+    above: the higher steps by name, the highest first, each with why it is not taken; empty where the kernel was named. files: those that
+    may run in the kernel's place by their costs, the one that runs first; empty where only one may.
     """
 
     kernel: str
@@ -35,12 +36,14 @@ class Chosen:
     tiles: Mapping[str, str]
     rows: tuple[str, ...]
     above: Mapping[str, str]
+    files: str = ""
 
     def __str__(self) -> str:
         number = "" if self.number is None else f"{self.number:02} "
         form = "deterministic" if self.deterministic else "not deterministic"
         lines = [f"{number}{self.kernel}, {form}, {self.file}; " + ", ".join(f"{name} = {value}" for name, value in self.tiles.items())]
         lines += [f"  row of choice: {row}" for row in self.rows]
+        lines += [f"  files by their costs: {self.files}"] * bool(self.files)
         lines += [f"  not {name}: {why}" for name, why in self.above.items()]
         return "\n".join(lines)
 
@@ -100,12 +103,14 @@ def explain(
         found = {}
         for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():
             above = passed_over(named, problem, device, deterministic) if str(kernel) == choose.AUTO else {}
-            found[pass_] = _chosen(planner.variant(named, problem), named, planner.plan(named, problem, device), above)
+            found[pass_] = _chosen(named, problem, planner.plan(named, problem, device), above)
     except Fault as fault:
         raise error_of(fault) from fault
     return Explanation("fa-cli", found)
 
 
-def _chosen(runs: Kernel, named: Kernel, plan: Any, above: Mapping[str, str]) -> Chosen:
-    tiles = {name: value for name, value in plan.values.items() if name in runs.tile}
-    return Chosen(named.name, named.number, runs.path.name, runs.deterministic, tiles, tuple(map(str, plan.choices)), above)
+def _chosen(named: Kernel, problem: Problem, plan: Plan, above: Mapping[str, str]) -> Chosen:
+    runs = planner.variant(named, problem)
+    tiles, rows = {name: value for name, value in plan.values.items() if name in runs.tile}, tuple(map(str, plan.choices))
+    files = choose.files_weighed(named, problem)
+    return Chosen(named.name, named.number, runs.path.name, runs.deterministic, tiles, rows, above, files)

@@ -9,39 +9,45 @@ fresh process measures the rest. One experiment at a time holds the folder.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import backends, files, peers
 from ..backends import Backend, ContextLost
 from ..check.ahead import load_all
 from ..check.choose import AUTO, choose, named_apart
 from ..check.contender import Contender
-from ..check.oracle import Oracle, oracle_for
+from ..check.oracle import ROWS, Oracle, oracle_for
 from ..check.request import Request, with_options
+from ..dataset.generate import generate
 from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra
 from ..files import child, environment
 from ..kernel import catalogue
 from ..measure import ceilings
 from ..measure.sampling import MANY, POLICY, Policy, Ready
 from ..peers.base import installed
-from ..problem import MODES, Problem
-from ..row import CEILING, Row, Rows, read_rows
+from ..problem import MODES, PASSES, Problem
+from ..row import CEILING, TYPES, Row, Rows, read_rows
 from . import operator, results, run, runs
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches
+from .workers import Share, Turns, serve
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from ..torch_op.training import Speed
 
 SEED = 42
 #: What messages of CUDA libraries say when the CUDA context is lost.
+_CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # of FlashAttention-4: a worker finds what another one has compiled
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
 
 
@@ -142,6 +148,10 @@ def _measured(
         progress("compiles the kernels")
         load_all(backend, [(each, at[1]) for (at, _), left in zip(shaped, lefts, strict=True) for each in left], MODES[mode])
     done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
+    jobs = options.jobs or (sweep.jobs if backend.name == "cuda" else 1)
+    if jobs > 1:
+        tasks = [_Task(mode, *at, run_id, times, policy, left) for (at, _), left, times in zip(shaped, lefts, timings, strict=True)]
+        return _shared(options, tasks, jobs, backend, folder, rows, progress)
     for ((test, problem), _), left, times in zip(shaped, lefts, timings, strict=True):
 
         def tell(text: str, more: int, step: str = test, done: int = done) -> None:
@@ -152,6 +162,112 @@ def _measured(
         for found, samples in _survived(fork, shape, left):
             rows = runs.keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A shape for a worker, and its contenders that have no rows yet."""
+
+    mode: str
+    test: str
+    problem: Problem
+    run_id: str
+    timings: Sequence[str]
+    policy: Policy
+    contenders: Sequence[Contender]
+    compiles: bool = False  # only: it has no rows
+
+    def shape(self, backend: Backend, tell: Callable[[str, int], None] = lambda text, more: None) -> _Shape:
+        """As _rows takes it."""
+        return _Shape(backend, self.mode, self.test, self.problem, self.run_id, self.timings, tell, self.policy)
+
+
+def _shared(
+    options: Options,
+    tasks: Sequence[_Task],
+    jobs: int,
+    backend: Backend,
+    folder: Path,
+    rows: list[Row],
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """The rows of the run with those of the tasks, which `jobs` processes do: they check at the same time, and measure in turns."""
+    kept, done, total = rows, 0, sum(len(task.contenders) for task in tasks)
+    seen: dict[str, set[str]] = {}  # of a task, the contenders that have rows
+
+    def told(task: _Task, kind: str, value: tuple[list[Row], list[files.Json]]) -> None:
+        nonlocal kept, done
+        found, samples = value
+        kept = runs.keep(folder, kept, results.with_peak(found, kept), samples)
+        names = {row.Kernel for row in found}
+        seen.setdefault(task.test, set()).update(names)
+        done += len(names)
+        progress(f"{done}/{total} {task.test}")
+
+    def ended(task: _Task) -> list[_Task]:
+        left = [each for each in task.contenders if not task.compiles and each.name not in seen.get(task.test, ())]
+        if len(left) > 1:
+            return [replace(task, contenders=[each]) for each in left]
+        for each in left:
+            why = child.Ended(f"the process of {task.test} ended without a result")
+            told(task, "rows", (task.shape(backend).without(each, why), []))
+        return []
+
+    start = partial(child.talking, partial(_work, options.device), "a worker", _CACHES)
+    share = Share(start, told, ended, _size, _room(backend))
+    share.run([*_compiling(tasks), *(task for task in tasks if task.contenders)], jobs)
+    return kept
+
+
+def _compiling(tasks: Sequence[_Task]) -> list[_Task]:
+    """Tasks that make peers compile what they need for the others, each once: small problems that no row is of."""
+    found: dict[object, _Task] = {}
+    for task in tasks:
+        p = task.problem
+        small = Problem.of(1, p.heads_q // p.heads_kv, ROWS, p.head_dim, 1, ROWS, p.dtype, p.causal)
+        for each, pass_ in itertools.product(task.contenders, MODES[task.mode]):
+            if each.peer and each.peer.compiles and pass_ in each.peer.passes:
+                found[each.name, pass_, small] = replace(task, mode=pass_, problem=small, contenders=[each], compiles=True)
+    return list(found.values())
+
+
+def _work(device: str, pipe: Connection[Any, Any]) -> None:
+    """A worker: the rows of each task that the pipe gives."""
+    backend = backends.pick(device)
+    cuda = getattr(backend.xp, "cuda", None)
+    turns = Turns(pipe, cuda.runtime.deviceSynchronize if cuda else lambda: None)
+
+    def rows(task: _Task) -> Iterator[tuple[str, tuple[list[Row], list[files.Json]]]]:
+        shape = replace(task.shape(backend), quiet=turns.alone)
+        if task.compiles:
+            with suppress(Exception):  # the problem's row says so
+                for peer in (each.peer for each in task.contenders if each.peer):
+                    peer.prepare(task.problem, generate(task.problem, SEED), task.mode)
+            return
+        with suppress(_Lost):  # its row is there; the context is not
+            for found in _rows(shape, task.contenders):
+                yield "rows", found
+            return
+        sys.exit(0)
+
+    serve(pipe, rows)
+
+
+def _size(task: _Task) -> float:
+    """Bytes of device memory, about, that checking and measuring a problem takes, more rather than less.
+
+    On an H200 problems took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; torch's math in float32 has
+    several tensors of all scores.
+    """
+    p = task.problem
+    scores = 20.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv if p.dtype == "float32" else 0.0
+    return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
+
+
+def _room(backend: Backend) -> float:
+    """Bytes of device memory for all tasks that are done at the same time."""
+    cuda = getattr(backend.xp, "cuda", None)
+    return 0.7 * cuda.runtime.memGetInfo()[0] if cuda else math.inf
 
 
 def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> Outcome:
@@ -208,6 +324,7 @@ class _Shape:
     timings: Sequence[str]
     tell: Callable[[str, int], None]
     policy: Policy | None = None
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def without(self, contender: Contender, error: Exception) -> list[Row]:
         """The rows of a contender that has no times."""
@@ -225,7 +342,12 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
         shape.tell(f"checks {contender.name}", number)
         try:
             oracle = oracle or oracle_for(problem, backend, mode, SEED)
-            good.append(run.check_in_memory(contender, mode, problem, backend, SEED, oracle))
+            own = _of_both(contender) if mode == "both" else mode
+            good.append(run.check_in_memory(contender, own, problem, backend, SEED, oracle))
+            if own != mode:  # the rows of the other pass, and of both
+                what = f"{contender.name} does not take {problem.describe()} {mode}"
+                why = UsageFault(what, f"it has only the {own} pass here", "leave it out: --peers")
+                yield [row for row in shape.without(contender, why) if row.Type != TYPES[own]], []
         except DiskFault:
             raise  # it would stop every other row too
         except Exception as error:
@@ -234,10 +356,16 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
                 raise _Lost(shape.run_id) from error
     ready: dict[str, dict[str, Ready]] = {}
     for timing in shape.timings:
-        good = run.time_together(good, backend, timing, shape.policy, lambda text: shape.tell(text, len(contenders)), ready)
+        good = run.time_together(good, backend, timing, shape.policy, lambda text: shape.tell(text, len(contenders)), ready, shape.quiet)
     found = [(row, result) for result in good for row in results.rows_of(result, shape.test, shape.run_id)]
     samples = [results.samples_of(result, row) for row, result in found if row.timing]
     yield results.with_torch([row for row, _ in found]), samples
+
+
+def _of_both(contender: Contender) -> str:
+    """The mode in which a contender is run where both passes are asked for: the one pass that a peer has, or both."""
+    passes = [pass_ for pass_ in PASSES if not contender.peer or pass_ in contender.peer.passes]
+    return passes[0] if len(passes) == 1 else "both"
 
 
 def _may_fork(backend: Backend, contenders: Sequence[Sequence[Contender]]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,27 +128,36 @@ def time_together(
     policy: measure.Policy | None = None,
     progress: Callable[[str], None] = lambda text: None,
     ready: dict[str, dict[str, measure.Ready]] | None = None,
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Result]:
     """The results with a timing more: all that passed, pass by pass. What failed a check is never timed.
 
     timing: warm or cold, in round-robin turns; burst or energy, one after the other. ready: what an earlier timing of the same results
-    has warmed up, by pass; it is filled.
+    has warmed up, by pass; it is filled. quiet: the context in which they are warmed up and sampled, in which no other process of the run
+    uses the machine; the launches that are judged when all passes are timed come after it.
     """
-    take = {"burst": alone.burst, "energy": alone.energy}.get(timing) or partial(measure.measure, timing=timing)
-    done = list(results)
-    for pass_ in PASSES:
-        runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
-        if not runs:
-            continue
-        names = ", ".join(done[int(i)].compute for i in runs)
+    take = {"burst": alone.burst, "energy": alone.energy}.get(timing)
+    done, found = list(results), list[tuple[str, Callable[[], dict[str, measure.Timing]]]]()
+    with quiet():
+        for pass_ in PASSES:
+            runs = {str(i): r.passes[pass_].timed for i, r in enumerate(done) if r.passed and pass_ in r.passes}
+            if not runs:
+                continue
+            names = ", ".join(done[int(i)].compute for i in runs)
 
-        def tell(text: str, what: str = f"{names} {pass_}") -> None:
-            progress(f"{text}: {what}")
+            def tell(text: str, what: str = f"{names} {pass_}") -> None:
+                progress(f"{text}: {what}")
 
-        warm = ready.setdefault(pass_, {}) if ready is not None else None
-        for i, found in take(runs, backend, policy=policy or measure.POLICY[backend.name], progress=tell, ready=warm).items():
+            warm = ready.setdefault(pass_, {}) if ready is not None else None
+            given = (policy or measure.POLICY[backend.name], tell, warm)
+            if take:
+                found.append((pass_, partial(dict, take(runs, backend, *given))))
+            else:
+                found.append((pass_, measure.sample(runs, backend, timing, *given).timings))
+    for pass_, timings in found:
+        for i, each in timings().items():
             passes = done[int(i)].passes
-            done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(found)})
+            done[int(i)] = replace(done[int(i)], passes={**passes, pass_: passes[pass_].with_timing(each)})
     return done
 
 

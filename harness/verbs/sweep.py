@@ -7,6 +7,7 @@
     peers = ["torch-cudnn", "fa3"]    # optional: every peer of the kind of device
     deterministic = true              # optional: as --deterministic; peers too, where they have such a form
     operator = true                   # optional, on a GPU: our PyTorch operator too, called as the peers are
+    jobs = 8                          # optional, on a GPU: processes that prepare shapes at the same time; they measure in turns
     ceilings = true                   # optional: measure this GPU's ceilings (GEMM, copy, exp) in the same run
     cold = false                      # optional, on a GPU: no times with the L2 cache flushed
     burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true
@@ -49,13 +50,28 @@ R = TypeVar("R")
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
 MEASURES = ("cold", "burst", "energy")  # what may be measured besides warm times, in this order
-KEYS = ("title", "mode", "kernels", "peers", "operator", "ceilings", "deterministic", *MEASURES, "shapes", "training", "draw", "cpu")
+KEYS = (
+    "title",
+    "mode",
+    "kernels",
+    "peers",
+    "operator",
+    "ceilings",
+    "jobs",
+    "deterministic",
+    *MEASURES,
+    "shapes",
+    "training",
+    "draw",
+    "cpu",
+)
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
 _SOME: Kind = (
     lambda v: isinstance(v, bool | str) or (isinstance(v, list) and all(isinstance(each, str) for each in v)),
     "true, false, or patterns of tests",
 )
+MOST_JOBS = 64
 _ASKED = ("shapes", "training", "draw")  # what a sweep is of: one of these
 _TABLE: Kind = (lambda v: isinstance(v, dict), "a table")
 _KINDS: dict[str, Kind] = {
@@ -63,6 +79,7 @@ _KINDS: dict[str, Kind] = {
     "mode": (lambda v: v in (*PASSES, "both"), "forward, backward or both"),
     "operator": _FLAG,
     "ceilings": _FLAG,
+    "jobs": (lambda v: type(v) is int and 1 <= v <= MOST_JOBS, f"from 1 to {MOST_JOBS}"),
     "deterministic": _FLAG,
     **dict.fromkeys(MEASURES, _SOME),
     "training": _TABLE,
@@ -84,7 +101,8 @@ class Options:
 
     peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
     least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
-    summary.md only. seed, cases: of a sweep with [draw], which problems, and how many; None: SEED, and what the sweep says.
+    summary.md only. seed, cases: of a sweep with [draw], which problems, and how many; None: SEED, and what the sweep says. jobs: processes
+    that prepare shapes at the same time; None: what the sweep says, on a CPU 1.
     """
 
     name: str = "forward"
@@ -105,6 +123,7 @@ class Options:
     no_figures: bool = False
     seed: int | None = None
     cases: int | None = None
+    jobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("computes", "peers", "only", "skip"):
@@ -132,6 +151,7 @@ class Sweep:
     taken: Mapping[str, bool | str | list[str]] = field(default_factory=dict)  # MEASURES that the file names -> for which tests
     seed: int | None = None
     operator: bool = False
+    jobs: int = 1
 
     def measures(self, test: str) -> tuple[str, ...]:
         """What a GPU measures of a test's contenders besides warm times, of MEASURES: cold unless the sweep says otherwise."""
@@ -241,6 +261,7 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
         {name: data[name] for name in MEASURES if name in data},
         seed if "draw" in data else None,
         bool(data.get("operator")),
+        data.get("jobs", 1),
     )
 
 

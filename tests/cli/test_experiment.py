@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 
+from harness import peers
 from harness.backends import ContextLost, pick
 from harness.backends.host import library
 from harness.check import oracle, reference
@@ -243,6 +245,25 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
     assert len(rows) == 6 and all(r.KernelTime_ms for r in rows if r.Status == "PASS")
 
 
+@needs_compiler
+def test_a_peer_of_one_pass_is_measured_in_it(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both passes are asked for, its row of the other one, and of both, says why there is no speed; --resume has nothing left."""
+    numpy = peers.find("numpy")
+    monkeypatch.setitem(peers._all(), "numpy", replace(numpy, passes=("forward",)))
+    sweep.write_text('kernels = ["naive"]\npeers = ["numpy"]\nmode = "both"\nshapes = [{ batch = 1, heads = 1, seq = 16, dim = 64 }]')
+    options = experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out")
+    rows = experiment.run_sweep(options).rows
+    assert {(row.Kernel, row.Type): row.Status for row in rows} == {
+        **{("naive", type_): "PASS" for type_ in ("FOR", "BAC", "BOT")},
+        ("numpy", "FOR"): "PASS",
+        ("numpy", "BAC"): "REFUSED",
+        ("numpy", "BOT"): "REFUSED",
+    }
+    assert all("it has only the forward pass here" in str(row.ErrorMessage) for row in rows if row.Status == "REFUSED")
+    assert [row.KernelTime_ms is None for row in rows] == [row.Status == "REFUSED" for row in rows]
+    assert experiment.run_sweep(replace(options, resume=True)).rows == rows
+
+
 def test_a_sweep_says_what_is_measured_beside_warm_times(tmp_path: Path) -> None:
     """Cold by default; burst and energy for the tests that its patterns name."""
 
@@ -322,6 +343,7 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
         ('mode = "up"\nshapes = [{ seq = 1 }]', 3, "mode"),
         ("speed = 1\nshapes = [{ seq = 1 }]", 3, "speed"),
         ("energy = 1\nshapes = [{ seq = 1 }]", 3, "energy is 1; it is true, false, or patterns of tests"),
+        ("jobs = 0\nshapes = [{ seq = 1 }]", 3, "jobs is 0; it is from 1 to 64"),
         ("burst = [1]\nshapes = [{ seq = 1 }]", 3, "burst"),
         ('shapes = [{ seq = 1, test = "a", peers = [] }]\ncpu.shapes = [{ seq = 1, test = "a", peers = "numpy" }]', 3, "other peers"),
         ('shapes = [{ seq = 1, test = "a" }]\ncpu.shapes = [{ seq = 1, test = "a", kernels = "naive" }]', 3, "other kernels"),

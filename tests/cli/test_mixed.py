@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 
-from harness.row import read_rows
+from harness.backends import ContextLost
+from harness.check.contender import Contender
+from harness.row import Row, read_rows
+from harness.verbs import experiment, run
 
 Run = Callable[..., Result]
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
@@ -81,6 +88,73 @@ def test_a_run_of_a_seed_is_resumed(fa_cli: Run, sweep: Path, tmp_path: Path) ->
     assert table.read_bytes().startswith(before) and len(read_rows(table)) == 4 * 2
     assert fa_cli("experiment", sweep, "--seed", "4", "--no-figures").exit_code == 0
     assert (tmp_path / "experiment_results" / "s-2" / "results.csv").exists()
+
+
+TIMES = ("KernelTime_ms", "TorchTime_ms", "Speedup", "TFLOPS", "Bandwidth_GBps", "p20_ms", "p80_ms", "call_ms", "run_id", "peak_bytes")
+
+
+def timeless(rows: Sequence[Row]) -> set[tuple[object, ...]]:
+    """What rows say besides their times."""
+    return {tuple(value for name, value in asdict(row).items() if name not in TIMES) for row in rows}
+
+
+def test_two_processes_give_the_rows_of_one(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
+    """Apart from times and their order; each has its samples, and there is nothing left to resume."""
+    for jobs, folder in ((1, "one"), (2, "two")):
+        words = (
+            sweep,
+            "--seed",
+            7,
+            "--cases",
+            4,
+            "--mode",
+            "both",
+            "--jobs",
+            jobs,
+            "--output-dir",
+            folder,
+            "--device",
+            "cpu",
+            "--no-figures",
+        )
+        assert fa_cli("experiment", *map(str, words)).exit_code == 0
+    one, two = (read_rows(tmp_path / folder / "s" / "results.csv") for folder in ("one", "two"))
+    assert len(one) == len(two) == 4 * 2 * 3 and timeless(one) == timeless(two)
+    assert all(row.KernelTime_ms and row.TFLOPS for row in two) and len({row.run_id for row in two}) == 1
+    assert (tmp_path / "two" / "s" / "samples.jsonl").read_text().count("\n") == len(two)
+    before = (tmp_path / "two" / "s" / "results.csv").read_bytes()
+    assert fa_cli("experiment", *map(str, words), "--resume").exit_code == 0
+    assert (tmp_path / "two" / "s" / "results.csv").read_bytes() == before
+
+
+def dying(device: str, pipe: Any) -> None:
+    """A worker in which the check of one kernel ends the process, and that of another one takes the CUDA context with it."""
+    right = run.check_in_memory
+
+    def dies(contender: Contender, *more: Any) -> Any:
+        if contender.name == "fa1":
+            os._exit(3)
+        if contender.name == "fa2_naive":
+            raise ContextLost("fa2_naive died while it ran", "an illegal memory access; this process's CUDA context is dead", "")
+        return right(contender, *more)
+
+    run.check_in_memory = dies
+    experiment._work(device, pipe)
+
+
+def test_a_kernel_that_ends_a_worker_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' rows are there, measured by a fresh process."""
+    monkeypatch.setattr(experiment, "partial", lambda what, *given: partial(dying if what is experiment._work else what, *given))
+    text = 'kernels = ["naive", "fa1", "fa2_naive", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]'
+    (tmp_path / "s.toml").write_text(text)
+    rows = experiment.run_sweep(experiment.Options(str(tmp_path / "s.toml"), device="cpu", jobs=2, output_dir=tmp_path / "out")).rows
+    died = {"fa1": "ERROR", "fa2_naive": "ERROR", "naive": "PASS", "fa2": "PASS"}
+    assert {(row.Test, row.Kernel): row.Status for row in rows} == {(f"S{seq}", name): died[name] for seq in (16, 32) for name in died}
+    assert len(rows) == 8 and all(row.KernelTime_ms for row in rows if row.Status == "PASS")
+    assert {row.ErrorMessage.partition("; ")[0] for row in rows if row.Kernel == "fa1"} == {
+        "the process of S16 ended without a result",
+        "the process of S32 ended without a result",
+    }
 
 
 def test_a_sweep_of_shapes_draws_nothing(fa_cli: Run) -> None:

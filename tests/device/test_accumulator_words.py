@@ -178,6 +178,7 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     got = answers(13)[2].view(np.float32)
     assert np.allclose(got[:50], value[:50], rtol=1e-6, atol=1e-6) and np.isnan(got[50:64]).all(), "no row behind the last"
 
+
 #: Parts of 64 x 32 from K, their references and row sums from V; O and the stats of what is merged.
 PARTS = """\
 #include <fa/key_parts.cuh>

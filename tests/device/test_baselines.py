@@ -14,6 +14,7 @@ from harness.check import budget, rounded
 from harness.check.reference import reference
 from harness.check.tensors import put
 from harness.dataset.generate import generate
+from harness.dataset.storage import through
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -70,6 +71,19 @@ def test_budgets_are_those_of_numpy(backend: Backend, problem: Problem, arithmet
         one = budget.budget(exact, name, wanted, inputs, arithmetic)
         other = budget.budget(there, name, found, here, arithmetic)
         assert other == pytest.approx(one, rel=1e-9), name
+
+
+def test_rounding_through_bfloat16_is_numpys(backend: Backend) -> None:
+    """Bit for bit: ties, what overflows, subnormal numbers, infinity; NaN stays NaN."""
+    bits = np.random.RandomState(1).randint(0, 1 << 32, 1 << 16, np.uint64).astype(np.uint32)
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F801000, 0x477FF000, 0x7F7FFFFF, 0x33000000, 0x33000001, 0x00000001], np.uint32)
+    array = np.concatenate([bits, ties, ties | np.uint32(1 << 31)]).view(np.float32).reshape(2, -1)
+    wanted, found = through(np, array, "bfloat16"), to_host(through(backend.xp, backend.xp.asarray(array), "bfloat16"))
+    same = (wanted.view(np.uint32) == found.view(np.uint32)) | (np.isnan(wanted) & np.isnan(found))
+    assert same.all(), array[~same][:5]
+    one = np.linspace(-90, 1, 1001, dtype=np.float32)
+    near = to_host(rounded.exp(backend.xp, backend.xp.asarray(one.copy())))
+    assert np.abs(near - np.exp(one.astype(np.float64))).max() <= 2.0**-24 * np.e
 
 
 @pytest.mark.parametrize("tile", [1, 2000, 1 << 16])

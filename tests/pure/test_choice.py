@@ -11,6 +11,7 @@ from planted import top
 
 from harness.fault import UsageFault
 from harness.kernel import Device, Kernel, Plan, catalogue, planner
+from harness.kernel.expression import ceil_div
 from harness.problem import Problem
 from harness.verbs.verify.choices import counts_multiprocessors, known
 
@@ -111,12 +112,65 @@ def test_let_names_an_expression_for_all_others(tmp_path: Path) -> None:
     assert not counts_multiprocessors(read(tmp_path, HEADER.replace("ceil_div(tiles, sms)", "tiles").replace('"the third"', '"sms"')))
 
 
+COSTS = HEADER.replace(
+    """// WARPS = 8
+// BLOCK_K = 32
+// evidence = "the third\"""",
+    """// WARPS = [4, 8, 2]
+// BLOCK_K = [32, "4 * WARPS"]
+// cost = "10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 1, 3 * WARPS, 7) + rest)"
+// evidence = "the third\"""",
+).replace("// [let]", '// [let]\n// rest = "5 * WARPS"')
+
+
+def test_a_row_with_a_cost_gives_the_values_that_cost_least(tmp_path: Path) -> None:
+    """Of every combination; the first of those that cost the same. All tiles of the row together, with what [let] makes of them."""
+    kernel = read(tmp_path, COSTS)
+    costs = {}
+    for warps in (4, 8, 2):
+        for keys in (32, 4 * warps):
+            rounds = ceil_div(ceil_div(256, 16 * warps), 3)
+            waves = rounds * (ceil_div(256, keys) * 3 * warps + 7)
+            costs[f"WARPS = {warps}, BLOCK_K = {keys}"] = 10 * (waves + 5 * warps)
+    made = plan(kernel, dim=128, sms=3)
+    (row,) = made.choices
+    assert dict(row.weighed) == costs and [cost for _, cost in row.weighed] == sorted(costs.values())
+    best = min(costs, key=lambda words: costs[words])
+    assert row.weighed[0][0] == best == ", ".join(f"{name} = {value}" for name, value in row.values)
+    assert tiles_of(made) == [2, 32, 32] and rows_of(made) == ["third"]
+    assert str(row).startswith(f"when HEAD_DIM == 128: {best}, {costs[best] / 1e3:.1f} us by its cost; WARPS = ") and str(row).endswith(
+        " (the third)"
+    )
+    equal = read(tmp_path, COSTS.replace('"10 * (query_waves(sms, 16 * WARPS, BLOCK_K, 1, 3 * WARPS, 7) + rest)"', "7"))
+    assert tiles_of(plan(equal, dim=128)) == [4, 64, 32]
+
+
+def test_a_given_tile_is_not_weighed(tmp_path: Path) -> None:
+    """--tile overrides a row with a cost as any other; the row's other tiles are the cheapest beside it."""
+    kernel = read(tmp_path, COSTS)
+    for given, tiles in (
+        ({"WARPS": 3}, [3, 48, 32]),
+        ({"BLOCK_K": 100}, [2, 32, 100]),
+        ({"WARPS": 5, "BLOCK_K": 9}, [5, 80, 9]),
+        ({"BLOCK_Q": 9}, [2, 9, 32]),
+    ):
+        assert tiles_of(plan(kernel, dim=128, sms=3, **given)) == tiles, given
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
         ('// BLOCK_K = 16\n// evidence = "the second"', "// BLOCK_K = 16", 25, "the header lacks the required key 'evidence' in choice"),
         ('evidence = "the second"', 'evidence = " "', 28, "evidence in choice must be a text"),
-        ("BLOCK_K = 32", "BLOCKS = 32", 32, "unknown key 'BLOCKS' in choice; known: evidence, when, WARPS, BLOCK_Q, BLOCK_K"),
+        ("BLOCK_K = 32", "BLOCKS = 32", 32, "unknown key 'BLOCKS' in choice; known: evidence, when, cost, WARPS, BLOCK_Q, BLOCK_K"),
+        (
+            "BLOCK_K = 32",
+            "BLOCK_K = []\n// cost = 3",
+            32,
+            "BLOCK_K in choice must be an integer or an expression, or a list of them; is []",
+        ),
+        ("BLOCK_K = 32", "BLOCK_K = [32, '4 <']\n// cost = 3", 32, "BLOCK_K in choice: '4 <' is not an expression"),
+        ("BLOCK_K = 32", "BLOCK_K = [32]\n// cost = '3 <'", 33, "cost in choice: '3 <' is not an expression"),
         ("BLOCK_K = 32", "BLOCK_K = [32]", 32, "BLOCK_K in choice must be an integer or an expression"),
         ('"HEAD_DIM == 128"', '"HEAD_DIM = 128"', 30, "when in choice: 'HEAD_DIM = 128' is not an expression"),
         ("BLOCK_K = 32", 'BLOCK_K = "32 +"', 32, "BLOCK_K in choice: '32 +' is not an expression"),

@@ -97,7 +97,7 @@ def test_the_command_runs_the_kernels_of_the_row(kernels: str, mode: str, comman
     """Of a pair both, of a backward pass one of the same arithmetic before it, and never a variant, which has no other pass."""
     of = Contender(kernels, {pass_: find(kernels, pass_) for pass_ in (PASSES if mode == "both" else (mode,))})
     problem, backend = (
-        Problem.of(1, 2, 32, 64, heads_kv=1, dtype="bfloat16"),
+        Problem.of(1, 2, 32, 128, heads_kv=1, dtype="bfloat16"),
         SimpleNamespace(name="cpu", device=lambda: SimpleNamespace(name="a")),
     )
     for row in results.rows_without("test", of, mode, problem, backend, "run", 42, EnvironmentFault("why")):  # type: ignore[arg-type]

@@ -66,6 +66,28 @@ def test_contenders_take_turns_and_the_device_is_kept_busy_before_each_sample() 
     assert found["a"].timing == "cold" and found["a"].launch == "direct"
 
 
+def test_a_contender_that_is_far_slower_has_one_turn() -> None:
+    """Of enough samples; whoever is nearer to the fastest, or is asked for more samples, has all turns."""
+    times = {"fast": 1e-3, "near": 1.4e-3, "far": 1.6e-3, "slow": 4e-3}
+    policy = replace(QUICK, turn=8e-3, min_turns=3, min_samples=4, far=1.5)
+    for asked, counts in ((0, {"fast": 24, "near": 18, "far": 5, "slow": 4}), (10, {"fast": 24, "near": 18, "far": 15, "slow": 10})):
+        stage = Stage()
+        runs = {name: Run(stage, name, steady(seconds)) for name, seconds in times.items()}
+        found = sampling.measure(runs, stage, "warm", replace(policy, asked_samples=asked))
+        assert {name: len(timing.seconds) for name, timing in found.items()} == counts, "slow: a second turn, for its first has two samples"
+
+
+def test_who_is_below_the_power_limit_settles_briefly() -> None:
+    """After it has settled once: the clocks do not depend on who ran before."""
+    free, capped = {"throttle_reasons": 0}, {"throttle_reasons": sampling.POWER_CAP | 1}
+    policy = replace(QUICK, settle=8e-3, turn=2e-3, min_turns=3, min_samples=1)
+    for brief, counts in ((2e-3, [8 + 2, 8 + 2, 2 + 2, 8 + 2, 2 + 2, 8 + 2]), (None, [8 + 2] * 6)):
+        stage = Stage({}, free, capped)
+        sampling.measure({name: Run(stage, name, steady(1e-3)) for name in ("a", "b")}, stage, "warm", replace(policy, brief=brief))
+        names = [entry for entry in stage.log if isinstance(entry, str)][2:]
+        assert [len(list(some)) for _, some in itertools.groupby(names)] == counts
+
+
 def test_a_turn_is_a_burst_without_pauses() -> None:
     """As many samples as fill it, enqueued before any is waited for; only where the host is slower is the device kept busy."""
     stage = Stage()

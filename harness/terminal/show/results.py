@@ -117,6 +117,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
     table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
     print(f"({HOST_TIME})" if cpu else "(kernel time, warm)")
     if verbosity >= VERBOSE:
+        from ...check.choose import files_weighed
+
         for result in found:
             for name, each in result.passes.items():
                 if not each.loaded or not each.kernel:
@@ -130,6 +132,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
                 print(f"{name}: {each.kernel.path}, source {each.kernel.source_hash}, {', '.join(known)}")
                 for text in loaded.plan.choices or ["no row of choice: the values of [tile]"] * bool(each.kernel.choices):
                     print(f"{each.kernel.path.name}: {text}")
+                if files := files_weighed(each.kernel, result.problem):
+                    print(f"of the kernel's files by their costs: {files}")
     if first.outputs:
         names = [f"{name}.bin" for name in first.verdicts] + ["outputs.json"]
         print(f"\nwritten  {near(first.outputs)}: {' '.join(names)}" + (f" (of {first.compute})" if len(found) > 1 else ""))

@@ -193,8 +193,9 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
 
     // The producer, one thread of launch 2: takes works of Keys keys from two counters, copies their K and V, and the tiles of queries that
-    // see them. smem: where to, [stages][slabs][rows][64], and the barriers. A number is fetched a work ahead: the counter's answer takes a
-    // microsecond. With DETERMINISTIC, when the last copies of a work are on their way: works shall begin in the order of their numbers.
+    // see them. smem: where to, [stages][slabs][rows][64], and the barriers. The next number is fetched when the last copies of a work are
+    // on their way. The counter's answer takes a microsecond, in which the consumers have two tiles left. A block that took it with the
+    // work's first tile would keep the next work waiting behind a long one. With DETERMINISTIC works begin in the order of their numbers.
     template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
     static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of,
                                                    int splits = 1) {
@@ -210,7 +211,6 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             if (number >= works) break;
             const Work work = work_of(args, number);
             load<k_slab>(smem.k + kv.stage() * k_tile, maps.k, at.k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-            if (!DETERMINISTIC) number = gridDim.x + atomicAdd(counters, 1);
             load<k_slab>(smem.v + kv.stage() * k_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
             kv.next();
             Walk walk = Walk::begin(work);
@@ -223,7 +223,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
                 load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.head, work.batch);
                 q.next();
             }
-            if (DETERMINISTIC) number = atomicAdd(counters, 1);
+            number = (DETERMINISTIC ? 0 : int(gridDim.x)) + atomicAdd(counters, 1);
         }
         mbarrier_arrive(at.k_full + kv.stage());
         // The last block to finish leaves the counters as it found them, for the next launch.

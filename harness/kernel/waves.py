@@ -1,0 +1,86 @@
+"""How long the blocks of a persistent kernel take: what the functions query_waves and key_waves of header expressions compute.
+
+Works are dealt out in order, each to the unit (a multiprocessor, or a cluster of them) that is ready first: what a counter in global memory
+does. A kernel of queries (fa::KeyTiles) keeps a tile of queries and walks over the tiles of keys that it sees. A kernel of keys
+(fa::QueryTiles) keeps a tile of keys and walks over the tiles of queries that see it, of all query heads of its group. Without a mask all
+works are alike, and the last wave may be nearly empty. Under the causal mask the longest come first, and the short ones fill the end.
+
+Heads come in sections, so that few are in the L2 cache at a time: the longest works of each section come after the short ones of the
+section before, and a last section of few heads leaves units without work. Times are whole nanoseconds, of one tile of the walk and of one
+work besides. The mask is that of causal_shift = seq_kv - seq_q.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+#: Of works of different lengths so many a unit are dealt out one by one, the last ones. Those before keep all units busy.
+DEALT = 8
+
+
+def makespan(units: int, groups: Sequence[tuple[int, int]], start: int = 0) -> int:
+    """When the last unit is ready. groups: works that are alike, one group after another: how many, and the time of each."""
+    ready = [(start, max(1, units))]  # a heap: when, and how many units are
+    for count, time in groups:
+        if len(ready) == 1:
+            (at, units), *_ = ready
+            rounds, count = divmod(count, units)
+            ready = [(at + rounds * time, units)]
+        while count > 0:
+            at, some = heapq.heappop(ready)
+            taken = min(some, count)
+            if taken < some:
+                heapq.heappush(ready, (at, some - taken))
+            heapq.heappush(ready, (at + time, taken))
+            count -= taken
+    return max(at for at, _ in ready)
+
+
+def in_sections(units: int, heads: int, section: int, of_head: Sequence[tuple[int, int]]) -> int:
+    """As makespan, of heads in sections. of_head: the works of a head, the longest first: how many are alike, and the time of each."""
+    section, works = max(1, min(section, heads)), sum(count for count, _ in of_head)
+    widths, left, last = divmod(heads, section), heads, list[int]()
+    for width in [widths[1]] * (widths[1] > 0) + [section] * widths[0]:  # from the end
+        if sum(last) * works >= DEALT * units:
+            break
+        last.append(width)
+        left -= width
+    groups = [(width * count, time) for width in reversed(last) for count, time in of_head]
+    busy, behind = left * sum(count * time for count, time in of_head), sum(last) * works
+    while len(groups) > 1 and behind - groups[0][0] >= DEALT * units:
+        count, time = groups.pop(0)
+        busy, behind = busy + count * time, behind - count
+    return makespan(units, groups, busy // max(1, units))
+
+
+def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, work: int) -> int:
+    """Of works of `rows` queries of a head, over tiles of `keys` keys; `section` query heads at a time."""
+    heads, seq_q, seq_kv = names["batch"] * names["heads_q"], names["seq_q"], names["seq_kv"]
+    tiles = -(-seq_q // rows)
+    if not names["causal"]:
+        return makespan(units, [(heads * tiles, -(-seq_kv // keys) * tile + work)])
+    ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that a tile's last query sees
+    return in_sections(units, heads, section, [(1, max(1, -(-end // keys)) * tile + work) for end in ends])
+
+
+def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
+    """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works: deterministic in whole heads;
+    `section` key heads at a time."""
+    heads, seq_q, seq_kv = names["batch"] * names["heads_kv"], names["seq_q"], names["seq_kv"]
+    group, tiles, k_tiles = names["heads_q"] // names["heads_kv"], -(-seq_q // rows), -(-seq_kv // keys)
+    firsts = [max(0, keys * i + seq_q - seq_kv) // rows for i in range(k_tiles)] if names["causal"] else [0]
+    of_head: list[tuple[int, int]] = []
+    for first in firsts:
+        seen = max(0, tiles - first)
+        unit = seen if names["deterministic"] else 1
+        each, longer = divmod(group * seen // max(1, unit), splits)
+        some = [(longer, (each + 1) * unit * tile + work), (splits - longer, each * unit * tile + work)]
+        of_head += [(count, time) for count, time in some if count]
+    if not names["causal"]:
+        return makespan(units, [(heads * k_tiles * count, time) for count, time in of_head])
+    return in_sections(units, heads, section, of_head)
+
+
+#: Of header expressions. Each reads the problem, too.
+WAVES: dict[str, Callable[..., int]] = {"query_waves": query_waves, "key_waves": key_waves}

@@ -1,0 +1,104 @@
+"""Workers of a run: all tasks are done, and what one does in its turn no other one's work overlaps, whatever ends in between."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from harness.fault import UsageFault
+from harness.files import child
+from harness.verbs.workers import Share, Turns, serve
+
+#: Seconds of a step of a task: long beside what a message takes.
+STEP = 0.02
+
+
+def work(pipe: Any) -> None:
+    """A worker. A task is (name, steps): w works, a works alone, d ends the process, f fails. It says when each step began and ended."""
+    settled: list[float] = []
+    turns = Turns(pipe, lambda: settled.append(time.monotonic()))
+
+    def steps(task: tuple[str, str]) -> Iterator[tuple[str, tuple[str, float, float]]]:
+        for step in task[1]:
+            if step == "d":
+                os._exit(3)
+            if step == "f":
+                raise UsageFault("it failed")
+            if step == "w":
+                start = time.monotonic()
+                time.sleep(STEP)
+                yield step, (task[0], start, time.monotonic())
+                continue
+            with turns.alone():
+                start = time.monotonic()
+                assert settled[-1] < start
+                time.sleep(STEP)
+                end = time.monotonic()
+            yield step, (task[0], start, end)
+
+    serve(pipe, steps)
+
+
+def done(tasks: Sequence[tuple[str, str]], jobs: int, room: float = 0.0, **of: Any) -> list[tuple[str, str, float, float]]:
+    """The steps of all tasks: what, of which task, when it began and ended."""
+    found: list[tuple[str, str, float, float]] = []
+
+    def ended(task: tuple[str, str]) -> list[tuple[str, str]]:
+        return [(task[0] + " again", task[1].replace("d", "", 1))]
+
+    share = Share(partial(child.talking, work, "a worker"), lambda task, kind, value: found.append((kind, *value)), ended, room=room, **of)
+    share.run(tasks, jobs)
+    return found
+
+
+def overlapping(steps: Sequence[tuple[str, str, float, float]], kinds: str) -> int:
+    """How many pairs of steps overlap, of which the first is alone and the second one of `kinds`."""
+    pairs = [(a, b) for a in steps for b in steps if a is not b and a[0] == "a" and b[0] in kinds]
+    return sum(a[2] < b[3] and b[2] < a[3] for a, b in pairs)
+
+
+def test_no_work_overlaps_what_is_done_alone() -> None:
+    """Three workers, tasks of different lengths: what is not done alone is done at the same time."""
+    tasks = [(f"task {i}", text) for i, text in enumerate(("waw", "wwa", "a", "waaw", "www", "aw", "wa", "wawa"))]
+    steps = done(tasks, 3)
+    assert {(name, "".join(s[0] for s in steps if s[1] == name)) for name, _ in tasks} == set(tasks)
+    assert overlapping(steps, "aw") == 0
+    own = [step for step in steps if step[0] == "w"]
+    assert sum(a[2] < b[3] and b[2] < a[3] for a in own for b in own if a is not b) > 4
+    assert [step[0] for step in done(tasks[:1], 1)] == ["w", "a", "w"]
+    assert done([], 3) == []
+
+
+def test_a_worker_that_ends_is_replaced_after_the_round() -> None:
+    """Its task is done by another one; who works alone meanwhile is not disturbed."""
+    tasks = [("first", "waw"), ("ends", "wd"), ("third", "aw"), ("fourth", "da"), ("fifth", "wwaa")]
+    steps = done(tasks, 4)
+    assert sorted((name, "".join(s[0] for s in steps if s[1] == name)) for name in dict.fromkeys(s[1] for s in steps)) == [
+        ("ends", "w"),
+        ("ends again", "w"),
+        ("fifth", "wwaa"),
+        ("first", "waw"),
+        ("fourth again", "a"),
+        ("third", "aw"),
+    ]
+    assert overlapping(steps, "aw") == 0
+
+
+def test_a_fault_ends_the_run() -> None:
+    """It is raised, in its class, and no worker is left."""
+    with pytest.raises(UsageFault, match="it failed"):
+        done([("fails", "wf"), ("other", "w" * 1000)], 2)
+
+
+def test_tasks_have_room() -> None:
+    """Those done at the same time are together as large as the room, or one alone."""
+    sizes = {"large": 9.0, "small": 2.0, "other": 2.0}
+    steps = done([("small", "w"), ("other", "ww"), ("large", "w"), ("small", "w")], 4, 5.0, size=lambda task: sizes[task[0]])
+    large = next(step for step in steps if step[1] == "large")
+    assert not any(step[2] < large[3] and large[2] < step[3] for step in steps if step is not large)
+    assert len(steps) == 5
