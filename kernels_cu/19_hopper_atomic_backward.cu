@@ -137,6 +137,7 @@
 // consumers add. With turns it was 4 to 16 % slower than step 18's, and 1 to 4 % faster at 1024 queries and fewer at head dim 128.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
+#include <fa/wgmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -233,13 +234,7 @@ struct Consumer {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
-        fa::discard(d);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
-                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
-        fa::wgmma_commit();
+        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -253,11 +248,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_gradient(float (&d)[SLABS * 32], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
                                                    bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-            fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
-        fa::wgmma_commit();
+        fa::issue_ab<scalar>(d, a_reg, b, accumulate);
     }
     __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, p16_reg, smem.d_o, accumulate); }
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, ds16_reg, smem.q, accumulate); }
@@ -265,13 +256,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        fa::discard(dq_reg);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
-                                             step > 0);
-        fa::wgmma_commit();
+        fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
     }
 
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
@@ -281,12 +266,7 @@ struct Consumer {
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : BLOCK_Q;
-        }
-        fa::clear_columns(p_reg, first);
+        fa::clear_hidden(p_reg, args, q_first, key);
     }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
         fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
@@ -331,9 +311,7 @@ struct Consumer {
     }
     // Adds some of its groups.
     __device__ __forceinline__ void add_dq(float* dq, int first, int end, float (&values)[OWN_PARTS * 32]) {
-#pragma unroll
-        for (int j = first; j < end; ++j)
-            fa::red_add_v4_f32(dq + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);
+        Tiles::add_groups(dq, values, first, end);
     }
     // The rest of a tile's products and its dQ, behind the next tile's.
     __device__ __forceinline__ void issue_next() {

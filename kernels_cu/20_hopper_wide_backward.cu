@@ -121,6 +121,7 @@
 // step 18, which its storers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
+#include <fa/wgmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -150,120 +151,106 @@ struct Shared {
     fa::Barriers<1>* barriers = reinterpret_cast<fa::Barriers<1>*>(dq + PARTS * PART);
 };
 
-// Launch 1.
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
+// One thread for each consumer: adds the staged dQ, stores dK and dV.
+struct Storer {
+    const fa::Args& args;
+    const Shared& smem;
+    const fa::TensorMap &dk_map, &dv_map;
+    int consumer;
+    fa::Ring<1> kv{};
+    uint32_t tile = 0;  // of queries, counted through
 
-// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
-              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
-              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
-              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
-    const Shared smem;
-    fa::Barriers<1>& at = *smem.barriers;
-    if (threadIdx.x == 0) at.init();
-    __syncthreads();
+    __device__ __forceinline__ fa::Barriers<1>& at() { return *smem.barriers; }
 
-    const int warpgroup = fa::warpgroup_index();
+    __device__ __forceinline__ void add_dq(const Work& work) {
+        Walk walk = Walk::begin(work);
+#pragma unroll 1
+        for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
+            fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2);
+            fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, walk.head, walk.queries(work))) + consumer * PART,
+                             smem.dq + consumer * PART, PART);
+            fa::bulk_commit();
+            fa::bulk_wait_read<0>();
+            fa::mbarrier_arrive(at().dq_empty + consumer);
+        }
+    }
+    // K and V hold dK and dV in the end, and are empty when the stores have read them.
+    __device__ __forceinline__ void store_gradients(const Work& work) {
+        fa::mbarrier_wait_parity(at().dkv_full[0] + consumer, kv.parity());
+        for (int block = 0; block < BLOCKS; ++block) {
+            const int row = 64 * (BLOCKS * consumer + block);
+            fa::tma_store_4d(&dk_map, smem.k + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+            fa::tma_store_4d(&dv_map, smem.v + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
+        }
+        fa::bulk_commit();
+        fa::bulk_wait_read<0>();
+    }
+    __device__ __forceinline__ void run() {
+        while (true) {
+            fa::mbarrier_wait_parity(at().k_full, kv.parity());
+            const int number = at().numbers[0];
+            if (number < 0) break;
+            const Work work = work_of(args, number);
+            add_dq(work);
+            store_gradients(work);
+            fa::mbarrier_arrive(at().kv_empty);
+            kv.next();
+        }
+    }
+};
+
+// BLOCKS blocks of 64 keys, 16 of each a warp: their dK and dV, and half of each tile's dQ, 64 queries.
+struct Consumer {
+    const fa::Args& args;
+    const Shared& smem;
+    const int consumer, lane = fa::lane_id(), warp = fa::warp_id() % 4, own_keys = 64 * BLOCKS * consumer;
+    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
     fa::Ring<1> kv;
     fa::Ring<STAGES> q;  // of Q, dO and their stats
-    if (warpgroup == 0) {
-        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
-        if (threadIdx.x == 0) {
-            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
-            Tiles::produce<BLOCK_K, Walk, 1>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. It adds the staged dQ. The stage of K and V holds dK and dV in the end, and is empty when the
-            // stores have read it.
-            const int consumer = threadIdx.x / 32 - 1;
-            while (true) {
-                fa::mbarrier_wait_parity(at.k_full, kv.parity());
-                const int number = at.numbers[0];
-                if (number < 0) break;
-                const Work work = work_of(args, number);
-                Walk walk = Walk::begin(work);
-#pragma unroll 1
-                for (int n = 0; n < work.count; ++n, walk.next(work), q.next()) {
-                    fa::mbarrier_wait_parity(at.dq_full + consumer, q.position % 2);
-                    fa::bulk_add_f32(Tiles::dq(args, Tiles::number(args, work.batch, walk.head, walk.queries(work))) + consumer * PART,
-                                     smem.dq + consumer * PART, PART);
-                    fa::bulk_commit();
-                    fa::bulk_wait_read<0>();
-                    fa::mbarrier_arrive(at.dq_empty + consumer);
-                }
-                fa::mbarrier_wait_parity(at.dkv_full[0] + consumer, kv.parity());
-                for (int block = 0; block < BLOCKS; ++block) {
-                    const int row = 64 * (BLOCKS * consumer + block);
-                    fa::tma_store_4d(&dk_map, smem.k + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, smem.v + row * 128, 0, work.k_first + row, work.kv_head, work.batch);
-                }
-                fa::bulk_commit();
-                fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(at.kv_empty);
-                kv.next();
-            }
-        }
-        return;
-    }
-
-    // A consumer: BLOCKS blocks of 64 keys, 16 of each a warp.
-    fa::setmaxnreg_inc<REGISTERS>();
-    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4, own_keys = 64 * BLOCKS * consumer;
-    const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
-    float dk_reg[BLOCKS][32], dv_reg[BLOCKS][32], p_reg[32], ds_reg[32], dq_reg[32];
-    uint32_t p16_reg[4][4], ds16_reg[4][4];
     Work work{};
     Walk walk{};  // the tile whose scores are at hand
+    float dk_reg[BLOCKS][32], dv_reg[BLOCKS][32], p_reg[32], ds_reg[32], dq_reg[32];
+    uint32_t p16_reg[4][4], ds16_reg[4][4];
 
-    auto release = [&](uint64_t* empty) {
-        if (lane == 0) fa::mbarrier_arrive(empty);
-    };
+    __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
+    __device__ __forceinline__ fa::Barriers<1>& at() { return *smem.barriers; }
+    __device__ __forceinline__ void release(uint64_t* barrier) {
+        if (lane == 0) fa::mbarrier_arrive(barrier);
+    }
+    // The first row of a piece in a tile of Q or dO.
+    __device__ __forceinline__ uint32_t at_queries(int piece) { return q.stage() * Q_TILE + piece / BLOCKS * 64 * 128; }
     // d = A B^T: 64 keys of K or V, 64 queries of a tile of Q or dO
-    auto issue_transposed = [&](float (&d)[32], unsigned char* a_smem, unsigned char* b_smem, int piece) {
+    __device__ __forceinline__ void issue_transposed(float (&d)[32], unsigned char* a_smem, unsigned char* b_smem, int piece) {
         const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem + (own_keys + 64 * (piece % BLOCKS)) * 128));
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128);
-        fa::discard(d);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step * 32), fa::descriptor_advance(b, step * 32), step > 0);
-        fa::wgmma_commit();
-    };
-    auto issue_scores = [&](int piece) { issue_transposed(p_reg, smem.k, smem.q, piece); };
-    auto issue_dp = [&](int piece) { issue_transposed(ds_reg, smem.v, smem.d_o, piece); };
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + at_queries(piece));
+        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_TILE, b, Q_TILE);
+    }
+    __device__ __forceinline__ void issue_scores(int piece) {
+        if (piece == 0) fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, smem.k, smem.q, piece);
+    }
+    __device__ __forceinline__ void issue_dp(int piece) {
+        if (piece == 0) fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
+        issue_transposed(ds_reg, smem.v, smem.d_o, piece);
+    }
     // d += P^T dO or dS^T Q, of 64 queries
-    auto issue_gradient = [&](float (&d)[32], const uint32_t (&a_reg)[4][4], unsigned char* b_smem, int piece, bool accumulate) {
-        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + piece / BLOCKS * 64 * 128, Q_TILE);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-            fa::wgmma_rs<scalar, true>(d, a_reg[step], fa::descriptor_advance(b, step * 2048), accumulate || step > 0);
-        fa::wgmma_commit();
-    };
+    __device__ __forceinline__ void issue_gradient(float (&d)[32], const uint32_t (&a_reg)[4][4], unsigned char* b_smem, int piece,
+                                                   bool accumulate) {
+        fa::issue_ab<scalar>(d, a_reg, fa::smem_descriptor_mn_major(b_smem + at_queries(piece), Q_TILE), accumulate);
+    }
     // This consumer's part of dQ = dS K: 64 queries
-    auto issue_dq = [&]() {
+    __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(smem.ds + consumer * DS_HALF, DS_HALF));
         const uint64_t b = fa::descriptor_here(fa::smem_descriptor_mn_major(smem.k, K_TILE));
-        fa::discard(dq_reg);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
-                                             step > 0);
-        fa::wgmma_commit();
-    };
-    auto mask = [&](int piece) {
+        fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
+    }
+
+    __device__ __forceinline__ void mask(int piece) {
         const int q_first = walk.queries(work) * BLOCK_Q + piece / BLOCKS * 64, key = work.k_first + own_keys + 64 * (piece % BLOCKS);
-        if (key + 64 <= fa::visible_keys(args, q_first)) return;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : 64;
-        }
-        fa::clear_columns(p_reg, first);
-    };
+        if (key + 64 > fa::visible_keys(args, q_first)) fa::clear_hidden(p_reg, args, q_first, key);
+    }
     // A piece whose S and dP are in flight: until its dV and dK are.
-    auto issue_piece = [&](int piece, bool accumulate) {
+    __device__ __forceinline__ void issue_piece(int piece, bool accumulate) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + piece / BLOCKS * 64;
         fa::wgmma_wait<1>(p_reg, p16_reg, ds16_reg);
         fa::exponentiate_columns(p_reg, scale_log2e, stats);
@@ -273,12 +260,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fa::wgmma_wait<1>(ds_reg);
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
         fa::pack_operand<scalar>(ds16_reg, ds_reg);
-        if (piece == 0) fa::bar_sync(2 + consumer, 256);  // the other has made its dQ of the last tile's dS
+        if (piece == 0) wait_for_place();
         fa::store_operand(smem.ds + piece / BLOCKS * DS_HALF + (own_keys + 64 * (piece % BLOCKS) + warp * 16) * 128, DS_HALF, ds16_reg);
         issue_gradient(dk_reg[piece % BLOCKS], ds16_reg, smem.q, piece, accumulate);
-    };
+    }
+    // dS of the last tile may be overwritten: the other consumer has made its dQ of it, and says so by release_ds.
+    __device__ __forceinline__ void wait_for_place() { fa::bar_sync(2 + consumer, 256); }
+    __device__ __forceinline__ void release_ds() { fa::bar_arrive(3 - consumer, 256); }
+    // Behind it the dS of both consumers is there.
+    __device__ __forceinline__ void wait_for_other() {
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);
+    }
     // A tile whose first S and dP are in flight: until its last dV and dK and its dQ are.
-    auto issue_tile = [&](bool accumulate) {
+    __device__ __forceinline__ void issue_tile(bool accumulate) {
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             issue_piece(piece, accumulate || piece >= BLOCKS);
@@ -289,62 +284,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 issue_dp(piece + 1);
             }
         }
-        fa::fence_proxy_async_shared();
-        fa::bar_sync(1, 256);  // the other's dS is there
+        wait_for_other();
         issue_dq();
         fa::wgmma_wait<1>(p16_reg, ds16_reg);
         q.next();
-    };
+        walk.next(work);
+    }
+    __device__ __forceinline__ void release_queries() { release(at().q_empty + (q.stage() ^ 1)); }  // those of the tile before
     // dQ of the tile before is complete, and goes to the storer.
-    auto stage_dq = [&]() {
-        fa::bar_arrive(3 - consumer, 256);  // dS may be overwritten
-        fa::mbarrier_wait_parity(at.dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        float* dq = smem.dq + consumer * PART + threadIdx.x % 128 * 4;
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            fa::store_vec(dq + j * 512, fa::Vec<float, 4>{dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]});
+    __device__ __forceinline__ void stage_dq() {
+        release_ds();
+        fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
+        Tiles::store_parts(smem.dq + consumer * PART, 1, dq_reg);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(at.dq_full + consumer);
-    };
-
-    fa::bar_arrive(3 - consumer, 256);
-    while (true) {
-        fa::mbarrier_wait_parity(at.k_full, kv.parity());
-        const int number = __shfl_sync(fa::full_warp, at.numbers[0], 0);  // known to the compiler as the same in the whole warp
-        __syncwarp();
-        if (number < 0) break;
-        fa::mbarrier_arrive(at.kv_empty);
-        work = work_of(args, number);
-        walk = Walk::begin(work);
-        const bool seen = work.count > 0;
-        if (seen) {
-            fa::mbarrier_wait_parity(at.q_full + q.stage(), q.parity());
-            issue_scores(0);
-            fa::mbarrier_wait_parity(at.v_full, kv.parity());
-            fa::mbarrier_wait_parity(at.do_full + q.stage(), q.parity());
-            issue_dp(0);
-            int n = 0;
-            for (bool accumulate = false;; accumulate = true) {
-                issue_tile(accumulate);
-                walk.next(work);
-                if (++n == work.count) break;
-                fa::mbarrier_wait_parity(at.q_full + q.stage(), q.parity());
-                issue_scores(0);
-                fa::wgmma_wait<1>(dq_reg, p16_reg, ds16_reg);
-                release(at.q_empty + (q.stage() ^ 1));
-                stage_dq();
-                fa::schedule_fence();
-                fa::mbarrier_wait_parity(at.do_full + q.stage(), q.parity());
-                issue_dp(0);
-                fa::schedule_fence();
-            }
-            fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg[0], dk_reg[BLOCKS - 1], dv_reg[0], dv_reg[BLOCKS - 1]);
-            release(at.q_empty + (q.stage() ^ 1));
-            stage_dq();
-        } else fa::mbarrier_wait_parity(at.v_full, kv.parity());
-
-        // Epilogue: dV and dK to the shared memory of V and K
+        release(at().dq_full + consumer);
+    }
+    // The next tile's first products begin behind this one's dQ.
+    __device__ __forceinline__ void issue_next() {
+        issue_scores(0);
+        fa::wgmma_wait<1>(dq_reg, p16_reg, ds16_reg);
+        release_queries();
+        stage_dq();
+        fa::schedule_fence();
+        issue_dp(0);
+        fa::schedule_fence();
+    }
+    // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
+    __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const uint32_t own = (own_keys + warp * 16) * 128;
 #pragma unroll
@@ -354,8 +321,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(smem.k + own + block * 64 * 128, K_TILE, dk_reg[block], scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
-        release(at.dkv_full[0] + consumer);
-        kv.next();
+        release(at().dkv_full[0] + consumer);
+    }
+    __device__ __forceinline__ void run() {
+        release_ds();
+        while (true) {
+            fa::mbarrier_wait_parity(at().k_full, kv.parity());
+            const int number = __shfl_sync(fa::full_warp, at().numbers[0], 0);  // known to the compiler as the same in the whole warp
+            __syncwarp();
+            if (number < 0) break;
+            fa::mbarrier_arrive(at().kv_empty);
+            work = work_of(args, number);
+            walk = Walk::begin(work);
+            const bool seen = work.count > 0;
+            if (seen) {
+                issue_scores(0);
+                fa::mbarrier_wait_parity(at().v_full, kv.parity());
+                issue_dp(0);
+                int n = 0;
+                for (bool accumulate = false;; accumulate = true) {
+                    issue_tile(accumulate);
+                    if (++n == work.count) break;
+                    issue_next();
+                }
+                fa::wgmma_wait<0>(dq_reg, ds16_reg, dk_reg[0], dk_reg[BLOCKS - 1], dv_reg[0], dv_reg[BLOCKS - 1]);
+                release_queries();
+                stage_dq();
+            } else fa::mbarrier_wait_parity(at().v_full, kv.parity());
+            stage_gradients(seen);
+            kv.next();
+        }
+    }
+};
+
+// Launch 1.
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
+
+// Launch 2. BLOCK_K keys stay; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    const Shared smem;
+    if (threadIdx.x == 0) smem.barriers->init();
+    __syncthreads();
+    const int warpgroup = fa::warpgroup_index();
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+        if (threadIdx.x == 0) Tiles::produce<BLOCK_K, Walk, 1>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of);
+        else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
+    } else {
+        fa::setmaxnreg_inc<REGISTERS>();
+        Consumer(args, smem, warpgroup - 1).run();
     }
 }
 

@@ -138,6 +138,7 @@
 // `auto` takes step 22 here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
+#include <fa/wgmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -268,13 +269,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_transposed(float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
         const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem));  // hoisted out of the loop it would be spilled
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
-        fa::discard(d);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, fa::descriptor_advance(a, step / 4 * K_SLAB + step % 4 * 32),
-                                 fa::descriptor_advance(b, step / 4 * Q_SLAB + step % 4 * 32), step > 0);
-        fa::wgmma_commit();
+        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -289,12 +284,7 @@ struct Consumer {
                                                    bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + consumer * OWN_SLABS * Q_SLAB, Q_SLAB);
         const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step)
-            fa::wgmma_ss<scalar, true>(d, fa::descriptor_advance(a, step * 32), fa::descriptor_advance(b, step * 2048),
-                                       accumulate || step > 0);
-        fa::wgmma_commit();
+        fa::issue_ab<scalar, BLOCK_Q / 16>(d, a, b, accumulate);
     }
     __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, smem.p, smem.d_o, accumulate); }
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, smem.ds, smem.q, accumulate); }
@@ -302,24 +292,13 @@ struct Consumer {
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        fa::discard(dq_reg);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_K / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, fa::descriptor_advance(a, step * 2048), fa::descriptor_advance(b, step * 2048),
-                                             step > 0);
-        fa::wgmma_commit();
+        fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
     }
 
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q + own_queries, key = work.k_first;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
-        }
-        fa::clear_columns(p_reg, first);
+        fa::clear_hidden(p_reg, args, q_first, key);
     }
     __device__ __forceinline__ void share(unsigned char* tiles_smem, const uint32_t (&operand)[STEPS][4]) {
         fa::store_operand(tiles_smem + q.stage() * DS_TILE + warp * 16 * 128, K_SLAB, operand, own_queries);
@@ -367,9 +346,7 @@ struct Consumer {
     }
     // Adds some of its groups; behind the last ones the storer may pass the turn.
     __device__ __forceinline__ void add_dq(float* dq, int first, int end) {
-#pragma unroll
-        for (int j = first; j < end; ++j)
-            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
+        Tiles::add_groups(dq, dq_reg, first, end);
         if (DETERMINISTIC && end == GROUPS) __syncwarp(), release(at().dq_full + consumer);
     }
     // The rest of a tile's products and its dQ, behind the next tile's.

@@ -110,13 +110,17 @@
 //
 // What stays: the two consumers of a block share its 64 keys. Each makes the scores of half of the queries of a tile, and half of the
 // columns of dV, dK and dQ. So P^T and dS^T go through shared memory in any case. A block's own tile is one whose dQ it makes, a sent tile
-// one whose dS^T it sends away:
+// one whose dS^T it sends away; they alternate. Tile n, as a consumer runs it; lines with (own) where the tile before was an own one:
 //
-//     own tile n                                        sent tile n + 1
-//     S, dP                                             S, dP
-//     P, dS: shared; dV += P dO                         P, dS: shared, and dS sent; dV += P dO
-//     dK += dS Q                                        dQ(n) = dS(n) K over 128 keys, dK += dS Q
-//                                                       dQ(n) added from registers, under dK
+//     issue                    wait for              compute, while the rest runs
+//     S(n), dP(n)              S                     half of P, an exponential a score
+//                              dP                    the other half, and dS; P and dS go to shared memory; a barrier: the other
+//                                                    consumer's are there. Of a sent tile one thread starts to copy dS to the other block
+//     dV += P(n) dO
+//     dQ(n - 1) = dS K (own)   the other block's dS  (over 128 keys)
+//     dK += dS(n) Q            dV                    the place of dO is empty: the producer may fill it
+//                              dQ (own)              dQ(n - 1) added from the accumulators; its dS may be overwritten, in both blocks
+//                              dK                    the stage of Q is empty
 //
 // A tile that needs no mask has a text without one, so its scores are one basic block. Half of a thread's 16 exponentials come before the
 // wait for dP. The others come behind it, beside the products and conversions of dS: the special function unit and the FMA pipe work at the
@@ -144,7 +148,7 @@
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/query_tiles.cuh>
-#include <fa/stage.cuh>
+#include <fa/wgmma_tile.cuh>
 
 using scalar = fa::DTYPE;
 using fa::uint32_t;
@@ -167,8 +171,10 @@ struct Here {
     uint32_t lower, upper;
     __device__ __forceinline__ explicit Here(uint64_t descriptor)
         : lower(uint32_t(fa::descriptor_here(uint32_t(descriptor)))), upper(uint32_t(descriptor >> 32)) {}
-    __device__ __forceinline__ uint64_t advanced(uint32_t bytes) const { return uint64_t(upper) << 32 | (lower + (bytes >> 4)); }
 };
+__device__ __forceinline__ uint64_t descriptor_advance(const Here& here, uint32_t bytes) {
+    return uint64_t(here.upper) << 32 | (here.lower + (bytes >> 4));
+}
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Tiles::prepare<scalar>(args); }
@@ -199,33 +205,17 @@ struct Range {
     __device__ __forceinline__ void clip() { end = min(end, first + left); }
 };
 
-// Launch 2. A cluster keeps 128 keys, each of its blocks 64; the queries that see them are streamed, of all heads that read this key head.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
-              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
-              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
-              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
-    unsigned char* k_smem = fa::dynamic_shared_1024();  // [SLABS][KEYS][64], of both blocks; dK of this one in the end
-    unsigned char* v_smem = k_smem + K_TILE;  // [SLABS][BLOCK_K][64]; dV in the end
-    unsigned char* q_smem = v_smem + V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* do_smem = q_smem + STAGES * Q_TILE;  // [SLABS][BLOCK_Q][64]
-    unsigned char* ds_smem = do_smem + Q_TILE;  // [KEYS][64]: dS^T of an own tile
-    unsigned char* sent_smem = ds_smem + DS_TILE;  // [BLOCK_K][64]: dS^T of a sent tile
-    unsigned char* p_smem = sent_smem + P_TILE;  // [BLOCK_K][64]: P^T
-    unsigned char* stats_smem = p_smem + P_TILE;  // [STAGES][2][BLOCK_Q]
-    int* numbers = reinterpret_cast<int*>(stats_smem + STAGES * STATS);  // [2][4]: the first of 4 is a work, or there are no more
-    uint64_t* number_full = reinterpret_cast<uint64_t*>(numbers + 8);  // [2]
-    uint64_t *k_full = number_full + 2, *v_full = k_full + 1, *kv_empty = v_full + 1, *dkv_full = kv_empty + 1;  // dkv_full: [2 consumers]
-    uint64_t *q_full = dkv_full + 2, *q_empty = q_full + STAGES;  // of Q and the stats
-    uint64_t *do_full = q_empty + STAGES, *do_empty = do_full + 1;
-    uint64_t *ds_full = do_empty + 1, *ds_empty = ds_full + 1;  // ds_empty: [2], this block's dS^T and the other's
+// The barriers of a block. `numbers` and number_full: of works, by turns, so that the next one may come while this one is worked on.
+struct Barriers {
+    uint64_t number_full[2], k_full, v_full, kv_empty, dkv_full[2];  // kv_empty: in both blocks; dkv_full: of a consumer
+    uint64_t q_full[STAGES], q_empty[STAGES], do_full, do_empty;  // of Q and the stats; of dO
+    uint64_t ds_full, ds_empty[2];  // dS^T of both blocks; that here and the other block's have been read
 
-    const int rank = blockIdx.x % 2;
-    if (threadIdx.x == 0) {
-        fa::mbarrier_init(k_full, 1), fa::mbarrier_init(v_full, 1);
-        fa::mbarrier_init(kv_empty, 4);  // two storers of each block
-        fa::mbarrier_init(ds_full, 8);
-        fa::mbarrier_init(do_full, 1), fa::mbarrier_init(do_empty, 8);  // each warp arrives
+    __device__ __forceinline__ void init() {
+        fa::mbarrier_init(&k_full, 1), fa::mbarrier_init(&v_full, 1);
+        fa::mbarrier_init(&kv_empty, 4);  // two storers of each block
+        fa::mbarrier_init(&ds_full, 8);
+        fa::mbarrier_init(&do_full, 1), fa::mbarrier_init(&do_empty, 8);  // each warp arrives
         for (int i = 0; i < 2; ++i) {
             fa::mbarrier_init(number_full + i, 1), fa::mbarrier_init(q_full + i, 1);
             fa::mbarrier_init(q_empty + i, 8);
@@ -233,258 +223,294 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
         fa::mbarrier_init_fence();
     }
-    fa::cluster_sync();
+};
 
-    const int warpgroup = fa::warpgroup_index(), group = args.heads_q / args.heads_kv;
+// What a block has in shared memory.
+struct Shared {
+    int rank = blockIdx.x % 2;  // of the block in its cluster
+    unsigned char* k = fa::dynamic_shared_1024();  // [SLABS][KEYS][64], of both blocks; dK of this one in the end
+    unsigned char* v = k + K_TILE;  // [SLABS][BLOCK_K][64]; dV in the end
+    unsigned char* q = v + V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* d_o = q + STAGES * Q_TILE;  // [SLABS][BLOCK_Q][64]
+    unsigned char* ds = d_o + Q_TILE;  // [KEYS][64]: dS^T of an own tile
+    unsigned char* sent = ds + DS_TILE;  // [BLOCK_K][64]: dS^T of a sent tile
+    unsigned char* p = sent + P_TILE;  // [BLOCK_K][64]: P^T
+    unsigned char* stats = p + P_TILE;  // [STAGES][2][BLOCK_Q]
+    int* numbers = reinterpret_cast<int*>(stats + STAGES * STATS);  // [2][4]: the first of 4 is a work, or there are no more
+    Barriers* barriers = reinterpret_cast<Barriers*>(numbers + 8);
+    uint32_t other_k = fa::map_shared(k, rank ^ 1);
+
+    __device__ __forceinline__ int* number(const fa::Ring<1>& kv) const { return numbers + kv.position % 2 * 4; }
     // The address in the other block of what lies here in this one.
-    const uint32_t other_smem = fa::map_shared(k_smem, rank ^ 1);
-    auto other = [&](const void* smem) { return other_smem + uint32_t(static_cast<const unsigned char*>(smem) - k_smem); };
-    fa::Ring<1> kv;
-    auto number_of_work = [&]() { return numbers + kv.position % 2 * 4; };
-    fa::Ring<STAGES> q;  // of Q, dO and their stats. A tile is this block's own where its stage is the rank
-    if (warpgroup == 0) {
-        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
-        if (threadIdx.x == 0) {
-            // The producer. That of rank 0 takes the numbers for both, a work ahead: the counter's answer takes a microsecond.
-            int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
-            int next = rank == 0 ? atomicAdd(counters, 1) : 0;
-            auto send_number = [&]() {
-                for (int i = 0; rank == 0 && i < 2; ++i)
-                    fa::store_remote_16(fa::map_shared(number_of_work(), i), next, 0, 0, 0,
-                                        fa::map_shared(number_full + kv.position % 2, i));
-            };
-            send_number();
-            while (true) {
-                fa::mbarrier_wait_parity(kv_empty, kv.parity() ^ 1);
-                fa::mbarrier_arrive_expect_tx(number_full + kv.position % 2, 16);
-                fa::mbarrier_wait_parity(number_full + kv.position % 2, kv.position / 2 % 2);
-                const int number = *number_of_work();
-                if (number >= works_of(args)) break;
-                const Work work = work_of(args, number);
-                const int k_first = work.k_first + rank * BLOCK_K;
-                fa::mbarrier_arrive_expect_tx(k_full, K_TILE);
-                for (int slab = 0; slab < SLABS; ++slab)
-                    fa::tma_load_4d_multicast(k_smem + slab * K_SLAB + rank * V_SLAB, &k_map, k_full, 3, 64 * slab, k_first, work.kv_head,
-                                              work.batch);
-                Tiles::load<V_SLAB>(v_smem, v_map, v_full, k_first, work.kv_head, work.batch);
-                kv.next();
-                if (rank == 0) next = atomicAdd(counters, 1);
-#pragma unroll 1  // the producer has few registers
-                for (Range range(work, group); range.is_left(); range.next(work))
-#pragma unroll 1
-                    for (int tile = range.first, head = range.head; tile < range.end; ++tile, q.next()) {
-                        fa::mbarrier_wait_parity(q_empty + q.stage(), q.parity() ^ 1);
-                        const int q_first = tile * BLOCK_Q;
-                        Tiles::load<Q_SLAB>(q_smem + q.stage() * Q_TILE, q_map, q_full + q.stage(), q_first, head, work.batch, STATS);
-                        fa::tma_load_4d(stats_smem + q.stage() * STATS, &stats_map, q_full + q.stage(), 0, tile, head, work.batch);
-                        fa::mbarrier_wait_parity(do_empty, q.position % 2 ^ 1);
-                        Tiles::load<Q_SLAB>(do_smem, d_o_map, do_full, q_first, head, work.batch);
-                    }
-                send_number();
-            }
-            fa::mbarrier_arrive(k_full);
-            // The last cluster to finish leaves the counters as it found them, for the next launch.
-            if (rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
-        } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
-            // A storer, one a consumer. K's place holds dK in the end, V's dV.
-            const int consumer = threadIdx.x / 32 - 1;
-            while (true) {
-                fa::mbarrier_wait_parity(k_full, kv.parity());
-                const int number = *number_of_work();
-                if (number >= works_of(args)) break;
-                const Work work = work_of(args, number);
-                const int key = rank * BLOCK_K;
-                fa::mbarrier_wait_parity(dkv_full + consumer, kv.parity());
-                for (int slab = consumer * OWN_SLABS; SPLITS == 1 && slab < (consumer + 1) * OWN_SLABS; ++slab) {
-                    fa::tma_store_4d(&dk_map, k_smem + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
-                    fa::tma_store_4d(&dv_map, v_smem + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
-                }
-                fa::bulk_commit();
-                fa::bulk_wait_read<0>();
-                fa::mbarrier_arrive(kv_empty);
-                fa::mbarrier_arrive_remote(other(kv_empty));
-                kv.next();
-            }
-        }
-        __syncwarp();
-        fa::cluster_sync();  // the other block arrives at this one's barriers until its end
-        return;
+    __device__ __forceinline__ uint32_t other(const void* smem) const {
+        return other_k + uint32_t(static_cast<const unsigned char*>(smem) - k);
     }
+};
 
-    // A consumer: 32 queries of a tile, and half of the columns.
-    fa::setmaxnreg_inc<REGISTERS>();
-    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
-    const int own_keys = rank * BLOCK_K, own_queries = consumer * QUERIES;  // the first: of the cluster's keys, of a tile's queries
+// One thread: loads K, V and the tiles of queries of this block. That of rank 0 takes the numbers for both, a work ahead: the counter's
+// answer takes a microsecond.
+struct Producer {
+    const fa::Args& args;
+    const Shared& smem;
+    const fa::Maps maps;
+    int* counters;
+    int next = 0;
+    fa::Ring<1> kv{};
+    fa::Ring<STAGES> q{};  // of Q and the stats
+
+    __device__ __forceinline__ Barriers& at() { return *smem.barriers; }
+
+    __device__ __forceinline__ void fetch_number() {
+        if (smem.rank == 0) next = atomicAdd(counters, 1);
+    }
+    __device__ __forceinline__ void send_number() {
+        for (int i = 0; smem.rank == 0 && i < 2; ++i)
+            fa::store_remote_16(fa::map_shared(smem.number(kv), i), next, 0, 0, 0, fa::map_shared(at().number_full + kv.position % 2, i));
+    }
+    // The work whose K and V may come, as a number that has been sent.
+    __device__ __forceinline__ int wait_number() {
+        fa::mbarrier_wait_parity(&at().kv_empty, kv.parity() ^ 1);
+        fa::mbarrier_arrive_expect_tx(at().number_full + kv.position % 2, 16);
+        fa::mbarrier_wait_parity(at().number_full + kv.position % 2, kv.position / 2 % 2);
+        return *smem.number(kv);
+    }
+    // Each block loads K of its 64 keys for both.
+    __device__ __forceinline__ void load_keys(const Work& work) {
+        const int k_first = work.k_first + smem.rank * BLOCK_K;
+        fa::mbarrier_arrive_expect_tx(&at().k_full, K_TILE);
+        for (int slab = 0; slab < SLABS; ++slab)
+            fa::tma_load_4d_multicast(smem.k + slab * K_SLAB + smem.rank * V_SLAB, &maps.k, &at().k_full, 3, 64 * slab, k_first,
+                                      work.kv_head, work.batch);
+        Tiles::load<V_SLAB>(smem.v, maps.v, &at().v_full, k_first, work.kv_head, work.batch);
+        kv.next();
+    }
+    __device__ __forceinline__ void load_queries(int tile, int head, int batch) {
+        fa::mbarrier_wait_parity(at().q_empty + q.stage(), q.parity() ^ 1);
+        const int q_first = tile * BLOCK_Q;
+        Tiles::load<Q_SLAB>(smem.q + q.stage() * Q_TILE, maps.q, at().q_full + q.stage(), q_first, head, batch, STATS);
+        fa::tma_load_4d(smem.stats + q.stage() * STATS, &maps.stats, at().q_full + q.stage(), 0, tile, head, batch);
+        fa::mbarrier_wait_parity(&at().do_empty, q.position % 2 ^ 1);
+        Tiles::load<Q_SLAB>(smem.d_o, maps.d_o, &at().do_full, q_first, head, batch);
+    }
+    __device__ __forceinline__ void run() {
+        fetch_number();
+        send_number();
+        while (true) {
+            const int number = wait_number();
+            if (number >= works_of(args)) break;
+            const Work work = work_of(args, number);
+            load_keys(work);
+            fetch_number();
+#pragma unroll 1  // the producer has few registers
+            for (Range range(work, args.heads_q / args.heads_kv); range.is_left(); range.next(work))
+#pragma unroll 1
+                for (int tile = range.first, head = range.head; tile < range.end; ++tile, q.next()) load_queries(tile, head, work.batch);
+            send_number();
+        }
+        fa::mbarrier_arrive(&at().k_full);
+        // The last cluster to finish leaves the counters as it found them, for the next launch.
+        if (smem.rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
+    }
+};
+
+// One thread for each consumer: stores its columns of dK and dV. K's place holds dK in the end, V's dV; both blocks may then load the next.
+struct Storer {
+    const fa::Args& args;
+    const Shared& smem;
+    const fa::TensorMap &dk_map, &dv_map;
+    int consumer;
+    fa::Ring<1> kv{};
+
+    __device__ __forceinline__ Barriers& at() { return *smem.barriers; }
+
+    __device__ __forceinline__ void store_gradients(const Work& work) {
+        const int key = smem.rank * BLOCK_K;
+        fa::mbarrier_wait_parity(at().dkv_full + consumer, kv.parity());
+        for (int slab = consumer * OWN_SLABS; SPLITS == 1 && slab < (consumer + 1) * OWN_SLABS; ++slab) {
+            fa::tma_store_4d(&dk_map, smem.k + slab * K_SLAB + key * 128, 64 * slab, work.k_first + key, work.kv_head, work.batch);
+            fa::tma_store_4d(&dv_map, smem.v + slab * V_SLAB, 64 * slab, work.k_first + key, work.kv_head, work.batch);
+        }
+        fa::bulk_commit();
+        fa::bulk_wait_read<0>();
+    }
+    __device__ __forceinline__ void run() {
+        while (true) {
+            fa::mbarrier_wait_parity(&at().k_full, kv.parity());
+            const int number = *smem.number(kv);
+            if (number >= works_of(args)) break;
+            store_gradients(work_of(args, number));
+            fa::mbarrier_arrive(&at().kv_empty);
+            fa::mbarrier_arrive_remote(smem.other(&at().kv_empty));
+            kv.next();
+        }
+    }
+};
+
+// 32 queries of a tile with this block's 64 keys, 16 a warp, and half of the columns of dK, dV and each own tile's dQ.
+struct Consumer {
+    const fa::Args& args;
+    const Shared& smem;
+    const int consumer, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+    const int own_keys = smem.rank * BLOCK_K, own_queries = consumer * QUERIES;  // the first: of the cluster's keys, of a tile's queries
     const float scale = float(args.scale), scale_log2e = scale * fa::log2e;
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_SLABS * 32];
+    fa::Ring<1> kv;
+    fa::Ring<STAGES> q;  // of Q, dO and their stats. A tile is this block's own where its stage is the rank
     Work work{};
+    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_SLABS * 32];
 
-    auto release = [&](uint64_t* barrier) {
+    __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
+    __device__ __forceinline__ Barriers& at() { return *smem.barriers; }
+    __device__ __forceinline__ void release(uint64_t* barrier) {
         if (lane == 0) fa::mbarrier_arrive(barrier);
-    };
-    // Behind it what both consumers have shared is there.
-    auto wait_for_consumer = [&]() {
-        fa::fence_proxy_async_shared();
-        fa::bar_sync(1, 256);
-    };
-    auto is_own = [&]() { return int(q.stage()) == rank; };
-    auto own_ds = [&]() { return is_own() ? ds_smem + rank * P_TILE : sent_smem; };
+    }
+    __device__ __forceinline__ bool is_own() const { return int(q.stage()) == smem.rank; }
+    __device__ __forceinline__ unsigned char* own_ds() { return is_own() ? smem.ds + smem.rank * P_TILE : smem.sent; }
+    __device__ __forceinline__ unsigned char* q_tile() { return smem.q + q.stage() * Q_TILE; }
+
     // d = A B^T: the block's keys of K or V, this consumer's queries of a tile of Q or dO
-    auto issue_transposed = [&](float (&d)[QUERIES / 2], unsigned char* a_smem, uint32_t a_slab, unsigned char* b_smem) {
+    __device__ __forceinline__ void issue_transposed(float (&d)[QUERIES / 2], unsigned char* a_smem, uint32_t a_slab,
+                                                     unsigned char* b_smem) {
         const Here a(fa::smem_descriptor_k_major(a_smem)), b(fa::smem_descriptor_k_major(b_smem + own_queries * 128));
-        fa::discard(d);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
-            fa::wgmma_ss<scalar>(d, a.advanced(step / 4 * a_slab + step % 4 * 32), b.advanced(step / 4 * Q_SLAB + step % 4 * 32), step > 0);
-        fa::wgmma_commit();
-    };
+        fa::issue_abt<scalar, HEAD_DIM>(d, a, a_slab, b, Q_SLAB);
+    }
+    __device__ __forceinline__ void issue_scores() {
+        fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
+        issue_transposed(p_reg, smem.k + own_keys * 128, K_SLAB, q_tile());
+    }
+    __device__ __forceinline__ void issue_dp() {
+        fa::mbarrier_wait_parity(&at().do_full, q.position % 2);
+        issue_transposed(ds_reg, smem.v, V_SLAB, smem.d_o);
+    }
     // d += P^T dO or dS^T Q: this consumer's columns
-    auto issue_gradient = [&](float (&d)[OWN_SLABS* 32], unsigned char* a_smem, unsigned char* b_smem, bool accumulate) {
+    __device__ __forceinline__ void issue_gradient(float (&d)[OWN_SLABS * 32], unsigned char* a_smem, unsigned char* b_smem,
+                                                   bool accumulate) {
         const Here a(fa::smem_descriptor_k_major(a_smem));
         const Here b(fa::smem_descriptor_mn_major(b_smem + consumer * OWN_SLABS * Q_SLAB, Q_SLAB));
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_Q / 16; ++step)
-            fa::wgmma_ss<scalar, true>(d, a.advanced(step * 32), b.advanced(step * 2048), accumulate || step > 0);
-        fa::wgmma_commit();
-    };
-    // dS^T of the tile before, an own one, is there.
-    auto wait_for_ds = [&]() { fa::mbarrier_wait_parity(ds_full, (q.position - 1) / 2 % 2); };
-    // This consumer's part of its dQ = dS K.
-    auto issue_dq = [&]() {
-        const Here a(fa::smem_descriptor_mn_major(ds_smem, DS_TILE));
-        const Here b(fa::smem_descriptor_mn_major(k_smem + consumer * OWN_SLABS * K_SLAB, K_SLAB));
-        fa::discard(dq_reg);
-        fa::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < KEYS / 16; ++step)
-            fa::wgmma_ss<scalar, true, true>(dq_reg, a.advanced(step * 2048), b.advanced(step * 2048), step > 0);
-        fa::wgmma_commit();
-    };
+        fa::issue_ab<scalar, BLOCK_Q / 16>(d, a, b, accumulate);
+    }
+    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, smem.p, smem.d_o, accumulate); }
+    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, own_ds(), q_tile(), accumulate); }
+    // This consumer's part of dQ = dS K of the tile before, an own one. Its dS^T of the other block may still be on its way.
+    __device__ __forceinline__ void issue_dq() {
+        fa::mbarrier_wait_parity(&at().ds_full, (q.position - 1) / 2 % 2);
+        const Here a(fa::smem_descriptor_mn_major(smem.ds, DS_TILE));
+        const Here b(fa::smem_descriptor_mn_major(smem.k + consumer * OWN_SLABS * K_SLAB, K_SLAB));
+        fa::issue_atb<scalar, KEYS>(dq_reg, a, b);
+    }
     // That dQ is complete, and is added; dS^T has been read. `to`: its tile.
-    auto add_dq = [&](float* to) {
-        release(ds_empty);
-        if (lane == 0) fa::mbarrier_arrive_remote(other(ds_empty + 1));
+    __device__ __forceinline__ void add_dq(float* to) {
+        release(at().ds_empty);
+        if (lane == 0) fa::mbarrier_arrive_remote(smem.other(at().ds_empty + 1));
         float* dq = to + consumer * OWN_SLABS * PART + threadIdx.x % 128 * 4;
-#pragma unroll
-        for (int j = 0; j < 8 * OWN_SLABS; ++j)
-            fa::red_add_v4_f32(dq + j * 512, dq_reg[4 * j], dq_reg[4 * j + 1], dq_reg[4 * j + 2], dq_reg[4 * j + 3]);
-    };
-    auto make_dq = [&](float* to) {
-        wait_for_ds();
+        Tiles::add_groups(dq, dq_reg);
+    }
+    __device__ __forceinline__ void make_dq(float* to) {
         issue_dq();
         fa::wgmma_wait<0>(dq_reg);
         add_dq(to);
-    };
+    }
+
     // Whether all queries of the tile see all keys of this block.
-    auto sees_all = [&](int tile) { return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q); };
-    auto mask = [&](int tile) {
+    __device__ __forceinline__ bool sees_all(int tile) { return work.k_first + own_keys + 64 <= fa::visible_keys(args, tile * BLOCK_Q); }
+    __device__ __forceinline__ void mask(int tile) {
         const int q_first = tile * BLOCK_Q + own_queries, key = work.k_first + own_keys;
-        int first[2];
-        for (int half = 0; half < 2; ++half) {
-            const int own_key = key + 16 * warp + lane / 4 + 8 * half;
-            first[half] = own_key < args.seq_kv ? fa::first_query(args, own_key) - q_first : QUERIES;
-        }
-        fa::clear_columns(p_reg, first);
-    };
-    auto store = [&](unsigned char* tile_smem, const uint32_t (&operand)[STEPS][4]) {
+        fa::clear_hidden(p_reg, args, q_first, key);
+    }
+    __device__ __forceinline__ void store(unsigned char* tile_smem, const uint32_t (&operand)[STEPS][4]) {
         fa::store_operand(tile_smem + warp * 16 * 128, P_TILE, operand, own_queries);
-    };
-    auto pack_and_store = [&](unsigned char* tile_smem, const float (&x)[QUERIES / 2]) {
+    }
+    __device__ __forceinline__ void pack_and_store(unsigned char* tile_smem, const float (&x)[QUERIES / 2]) {
         uint32_t operand[STEPS][4];
         fa::pack_operand<scalar>(operand, x);
         store(tile_smem, operand);
-    };
+    }
+    // Behind it what both consumers have shared is there.
+    __device__ __forceinline__ void wait_for_other() {
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1, 256);
+    }
     // The dS^T that was here has been read.
-    auto wait_for_place = [&]() { fa::mbarrier_wait_parity(ds_empty + (is_own() ? 0 : 1), q.parity() ^ 1); };
+    __device__ __forceinline__ void wait_for_place() { fa::mbarrier_wait_parity(at().ds_empty + (is_own() ? 0 : 1), q.parity() ^ 1); }
     // dS^T is in shared memory, and of a sent tile goes from there to the other block.
-    auto share_ds = [&]() {
-        wait_for_consumer();
+    __device__ __forceinline__ void share_ds() {
+        wait_for_other();
         if (is_own()) {
-            if (lane == 0) fa::mbarrier_arrive_expect_tx(ds_full, P_TILE / 8);  // and as many bytes as there are here
+            if (lane == 0) fa::mbarrier_arrive_expect_tx(&at().ds_full, P_TILE / 8);  // and as many bytes as there are here
         } else if (consumer == 0 && warp == 0 && lane == 0) {
-            fa::bulk_copy_to_cluster(other(ds_smem + rank * P_TILE), sent_smem, P_TILE, other(ds_full));
+            fa::bulk_copy_to_cluster(smem.other(smem.ds + smem.rank * P_TILE), smem.sent, P_TILE, smem.other(&at().ds_full));
         }
-    };
-    // A tile that sees none of the block's keys. late: the tile of dQ that is to be made in this one, the tile before; null: none is.
-    auto skip_tile = [&](float* late) {
-        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
-        fa::mbarrier_wait_parity(do_full, q.position % 2);
-        const uint32_t zeros[STEPS][4] = {};
+    }
+    // S and dP are in flight: until P and dS are shared, and dV is in flight. Masked: P first, so that dV runs under dS.
+    template <bool Masked> __device__ __forceinline__ void softmax(int tile, bool accumulate) {
+        constexpr int ahead = Masked ? STEPS : STEPS / 2;  // steps of 16 queries, whose exponentials come before dP
+        const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + own_queries;
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats, 0, ahead);
+        if constexpr (Masked) {
+            mask(tile);
+            pack_and_store(smem.p, p_reg);
+            wait_for_other();
+            issue_dv(accumulate);
+        }
         wait_for_place();
-        store(own_ds(), zeros);
+        fa::schedule_fence();
+        fa::wgmma_wait<Masked>(ds_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats, ahead, STEPS);
+        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
+        // The stores come last: the compiler moves no load of logsumexp or delta before one.
+        if constexpr (!Masked) pack_and_store(smem.p, p_reg);
+        pack_and_store(own_ds(), ds_reg);
         share_ds();
-        release(q_empty + q.stage()), release(do_empty);
-        if (late) make_dq(late);
-        q.next();
-    };
-    auto full_tile = [&](int tile, float* late, bool accumulate) {
-        const float* stats = reinterpret_cast<const float*>(stats_smem + q.stage() * STATS) + own_queries;
-        unsigned char* q_tile = q_smem + q.stage() * Q_TILE;
-        fa::mbarrier_wait_parity(q_full + q.stage(), q.parity());
-        issue_transposed(p_reg, k_smem + own_keys * 128, K_SLAB, q_tile);
-        fa::mbarrier_wait_parity(do_full, q.position % 2);
-        issue_transposed(ds_reg, v_smem, V_SLAB, do_smem);
-        auto score = [&](auto masked) {
-            constexpr int ahead = masked.value ? STEPS : STEPS / 2;  // steps of 16 queries, whose exponentials come before dP
-            fa::wgmma_wait<1>(p_reg);
-            fa::exponentiate_columns(p_reg, scale_log2e, stats, 0, ahead);
-            if constexpr (masked.value) {
-                mask(tile);
-                pack_and_store(p_smem, p_reg);
-                wait_for_consumer();
-                issue_gradient(dv_reg, p_smem, do_smem, accumulate);
-            }
-            wait_for_place();
-            fa::schedule_fence();
-            fa::wgmma_wait<masked.value>(ds_reg);
-            fa::exponentiate_columns(p_reg, scale_log2e, stats, ahead, STEPS);
-            fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q);
-            // The stores come last: the compiler moves no load of logsumexp or delta before one.
-            if constexpr (!masked.value) pack_and_store(p_smem, p_reg);
-            pack_and_store(own_ds(), ds_reg);
-            share_ds();
-            if constexpr (!masked.value) issue_gradient(dv_reg, p_smem, do_smem, accumulate);
-        };
-        if (sees_all(tile)) score(fa::Masked<false>{});
-        else score(fa::Masked<true>{});
+        if constexpr (!Masked) issue_dv(accumulate);
+    }
+    // late: where dQ of the tile before is to be added; null: none is to be made.
+    __device__ __forceinline__ void full_tile(int tile, float* late, bool accumulate) {
+        issue_scores();
+        issue_dp();
+        if (sees_all(tile)) softmax<false>(tile, accumulate);
+        else softmax<true>(tile, accumulate);
         if (late) {
-            wait_for_ds();
             issue_dq();
             fa::wgmma_wait<1>(dv_reg);
-            release(do_empty);
-            issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
+            release(&at().do_empty);
+            issue_dk(accumulate);
             fa::wgmma_wait<1>(dq_reg);
             add_dq(late);
             fa::schedule_fence();
             fa::wgmma_wait<0>(dk_reg);
         } else {
-            issue_gradient(dk_reg, own_ds(), q_tile, accumulate);
+            issue_dk(accumulate);
             fa::wgmma_wait<1>(dv_reg);
-            release(do_empty);
+            release(&at().do_empty);
             fa::wgmma_wait<0>(dk_reg);
         }
-        release(q_empty + q.stage());
+        release(at().q_empty + q.stage());
         q.next();
-    };
-
-    while (true) {
-        fa::mbarrier_wait_parity(k_full, kv.parity());
-        const int number = __shfl_sync(fa::full_warp, *number_of_work(), 0);  // known to the compiler as the same in the whole warp
-        if (number >= works_of(args)) break;
-        work = work_of(args, number);
-        fa::mbarrier_wait_parity(v_full, kv.parity());
+    }
+    // A tile that sees none of the block's keys.
+    __device__ __forceinline__ void skip_tile(float* late) {
+        fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
+        fa::mbarrier_wait_parity(&at().do_full, q.position % 2);
+        const uint32_t zeros[STEPS][4] = {};
+        wait_for_place();
+        store(own_ds(), zeros);
+        share_ds();
+        release(at().q_empty + q.stage()), release(&at().do_empty);
+        if (late) make_dq(late);
+        q.next();
+    }
+    // All tiles of queries of the work. Whether any of them sees any of the block's keys.
+    __device__ __forceinline__ bool walk() {
         const int own_first = first_tile(args, work, work.k_first + own_keys);
         const uint32_t begin = q.position;
         float* before = nullptr;  // dQ of the tile before
         // That, where it is an own tile of this work.
-        auto late = [&]() { return !is_own() && q.position != begin ? before : nullptr; };
+        const auto late = [&]() { return !is_own() && q.position != begin ? before : nullptr; };
         bool seen = false;
 #pragma unroll 1
-        for (Range range(work, group); range.is_left(); range.next(work)) {
+        for (Range range(work, args.heads_q / args.heads_kv); range.is_left(); range.next(work)) {
             int tile = range.first;
-            auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, range.head, tile)); };
+            const auto here = [&]() { return Tiles::dq(args, Tiles::number(args, work.batch, range.head, tile)); };
             const int skipped = SPLITS > 1 ? min(range.end, own_first) : own_first;
 #pragma unroll 1
             for (; tile < skipped; ++tile) skip_tile(late()), before = here();
@@ -492,27 +518,60 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (; tile < range.end; ++tile, seen = true) full_tile(tile, late(), seen), before = here();
         }
         if (late()) make_dq(before);  // the last tile was an own one
-
-        // Epilogue: one of several splits to its workspace, where launch 3 adds them; else dV and dK to the shared memory of V and K.
-        if constexpr (SPLITS > 1) {
-            Tiles::store_partials<KEYS>(Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *number_of_work()), consumer * OWN_SLABS * 2 + rank,
-                                        2, dk_reg, dv_reg, seen);
-            __syncwarp();
-            release(dkv_full + consumer);
-            kv.next();
-            continue;
-        }
+        return seen;
+    }
+    // dK and dV of one of several splits to its workspace; launch 3 adds them.
+    __device__ __forceinline__ void store_partials(bool seen) {
+        Tiles::store_partials<KEYS>(Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *smem.number(kv)), consumer * OWN_SLABS * 2 + smem.rank,
+                                    2, dk_reg, dv_reg, seen);
+    }
+    // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
+    __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const int slab = consumer * OWN_SLABS;
         fa::bar_sync(1, 256);  // the other consumer's products have read K and V
-        fa::store_rows<scalar>(v_smem + slab * V_SLAB + 16 * warp * 128, V_SLAB, dv_reg, one);
-        fa::store_rows<scalar>(k_smem + slab * K_SLAB + (own_keys + 16 * warp) * 128, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.v + slab * V_SLAB + 16 * warp * 128, V_SLAB, dv_reg, one);
+        fa::store_rows<scalar>(smem.k + slab * K_SLAB + (own_keys + 16 * warp) * 128, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
-        __syncwarp();
-        release(dkv_full + consumer);
-        kv.next();
     }
+    __device__ __forceinline__ void run() {
+        while (true) {
+            fa::mbarrier_wait_parity(&at().k_full, kv.parity());
+            const int number = __shfl_sync(fa::full_warp, *smem.number(kv), 0);  // known to the compiler as the same in the whole warp
+            if (number >= works_of(args)) break;
+            work = work_of(args, number);
+            fa::mbarrier_wait_parity(&at().v_full, kv.parity());
+            const bool seen = walk();
+            if constexpr (SPLITS > 1) store_partials(seen);
+            else stage_gradients(seen);
+            __syncwarp();
+            release(at().dkv_full + consumer);
+            kv.next();
+        }
+    }
+};
+
+// Launch 2. A cluster keeps 128 keys, each of its blocks 64; the queries that see them are streamed, of all heads that read this key head.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map,
+              const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
+              const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
+              const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    const Shared smem;
+    if (threadIdx.x == 0) smem.barriers->init();
     fa::cluster_sync();
+    const int warpgroup = fa::warpgroup_index();
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
+        int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+        if (threadIdx.x == 0) Producer{args, smem, {q_map, k_map, v_map, d_o_map, stats_map}, counters}.run();
+        else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
+        __syncwarp();
+    } else {
+        fa::setmaxnreg_inc<REGISTERS>();
+        Consumer(args, smem, warpgroup - 1).run();
+    }
+    fa::cluster_sync();  // the other block arrives at this one's barriers until its end
 }
 
 // Launch 3.

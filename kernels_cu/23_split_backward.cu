@@ -96,7 +96,7 @@
 // float32.
 //
 //     prepare             splits K and V, Q and dO, into a workspace, as the tiles will lie in shared memory, with scales, norms, delta and
-//                         logsumexp behind them: a tile is one contiguous cp.async copy
+//                         logsumexp behind them (fa/split_gradient.cuh): a tile is one contiguous cp.async copy
 //     gradients           a block keeps K and V of BLOCK_K keys; main loop over tiles of BLOCK_Q queries:
 //                           1. wait for the tile; S, P, dP, dS of the warp's keys x half of the queries
 //                           2. P and dS are split, from registers to shared memory; dV and dK += the warp's own half
@@ -118,8 +118,7 @@
 // 99 KB have no room for head dim 256.
 //
 // Not finite inputs: results are not finite where float32's are not, but an infinity may become NaN, as in the forward pass.
-#include <fa/gradient.cuh>
-#include <fa/split_product.cuh>
+#include <fa/split_gradient.cuh>
 
 constexpr int M = WARP_K / 16, HALF = BLOCK_Q / 2, STEPS = HALF / 16;  // a warp: WARP_K keys, and half of the queries or columns
 constexpr int WARPS = BLOCK_K / WARP_K * 2, THREADS = 32 * WARPS;
@@ -130,124 +129,16 @@ constexpr int DQ_PARTS = HEAD_DIM == 256 && WARPS == 4 ? 2 : 1, DQ_COLUMNS = WAR
 constexpr int DQ_STRIDE = DQ_COLUMNS * DQ_PARTS, DQ_M = BLOCK_Q / 16 / DQ_ROWS, DQ_N = HEAD_DIM / 8 / DQ_STRIDE;
 static_assert(HEAD_DIM / 16 % DQ_STRIDE == 0 && DQ_STRIDE <= 4, "DQ_STRIDE divides the groups of 16 columns of dQ, and is at most 4");
 
-// A tile with all its parts, in the workspace as in shared memory, in bytes: [K high][K low][V high][V low][info], and
-// [Q high][Q low][dO high][dO low][logsumexp][delta][info].
-constexpr int INFO = 32;  // floats; a multiple of 128 bytes keeps the tiles aligned
-constexpr fa::uint32_t K_LOW = BLOCK_K * HEAD_DIM * 2, Q_LOW = BLOCK_Q * HEAD_DIM * 2;  // from high parts to low ones
-constexpr fa::uint32_t K_INFO = 4 * K_LOW, Q_STATS = 4 * Q_LOW, Q_INFO = Q_STATS + 8 * BLOCK_Q;
-constexpr fa::uint32_t K_ITEM = K_INFO + 4 * INFO, Q_ITEM = Q_INFO + 4 * INFO;
-enum { INVERSE, INVERSE_2, NORM, LARGEST_DELTA };  // of info: 1 / scale of K or Q, of V or dO; largest row norm of V or dO
+using Tiles = fa::SplitGradient<BLOCK_Q, BLOCK_K, HEAD_DIM, WORKSPACE_KEYS, WORKSPACE_QUERIES, WORKSPACE_DQ>;
+constexpr fa::uint32_t K_LOW = Tiles::k_low, Q_LOW = Tiles::q_low, K_INFO = Tiles::k_info, K_ITEM = Tiles::k_item;  // bytes
+constexpr fa::uint32_t Q_STATS = Tiles::q_stats, Q_INFO = Tiles::q_info, Q_ITEM = Tiles::q_item;
 
 // Shared memory of launch 2: keys, STAGES tiles of queries, P^T and dS^T [BLOCK_K][BLOCK_Q], high and low parts each.
 constexpr fa::uint32_t P_LOW = BLOCK_K * BLOCK_Q * 2, AT_Q = K_ITEM, AT_P = AT_Q + STAGES * Q_ITEM;
-static_assert(K_ITEM % 128 == 0 && Q_ITEM % 128 == 0, "the swizzle is an XOR of addresses");
 
-// P is at most 1, beyond the rounding of large scores; it and dS are brought to 2^15.
-constexpr float P_SCALE = 0x1p15f, LARGEST_P = 1.5f;
-
-// Tiles of queries are numbered over all heads: the number of a head's first.
-__device__ __forceinline__ int first_tile(const fa::Args& args, int batch, int head) {
-    return (batch * args.heads_q + head) * ((args.seq_q + BLOCK_Q - 1) / BLOCK_Q);
-}
-__device__ __forceinline__ unsigned char* query_item(const fa::Args& args, int tile) {
-    return static_cast<unsigned char*>(args.workspace[WORKSPACE_QUERIES]) + fa::int64_t(tile) * Q_ITEM;
-}
-__device__ __forceinline__ unsigned char* key_item(const fa::Args& args, int batch, int kv_head, int tile) {
-    const int first = (batch * args.heads_kv + kv_head) * ((args.seq_kv + BLOCK_K - 1) / BLOCK_K);
-    return static_cast<unsigned char*>(args.workspace[WORKSPACE_KEYS]) + fa::int64_t(first + tile) * K_ITEM;
-}
-// For a tile of queries, dQ in the layout of the accumulators: [BLOCK_Q / 16][HEAD_DIM / 8][32 lanes][4].
-__device__ __forceinline__ float* dq_of(const fa::Args& args, int tile) {
-    return static_cast<float*>(args.workspace[WORKSPACE_DQ]) + fa::int64_t(tile) * (BLOCK_Q * HEAD_DIM);
-}
-
-// K and V, split. A block writes a tile of one of them; tiles are numbered over all heads.
-__device__ __forceinline__ void prepare_keys(const fa::Args& args, int number, bool is_v) {
-    const int tiles = (args.seq_kv + BLOCK_K - 1) / BLOCK_K, row = number / tiles, tile = number - row * tiles;
-    const int batch = row / args.heads_kv, kv_head = row - batch * args.heads_kv, first = tile * BLOCK_K;
-    const fa::Tensor& from = is_v ? args.V : args.K;
-    unsigned char* item = key_item(args, batch, kv_head, tile);
-    const fa::SplitSizes sizes =
-        fa::split_tile<BLOCK_K, HEAD_DIM>(item + (is_v ? 2 * K_LOW : 0), fa::row_pointer<float>(from, batch, kv_head, first), int(from.row),
-                                          args.seq_kv - first, args.head_dim, fa::dynamic_shared<float>());
-    float* info = reinterpret_cast<float*>(item + K_INFO);
-    const int i = threadIdx.x;
-    if (is_v ? i > INVERSE && i < INFO : i == INVERSE) info[i] = i == NORM ? sizes.norm : i <= INVERSE_2 ? sizes.inverse : 0.0f;
-}
-
-// Q and dO likewise; with dO delta[query] = dO · O - dlogsumexp, each row split over 8 lanes, and logsumexp, with +inf where P must be 0: for
-// a query beyond seq_q, or one that sees no key and has -inf.
-__device__ __forceinline__ void prepare_queries(const fa::Args& args, int number, bool is_do) {
-    float* smem = fa::dynamic_shared<float>();  // [24]
-    const int tiles = (args.seq_q + BLOCK_Q - 1) / BLOCK_Q, row = number / tiles, tile = number - row * tiles;
-    const int batch = row / args.heads_q, head = row - batch * args.heads_q, first = tile * BLOCK_Q, i = threadIdx.x;
-    const fa::Tensor& from = is_do ? args.dO : args.Q;
-    unsigned char* item = query_item(args, number);
-    const fa::SplitSizes sizes =
-        fa::split_tile<BLOCK_Q, HEAD_DIM>(item + (is_do ? 2 * Q_LOW : 0), fa::row_pointer<float>(from, batch, head, first), int(from.row),
-                                          args.seq_q - first, args.head_dim, smem);
-    float* info = reinterpret_cast<float*>(item + Q_INFO);
-    if (!is_do) {
-        if (i == 0) info[INVERSE] = sizes.inverse;
-        if constexpr (!DETERMINISTIC && !DIRECT)  // gradients adds to it
-            for (int at = 4 * i; at < BLOCK_Q * HEAD_DIM; at += 4 * 256) fa::store_vec(dq_of(args, number) + at, fa::Vec<float, 4>{});
-        return;
-    }
-    float* stats = reinterpret_cast<float*>(item + Q_STATS);
-    float largest = 0;
-#pragma unroll 1
-    for (int row = i / 8; row < BLOCK_Q; row += 32) {
-        const int query = first + row;
-        float sum = 0, lse = -fa::infinity();
-        if (query < args.seq_q) {
-            const float* o = fa::row_pointer<float>(args.O, batch, head, query);  // [head_dim]
-            const float* d_o = fa::row_pointer<float>(args.dO, batch, head, query);  // [head_dim]
-            lse = *fa::row_pointer<float>(args.logsumexp, batch, head, query);
-            for (int column = i % 8 * 4; column < args.head_dim; column += 32) {
-                fa::Vec<float, 4> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
-                fa::Vec<float, 4> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sum += o_reg[e] * do_reg[e];
-            }
-            if (i % 8 == 0) sum -= fa::dlogsumexp_of<float>(args, batch, head, query);
-        }
-        sum = fa::group_sum<8>(sum);
-        if (fabsf(sum) <= fa::largest_float) largest = max(largest, fabsf(sum));
-        if (i % 8 == 0) {
-            stats[row] = lse == -fa::infinity() ? fa::infinity() : lse;
-            stats[BLOCK_Q + row] = sum;
-        }
-    }
-    largest = fa::block_max(largest, smem + 16);
-    if (i > INVERSE && i < INFO) info[i] = i == INVERSE_2 ? sizes.inverse : i == NORM ? sizes.norm : i == LARGEST_DELTA ? largest : 0.0f;
-}
-
-// Launch 1. Two blocks a tile: K or V, Q or dO.
+// Launch 1.
 extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ fa::Args args) {
-    const int number = blockIdx.x / 2, key_tiles = args.batch * args.heads_kv * ((args.seq_kv + BLOCK_K - 1) / BLOCK_K);
-    if (number < key_tiles) prepare_keys(args, number, blockIdx.x % 2);
-    else prepare_queries(args, number - key_tiles, blockIdx.x % 2);
-}
-
-// What the products of a tile of queries and a tile of keys are multiplied with.
-struct Factors {
-    float score, ds_scale, dp, dv, dk, dq;
-
-    // dS is at most P times the norms of dO and V, and delta: a bound, so that no maximum need be looked for. The products are in an order
-    // in which none overflows or vanishes before the result does.
-    __device__ __forceinline__ Factors(const float* of_queries, const float* of_keys, float scale) {
-        score = of_queries[INVERSE] * of_keys[INVERSE] * scale;
-        ds_scale = fa::split_scale(of_queries[NORM] * of_keys[NORM] + of_queries[LARGEST_DELTA]);
-        dp = of_queries[INVERSE_2] * ds_scale * of_keys[INVERSE_2];
-        dv = of_queries[INVERSE_2] * (1 / P_SCALE);
-        dk = fa::inverse_power(ds_scale) * of_queries[INVERSE];
-        dq = fa::inverse_power(ds_scale) * of_keys[INVERSE];
-    }
-};
-
-__device__ __forceinline__ float probability(float score, float factor, float logsumexp) {
-    const float p = fa::exp2_approx((score * factor - logsumexp) * fa::log2e);
-    return p > LARGEST_P ? LARGEST_P : p;  // a comparison, since a minimum would drop NaN
+    Tiles::prepare<!DETERMINISTIC && !DIRECT>(args);
 }
 
 // A thread's coordinates in launch 2, from an opaque thread id: recomputed wherever they are needed, they take no register in between.
@@ -335,15 +226,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     // Their items lie side by side, so that one number counts them.
     // DIRECT: all queries, since those that see no key get their 0 here. Computed again each time: a register less.
     const auto q_start = [&] { return DIRECT ? 0 : fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q; };
-    const int tile_end = first_tile(args, batch, (kv_head + 1) * group);
+    const int tile_end = Tiles::first_tile(args, batch, (kv_head + 1) * group);
     int q_first = q_start();
-    int tile = q_first < args.seq_q ? first_tile(args, batch, kv_head * group) + q_first / BLOCK_Q : tile_end;
+    int tile = q_first < args.seq_q ? Tiles::first_tile(args, batch, kv_head * group) + q_first / BLOCK_Q : tile_end;
 
     const auto fetch = [&](int tile, fa::uint32_t stage) {  // starts the copy of a tile
-        fa::copy_bytes<Q_ITEM, THREADS>(k_smem + AT_Q + stage * Q_ITEM, query_item(args, tile));
+        fa::copy_bytes<Q_ITEM, THREADS>(k_smem + AT_Q + stage * Q_ITEM, Tiles::query_item(args, tile));
     };
     if (tile < tile_end) {
-        fa::copy_bytes<K_ITEM, THREADS>(k_smem, key_item(args, batch, kv_head, blockIdx.x));
+        fa::copy_bytes<K_ITEM, THREADS>(k_smem, Tiles::key_item(args, batch, kv_head, blockIdx.x));
         fetch(tile, 0);
     }
     fa::cp_async_commit_group();
@@ -356,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         __syncthreads();  // the tile has arrived; all warps have read the other stage, P and dS
 
         const fa::uint32_t q_at = AT_Q + stage * Q_ITEM, q_smem = k_smem + q_at;
-        const Factors factors(reinterpret_cast<const float*>(smem + q_at + Q_INFO), reinterpret_cast<const float*>(smem + K_INFO), scale);
+        const Tiles::Factors factors(reinterpret_cast<const float*>(smem + q_at + Q_INFO), reinterpret_cast<const float*>(smem + K_INFO),
+                                     scale);
         fa::uint32_t high_reg[STEPS][M][4], low_reg[STEPS][M][4];
         float p_reg[M][HALF / 8][4] = {}, ds_reg[M][HALF / 8][4] = {};
         {
@@ -372,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) p_reg[m][n][i] = probability(p_reg[m][n][i], factors.score, lse[i % 2]);
+                    for (int i = 0; i < 4; ++i) p_reg[m][n][i] = Tiles::probability(p_reg[m][n][i], factors.score, lse[i % 2]);
             }
             // dP^T = V dO^T
             fa::split_multiply_rows<HEAD_DIM>(ds_reg, k_lane + 2 * K_LOW, K_LOW, q_lane + 2 * Q_LOW, Q_LOW);
@@ -394,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         ds_reg[m][n][i] = p_reg[m][n][i] * (ds_reg[m][n][i] * factors.dp - scaled[i % 2]);
-                        p_reg[m][n][i] *= P_SCALE;
+                        p_reg[m][n][i] *= Tiles::p_scale;
                     }
             }
         }
@@ -430,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
                     continue;
                 }
                 const int dq_lane = (at.warp / DQ_COLUMNS * DQ_M * (HEAD_DIM / 8) + column) * 128 + at.lane * 4;
-                float* dq = dq_of(args, tile) + dq_lane;
+                float* dq = Tiles::dq(args, tile) + dq_lane;
 #pragma unroll
                 for (int m = 0; m < DQ_M; ++m)
 #pragma unroll
@@ -470,7 +362,7 @@ constexpr int DQ_THREADS = 2 * DQ_QUERIES;
 // Launch 3, deterministic form. DQ_QUERIES queries are resident, 16 a warp; every key they see is streamed, DQ_KEYS at a time.
 extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_constant__ fa::Args args) {
     constexpr int items = DQ_QUERIES / BLOCK_Q;
-    constexpr fa::uint32_t low = DQ_KEYS * HEAD_DIM * 2, stage_bytes = 4 * low + 4 * INFO;
+    constexpr fa::uint32_t low = DQ_KEYS * HEAD_DIM * 2, stage_bytes = 4 * low + 4 * Tiles::info_size;
     unsigned char* smem = fa::dynamic_shared();  // the items of queries, two stages of [K high][K low][V high][V low][info]
     const fa::uint32_t q_smem = fa::smem_u32(smem);
     const int q_tile = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest start first
@@ -480,17 +372,17 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
     const float scale = float(args.scale);
 
     const auto fetch = [&](int k_first, fa::uint32_t to) {
-        const unsigned char* item = key_item(args, batch, kv_head, k_first / BLOCK_K);
+        const unsigned char* item = Tiles::key_item(args, batch, kv_head, k_first / BLOCK_K);
 #pragma unroll
         for (int part = 0; part < 4; ++part)
             fa::copy_bytes<low, DQ_THREADS>(q_smem + to + part * low, item + part * K_LOW + k_first % BLOCK_K * (HEAD_DIM * 2));
-        fa::copy_bytes<4 * INFO, DQ_THREADS>(q_smem + to + 4 * low, item + K_INFO);
+        fa::copy_bytes<4 * Tiles::info_size, DQ_THREADS>(q_smem + to + 4 * low, item + K_INFO);
     };
 #pragma unroll
     for (int i = 0; i < items; ++i)
         if (keys > 0 && q_first + i * BLOCK_Q < q_end)
             fa::copy_bytes<Q_ITEM, DQ_THREADS>(q_smem + i * Q_ITEM,
-                                               query_item(args, first_tile(args, batch, head) + q_first / BLOCK_Q + i));
+                                               Tiles::query_item(args, Tiles::first_tile(args, batch, head) + q_first / BLOCK_Q + i));
     fa::uint32_t stage = items * Q_ITEM;
     if (keys > 0) fetch(0, stage);
     fa::cp_async_commit_group();
@@ -507,8 +399,8 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
         // This lane's rows and addresses, from an opaque thread index: they take no register through the loop.
         const fa::uint32_t thread = fa::opaque_thread_id(), lane = thread % 32, row = thread / 32 * 16;
         const fa::uint32_t item = row / BLOCK_Q * Q_ITEM;
-        const Factors factors(reinterpret_cast<const float*>(smem + item + Q_INFO), reinterpret_cast<const float*>(smem + stage + 4 * low),
-                              scale);
+        const Tiles::Factors factors(reinterpret_cast<const float*>(smem + item + Q_INFO),
+                                     reinterpret_cast<const float*>(smem + stage + 4 * low), scale);
         const fa::uint32_t q_lane = fa::lane_of_a_at<HEAD_DIM>(q_smem + item, row % BLOCK_Q, 0, lane);
         const fa::uint32_t k_lane = fa::lane_of_b_at<HEAD_DIM>(q_smem + stage, 0, 0, lane);
         float p_reg[1][DQ_KEYS / 8][4] = {}, ds_reg[1][DQ_KEYS / 8][4] = {};
@@ -524,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& ds = ds_reg[0][n][2 * half + e];
-                    ds = probability(p_reg[0][n][2 * half + e], factors.score, lse) * (ds * factors.dp - delta);
+                    ds = Tiles::probability(p_reg[0][n][2 * half + e], factors.score, lse) * (ds * factors.dp - delta);
                 }
         }
         if (k_first + DQ_KEYS > fa::visible_keys(args, q_first + int(row))) {
@@ -561,26 +453,5 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
     }
 }
 
-// Launch 3, the other form. dQ from the layout of the accumulators to rows: a thread reads the 4 lanes that hold 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
-    constexpr int chunks = HEAD_DIM / 8;
-    const int q_first = blockIdx.x * 16, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, head = blockIdx.y, batch = blockIdx.z;
-    const float scale = float(args.scale);
-    const float* from =
-        dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + (q_first % BLOCK_Q / 16 * chunks + chunk) * 128 + row * 16;
-    fa::Vec<float, 4> rows[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const fa::Vec<float, 4> dq = fa::load_vec<4>(from + 4 * i);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rows[e / 2][i / 2][i % 2 * 2 + e % 2] = dq[e] * scale;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = q_first + 8 * half + row;
-        if (query >= args.seq_q) continue;
-        float* to = fa::row_pointer<float>(args.dQ, batch, head, query) + chunk * 8;
-        fa::store_128_upto(to, rows[half][0], args.head_dim - chunk * 8);
-        fa::store_128_upto(to + 4, rows[half][1], args.head_dim - chunk * 8 - 4);
-    }
-}
+// Launch 3, the other form.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) { Tiles::convert(args); }

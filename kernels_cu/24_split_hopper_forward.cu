@@ -104,10 +104,16 @@
 //
 // No overlap inside a warpgroup. Step 18 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
 // the same time: 192 of 232 registers at head dim 128. But three products take three times as long and the softmax does not, so the
-// products of the other consumer hide it. A turn is P V of a tile and S of the next:
+// products of the other consumer hide it. A turn is P V of a tile and S of the next. Time runs downwards:
 //
-//     consumer 1    P V(n)   S(n + 1)   softmax(n + 1), split      P V(n + 1)   S(n + 2)
-//     consumer 2    softmax(n), split   P V(n)   S(n + 1)          softmax(n + 1), split
+//     producer                   consumer (each of two or three)                    tensor cores
+//     wait for a slot,           turn: wait for V(n), issue P V(n), wait for it     P V(n) of this consumer
+//       start the next copy      release V(n); wait for K(n + 1), issue S(n + 1)    S(n + 1)
+//                                end of the turn; O += P V(n); wait for S(n + 1)    S(n + 1)
+//                                scores times their keys' factors; release K(n + 1) the other consumer's products
+//                                softmax(n + 1), split                              the other consumer's products
+//     behind the last tile: K,   O += the last P V; release Q; O / row sum to       the other consumer's products
+//       Q, V of the next work      global memory; take the next work
 //
 // P V(n) is added to O under S(n + 1). So the loop has one body, and S and P share registers. At head dim 256 P V is made in slices of 64
 // columns, each of which is added at once.
@@ -122,6 +128,7 @@
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/split.cuh>
+#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 using fa::float16;
@@ -194,24 +201,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     }
 }
 
-// Loads a tile of both parts, slab by slab. more: bytes that other copies bring to the same barrier.
-template <uint32_t Low>
-__device__ __forceinline__ void load_tile(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int more) {
-    fa::mbarrier_arrive_expect_tx(full, SLABS * 2 * Low + more);
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * 2 * Low, &map, full, 64 * slab, row, 0, head);
-}
-
-// The scores times the factors of their keys.
-__device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_K / 2], const float* factors_smem /* [BLOCK_K] */) {
-#pragma unroll
-    for (int j = 0; j < BLOCK_K / 8; ++j) {
-        const fa::Vec<float, 2> factor = fa::load_vec<2>(factors_smem + 8 * j + fa::fragment_column());
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[4 * j + i] *= factor[i % 2];
-    }
-}
-
 // S becomes SCALE_OF_P times P = 2^(scale (S - row_max)), and its sum over this thread's columns is added to `sum`. The difference is exact
 // where it matters, at any size of the scores. The scale of P is part of the multiply-add, whose rounding is that of exp2_approx, 2^-22.
 __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&sum)[2], const float (&scale_log2e)[2],
@@ -231,87 +220,97 @@ __device__ __forceinline__ void exponentiate(float (&x)[BLOCK_K / 2], float (&su
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
-            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap factors_map) {
-    unsigned char* q_smem = fa::dynamic_shared_1024();  // [CONSUMERS][SLABS][high, low][64][64]
-    unsigned char* ring_smem = q_smem + CONSUMERS * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]: K(0), V(0), K(1), V(1), …
-    float* factors_smem = reinterpret_cast<float*>(ring_smem + STAGES * ITEM);  // [STAGES][FACTORS]
-    uint64_t* q_full = reinterpret_cast<uint64_t*>(factors_smem + STAGES * FACTORS);
-    uint64_t* q_empty = q_full + CONSUMERS;
-    uint64_t* full = q_empty + CONSUMERS;
-    uint64_t* empty = full + STAGES;
-    Work* works_smem = reinterpret_cast<Work*>(empty + STAGES);  // [CONSUMERS]: whose Q is there
+// The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
+// that read it have.
+struct Shared {
+    unsigned char* q = fa::dynamic_shared_1024();  // [CONSUMERS][SLABS][high, low][64][64]
+    unsigned char* ring = q + CONSUMERS * Q_PIECE;  // [STAGES][SLABS][high, low][BLOCK_K][64]: K(0), V(0), K(1), V(1), …
+    float* factors = reinterpret_cast<float*>(ring + STAGES * ITEM);  // [STAGES][FACTORS]: of the keys of a K
+    uint64_t* q_full = reinterpret_cast<uint64_t*>(factors + STAGES * FACTORS);  // [CONSUMERS]
+    uint64_t *q_empty = q_full + CONSUMERS, *full = q_empty + CONSUMERS, *empty = full + STAGES;  // full, empty: [STAGES]
+    Work* works = reinterpret_cast<Work*>(empty + STAGES);  // [CONSUMERS]: whose Q is there
+};
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(q_full + i, 1), fa::mbarrier_init(q_empty + i, 128);
-        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(full + i, 1), fa::mbarrier_init(empty + i, 4 * CONSUMERS);
-        fa::mbarrier_init_fence();
+// Starts the copies: one thread's task.
+struct Producer {
+    const Shared& shared;
+    const fa::Args& args;
+    const fa::TensorMap &q_map, &k_map, &v_map, &factors_map;
+    fa::RingPlace<STAGES> item;
+    uint32_t q_parity = 0;
+
+    // A tile of both parts, slab by slab. more: bytes that other copies bring to the same barrier.
+    template <uint32_t Low>
+    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t* full, int row, int head, int more) {
+        fa::mbarrier_arrive_expect_tx(full, SLABS * 2 * Low + more);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * 2 * Low, &map, full, 64 * slab, row, 0, head);
     }
-    __syncthreads();
-
-    const int warpgroup = fa::warpgroup_index();
-    int stage = 0;  // of the ring, and the parity of its round
-    uint32_t parity = 0, q_parity = 0;
-    auto next = [&]() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    };
-    if (warpgroup == 0) {
-        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
-        if (threadIdx.x == 0) {
-            // The producer. A number is fetched one work ahead: the counter's answer takes a microsecond.
-            int* counter = static_cast<int*>(args.workspace[WORKSPACE_COUNTER]);
-            const int works = Tiles::works(args);
-            auto hand_over = [&](const Work& work) {
-                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    const int row = work.q_first + 64 * consumer, head = work.batch * args.heads_q + work.head;
-                    fa::mbarrier_wait_parity(q_empty + consumer, q_parity ^ 1);
-                    works_smem[consumer] = work;
-                    if (work.tiles) load_tile<Q_LOW>(q_smem + consumer * Q_PIECE, q_map, q_full + consumer, row, head, 0);
-                    else fa::mbarrier_arrive(q_full + consumer);
-                }
-                q_parity ^= 1;
-            };
-            int number = blockIdx.x;
-            while (number < works) {
-                const Work work = Tiles::of_number<SECTION, 8 * HEAD_DIM>(args, number);
-                const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
-                number = gridDim.x + atomicAdd(counter, 1);
-                for (int n = 0; n < work.tiles; ++n) {
-                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
-                    load_tile<LOW>(ring_smem + stage * ITEM, k_map, full + stage, n * BLOCK_K, kv_head, 4 * BLOCK_K);
-                    fa::tma_load_4d(factors_smem + stage * FACTORS, &factors_map, full + stage, n * BLOCK_K, 0, 0, kv_head);
-                    next();
-                    if (n == 0) hand_over(work);  // the first keys go ahead: their place is empty earlier
-                    fa::mbarrier_wait_parity(empty + stage, parity ^ 1);
-                    load_tile<LOW>(ring_smem + stage * ITEM, v_map, full + stage, n * BLOCK_K, kv_head, 0);
-                    next();
-                }
-            }
-            hand_over(Work{});
+    // Each consumer's part of Q comes by itself, when that consumer has read the last one. tiles = 0: there is no more work.
+    __device__ __forceinline__ void load_q(const Work& work) {
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            const int row = work.q_first + 64 * consumer, head = work.batch * args.heads_q + work.head;
+            fa::mbarrier_wait_parity(shared.q_empty + consumer, q_parity ^ 1);
+            shared.works[consumer] = work;
+            if (work.tiles) load<Q_LOW>(shared.q + consumer * Q_PIECE, q_map, shared.q_full + consumer, row, head, 0);
+            else fa::mbarrier_arrive(shared.q_full + consumer);
         }
-        return;
+        q_parity ^= 1;
     }
+    // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
+    __device__ __forceinline__ void load_k(int n, int kv_head) {
+        uint64_t* full = shared.full + item.stage;
+        fa::mbarrier_wait_parity(shared.empty + item.stage, item.parity ^ 1);
+        load<LOW>(shared.ring + item.stage * ITEM, k_map, full, n * BLOCK_K, kv_head, 4 * BLOCK_K);
+        fa::tma_load_4d(shared.factors + item.stage * FACTORS, &factors_map, full, n * BLOCK_K, 0, 0, kv_head);
+        item.next();
+    }
+    __device__ __forceinline__ void load_v(int n, int kv_head) {
+        fa::mbarrier_wait_parity(shared.empty + item.stage, item.parity ^ 1);
+        load<LOW>(shared.ring + item.stage * ITEM, v_map, shared.full + item.stage, n * BLOCK_K, kv_head, 0);
+        item.next();
+    }
+    // All works of the block. A number is fetched one work ahead: the counter's answer takes a microsecond.
+    __device__ __forceinline__ void load_works(int* counter) {
+        const int works = Tiles::works(args);
+        int number = blockIdx.x;
+        while (number < works) {
+            const Work work = Tiles::of_number<SECTION, 8 * HEAD_DIM>(args, number);
+            const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
+            number = gridDim.x + atomicAdd(counter, 1);
+            for (int n = 0; n < work.tiles; ++n) {
+                load_k(n, kv_head);
+                if (n == 0) load_q(work);  // the first keys go ahead: their place is empty earlier
+                load_v(n, kv_head);
+            }
+        }
+        load_q(Work{});
+    }
+};
 
-    // A consumer
-    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
-    const int consumer = warpgroup - 1, lane = fa::lane_id(), warp = fa::warp_id() % 4;
+// Attention of 64 queries of each work: a warpgroup's task. A thread has parts of two rows, `row` and row + 8.
+struct Consumer {
+    const Shared& shared;
+    const fa::Args& args;
+    int index, lane = fa::lane_id(), warp = fa::warp_id() % 4;  // index: of the block's consumers
     float score_reg[BLOCK_K / 2], sum_reg[SLICE / 2], out_reg[HEAD_DIM / 2];  // sum_reg: P V of a tile, the last slice
+    float more_reg[BLOCK_K / 2];  // a second chain of S, at head dim 256
     uint32_t high_reg[BLOCK_K / 16][4], low_reg[BLOCK_K / 16][4];  // P
-    float q_factor[2], row_max[2], row_sum[2];  // of this thread's two rows: P = 2^(q_factor log2(e) (S - row_max))
+    float q_factor[2], row_max[2], row_sum[2];  // P = 2^(q_factor log2(e) (S - row_max))
+    float v_factor;  // of the P V in sum_reg, or of the next
     const float* v_factors;  // of this work's tiles
     Work work;
-    int row, tiles;  // this thread's first row, the other is 8 further on; the tiles of keys that its warpgroup needs, at most work.tiles
+    int row, tiles;  // tiles: those of work.tiles that its queries see
+    fa::RingPlace<STAGES> item;
+    uint32_t q_parity = 0;
 
-    auto release = [&](uint64_t* barrier) {
-        if (lane == 0) fa::mbarrier_arrive(barrier);
-    };
-    auto take_work = [&]() {
-        fa::mbarrier_wait_parity(q_full + consumer, q_parity);
-        work = works_smem[consumer];
+    // Waits for the next work and its Q; false: there is none.
+    __device__ __forceinline__ bool take_work() {
+        fa::mbarrier_wait_parity(shared.q_full + index, q_parity);
+        work = shared.works[index];
         if (__any_sync(fa::full_warp, work.tiles == 0)) return false;  // a vote: the compiler sees that the warp stays together
-        row = work.q_first + 64 * consumer + 16 * warp + lane / 4;
-        tiles = min(work.tiles, Tiles::seen(args, work.q_first + 64 * consumer + 64));
+        row = work.q_first + 64 * index + 16 * warp + lane / 4;
+        tiles = min(work.tiles, Tiles::seen(args, work.q_first + 64 * index + 64));
         const int kv_head = work.batch * args.heads_kv + fa::kv_head_of(args, work.head);
         v_factors = static_cast<const float*>(args.workspace[WORKSPACE_V_FACTORS]) + kv_head * tiles_of(args.seq_kv);
         const float* q_factors = static_cast<const float*>(args.workspace[WORKSPACE_Q_FACTORS]);
@@ -325,25 +324,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < HEAD_DIM / 2; ++i) out_reg[i] = 0;
 #pragma unroll
         for (int i = 0; i < SLICE / 2; ++i) sum_reg[i] = 0;
+        v_factor = 0;
         return true;
-    };
-    auto begin_turn = [&]() {
-        if (PINGPONG) fa::bar_sync(4 + consumer, 256);
-    };
-    auto end_turn = [&]() {
-        if (PINGPONG) fa::bar_arrive(4 + (consumer + 1) % CONSUMERS, 256);
-    };
+    }
+    __device__ __forceinline__ void release_q() {
+        fa::mbarrier_arrive(shared.q_empty + index);  // every thread: each has read for itself whose Q it is
+        q_parity ^= 1;
+    }
+    // This warp has read the tile of K or V; the producer waits for all warps.
+    __device__ __forceinline__ void release_item() {
+        if (lane == 0) fa::mbarrier_arrive(shared.empty + item.stage);
+        item.next();
+    }
+    // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the one before passes it on.
+    __device__ __forceinline__ void begin_turn() {
+        if (PINGPONG) fa::bar_sync(4 + index, 256);
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (PINGPONG) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
+    }
+
     // Columns from 16 first up to 16 last of one of the three products of S.
-    auto multiply_scores = [&](float (&to)[BLOCK_K / 2], uint64_t q_operand, uint64_t k_operand, int first, int last, bool accumulate) {
+    __device__ __forceinline__ void multiply_scores(float (&to)[BLOCK_K / 2], uint64_t q_operand, uint64_t k_operand, int first, int last,
+                                                    bool accumulate) {
         q_operand = fa::descriptor_here(q_operand), k_operand = fa::descriptor_here(k_operand);
 #pragma unroll
         for (int step = first; step < last; ++step)
             fa::wgmma_ss<float16>(to, fa::descriptor_advance(q_operand, step / 4 * 2 * Q_LOW + step % 4 * 32),
                                   fa::descriptor_advance(k_operand, step / 4 * 2 * LOW + step % 4 * 32), accumulate || step > first);
-    };
+    }
+    // Starts S = Q K^T, small products first.
+    __device__ __forceinline__ void issue_scores() {
+        const uint64_t q_high = fa::smem_descriptor_k_major(shared.q + index * Q_PIECE), q_low = fa::descriptor_advance(q_high, Q_LOW);
+        const uint64_t k_high = fa::smem_descriptor_k_major(shared.ring + item.stage * ITEM), k_low = fa::descriptor_advance(k_high, LOW);
+        fa::discard(score_reg);
+        fa::mbarrier_wait_parity(shared.full + item.stage, item.parity);
+        fa::wgmma_fence();
+        multiply_scores(score_reg, q_low, k_high, 0, HEAD_DIM / 16, false);
+        multiply_scores(score_reg, q_high, k_low, 0, HEAD_DIM / 16, true);
+        multiply_scores(score_reg, q_high, k_high, 0, min(CHAIN, HEAD_DIM / 16), true);
+        if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, q_high, k_high, CHAIN, HEAD_DIM / 16, false);
+        fa::wgmma_commit();
+    }
+    __device__ __forceinline__ void wait_scores() {
+        if constexpr (HEAD_DIM / 16 > CHAIN) {
+            fa::wgmma_wait<0>(score_reg, more_reg);
+#pragma unroll
+            for (int i = 0; i < BLOCK_K / 2; ++i) score_reg[i] += more_reg[i];
+        } else {
+            fa::wgmma_wait<0>(score_reg);
+        }
+    }
+    // The scores times the factors of their keys. Then K is read.
+    __device__ __forceinline__ void multiply_columns() {
+#pragma unroll
+        for (int j = 0; j < BLOCK_K / 8; ++j) {
+            const fa::Vec<float, 2> factor = fa::load_vec<2>(shared.factors + item.stage * FACTORS + 8 * j + fa::fragment_column());
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score_reg[4 * j + i] *= factor[i % 2];
+        }
+        __syncwarp();  // all lanes have read the factors when the first one releases them
+    }
     // P V of a slice: from zero, small products first.
-    auto multiply_values = [&](int slice) {
-        const uint64_t v_operand = fa::smem_descriptor_mn_major(ring_smem + stage * ITEM, 2 * LOW);
+    __device__ __forceinline__ void multiply_values(int slice) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.ring + item.stage * ITEM, 2 * LOW);
         fa::discard(sum_reg);
         fa::wgmma_fence();
 #pragma unroll
@@ -355,105 +399,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                             product + step > 0);
         fa::wgmma_commit();
         fa::wgmma_wait<0>(sum_reg, high_reg, low_reg);
-    };
-    auto add_slice = [&](int slice, float factor) {
+    }
+    __device__ __forceinline__ void add_slice(int slice) {
 #pragma unroll
-        for (int i = 0; i < SLICE / 2; ++i) out_reg[slice * SLICE / 2 + i] += factor * sum_reg[i];
-    };
+        for (int i = 0; i < SLICE / 2; ++i) out_reg[slice * SLICE / 2 + i] += v_factor * sum_reg[i];
+    }
+    // P V of the tile, and where there are slices their sum with O.
+    __device__ __forceinline__ void make_output() {
+        fa::mbarrier_wait_parity(shared.full + item.stage, item.parity);
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+            multiply_values(slice);
+            if (LATE) continue;
+            add_slice(slice);
+            fa::schedule_fence();
+        }
+    }
 
-    if (PINGPONG && consumer == CONSUMERS - 1) end_turn();  // the first turn is the first consumer's
-    while (take_work()) {
-        float v_factor = 0;  // of the tile before
+    // -inf for keys that a query does not see.
+    __device__ __forceinline__ void mask(int n) {
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, work.q_first + 64 * index)) return;
+        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+        fa::mask_columns(score_reg, visible);
+    }
+    // Raises the row maxima to those of the tile, where they are larger, and rescales what refers to them.
+    __device__ __forceinline__ void rescale(const float (&maximum)[2], const float (&scale_log2e)[2]) {
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float larger = max(row_max[half], fa::group_max<4>(maximum[half]));
+            factor[half] = fa::exp2_approx((row_max[half] - larger) * scale_log2e[half]);
+            row_max[half] = larger;
+            row_sum[half] *= factor[half];
+        }
+        fa::scale_rows(out_reg, factor);
+    }
+    // S of tile n becomes SCALE_OF_P times P. Rescaling is lazy.
+    __device__ __forceinline__ void softmax(int n) {
+        mask(n);
+        const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
+        float maximum[2];
+        fa::local_row_max(maximum, score_reg);
+        bool grows = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) grows |= (maximum[half] - row_max[half]) * scale_log2e[half] > SLACK;
+        if (__any_sync(fa::full_warp, grows)) rescale(maximum, scale_log2e);
+        exponentiate(score_reg, row_sum, scale_log2e, row_max);
+    }
+    __device__ __forceinline__ void split() {
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                fa::split_pair(high_reg[step][r], low_reg[step][r], score_reg[8 * step + 2 * r], score_reg[8 * step + 2 * r + 1]);
+    }
+    // K and V of a tile that only other consumers need.
+    __device__ __forceinline__ void skip_tile() {
         begin_turn();
-        for (int n = 0; n < tiles; ++n) {
-            // S, small products first
-            float more_reg[BLOCK_K / 2];  // a second chain
-            const uint64_t q_high = fa::smem_descriptor_k_major(q_smem + consumer * Q_PIECE), q_low = fa::descriptor_advance(q_high, Q_LOW);
-            const uint64_t k_high = fa::smem_descriptor_k_major(ring_smem + stage * ITEM), k_low = fa::descriptor_advance(k_high, LOW);
-            fa::discard(score_reg);
-            fa::mbarrier_wait_parity(full + stage, parity);
-            fa::wgmma_fence();
-            multiply_scores(score_reg, q_low, k_high, 0, HEAD_DIM / 16, false);
-            multiply_scores(score_reg, q_high, k_low, 0, HEAD_DIM / 16, true);
-            multiply_scores(score_reg, q_high, k_high, 0, min(CHAIN, HEAD_DIM / 16), true);
-            if constexpr (HEAD_DIM / 16 > CHAIN) multiply_scores(more_reg, q_high, k_high, CHAIN, HEAD_DIM / 16, false);
-            fa::wgmma_commit();
-            end_turn();
-            if (PIN) fa::schedule_fence();
-            if (LATE) add_slice(0, v_factor);  // of the tile before
-            v_factor = v_factors[n];
-            if constexpr (HEAD_DIM / 16 > CHAIN) {
-                fa::wgmma_wait<0>(score_reg, more_reg);
-#pragma unroll
-                for (int i = 0; i < BLOCK_K / 2; ++i) score_reg[i] += more_reg[i];
-            } else {
-                fa::wgmma_wait<0>(score_reg);
-            }
-            multiply_columns(score_reg, factors_smem + stage * FACTORS);
-            __syncwarp();  // all lanes have read the factors when the first one releases them
-            release(empty + stage);
-            next();
-
-            // The softmax. Rescaling is lazy
-            if ((n + 1) * BLOCK_K > fa::visible_keys(args, work.q_first + 64 * consumer)) {
-                const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
-                fa::mask_columns(score_reg, visible);
-            }
-            const float scale_log2e[2] = {q_factor[0] * fa::log2e, q_factor[1] * fa::log2e};
-            float maximum[2], factor[2];
-            fa::local_row_max(maximum, score_reg);
-            bool grows = false;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) grows |= (maximum[half] - row_max[half]) * scale_log2e[half] > SLACK;
-            if (__any_sync(fa::full_warp, grows)) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float larger = max(row_max[half], fa::group_max<4>(maximum[half]));
-                    factor[half] = fa::exp2_approx((row_max[half] - larger) * scale_log2e[half]);
-                    row_max[half] = larger;
-                    row_sum[half] *= factor[half];
-                }
-                fa::scale_rows(out_reg, factor);
-            }
-            exponentiate(score_reg, row_sum, scale_log2e, row_max);
-#pragma unroll
-            for (int step = 0; step < BLOCK_K / 16; ++step)
-#pragma unroll
-                for (int r = 0; r < 4; ++r)
-                    fa::split_pair(high_reg[step][r], low_reg[step][r], score_reg[8 * step + 2 * r], score_reg[8 * step + 2 * r + 1]);
-
-            // P V
-            if (PIN) fa::schedule_fence();
-            begin_turn();
-            fa::mbarrier_wait_parity(full + stage, parity);
-#pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) {
-                multiply_values(slice);
-                if (LATE) continue;
-                add_slice(slice, v_factor);
-                fa::schedule_fence();
-            }
-            release(empty + stage);
-            next();
-        }
         end_turn();
-        if (LATE) add_slice(0, v_factor);
-        fa::mbarrier_arrive(q_empty + consumer);  // every thread: each has read for itself whose Q it is
-        q_parity ^= 1;
 #pragma unroll 1
-        for (int n = tiles; n < work.tiles; ++n) {  // what only the other consumers need
-            begin_turn();
-            end_turn();
-#pragma unroll 1
-            for (int i = 0; i < 2; ++i) {
-                fa::mbarrier_wait_parity(full + stage, parity);
-                __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-                release(empty + stage);
-                next();
-            }
+        for (int i = 0; i < 2; ++i) {
+            fa::mbarrier_wait_parity(shared.full + item.stage, item.parity);
+            __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+            release_item();
         }
-
-        // Epilogue: O / row sum and the logsumexp, straight to global memory: a quad writes a sector.
+    }
+    // O / row sum and the logsumexp, straight to global memory: a quad writes a sector.
+    __device__ __forceinline__ void store() {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = row + 8 * half;
@@ -471,5 +483,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 fa::store_vec_upto(out + 8 * j, two, args.head_dim - 8 * j - fa::fragment_column());
             }
         }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap factors_map) {
+    const Shared shared;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < CONSUMERS; ++i) fa::mbarrier_init(shared.q_full + i, 1), fa::mbarrier_init(shared.q_empty + i, 128);
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(shared.full + i, 1), fa::mbarrier_init(shared.empty + i, 4 * CONSUMERS);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    const int warpgroup = fa::warpgroup_index();
+    if (warpgroup == 0) {
+        fa::setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
+        if (threadIdx.x != 0) return;
+        Producer{shared, args, q_map, k_map, v_map, factors_map}.load_works(static_cast<int*>(args.workspace[WORKSPACE_COUNTER]));
+        return;
+    }
+    fa::setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
+    Consumer consumer{shared, args, warpgroup - 1};
+
+    if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
+    while (consumer.take_work()) {
+        consumer.begin_turn();
+        // Main loop over tiles of keys
+        for (int n = 0; n < consumer.tiles; ++n) {
+            consumer.issue_scores();
+            consumer.end_turn();
+            if (PIN) fa::schedule_fence();
+            if (LATE) consumer.add_slice(0);  // P V of the tile before, under S
+            consumer.v_factor = consumer.v_factors[n];
+            consumer.wait_scores();
+            consumer.multiply_columns();
+            consumer.release_item();
+            consumer.softmax(n);
+            consumer.split();
+            if (PIN) fa::schedule_fence();
+            consumer.begin_turn();
+            consumer.make_output();
+            consumer.release_item();
+        }
+        consumer.end_turn();
+        if (LATE) consumer.add_slice(0);
+        consumer.release_q();
+#pragma unroll 1
+        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
+        consumer.store();
     }
 }

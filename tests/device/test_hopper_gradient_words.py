@@ -72,6 +72,70 @@ def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> 
             assert np.array_equal(got, chained(a.T, b[:, :n], 0, dtype)), n
 
 
+#: D (64, 64) of each product of whole tiles. A: two heads of Q, side by side or one below the other; B: K and V likewise.
+TILES = (
+    "#include <fa/wgmma_tile.cuh>\n"
+    + entry("q", "k", "v")
+    + """\
+    unsigned char* q_smem = fa::dynamic_shared_1024();
+    unsigned char *k_smem = q_smem + 16384, *v_smem = k_smem + 16384;
+    uint64_t* full = reinterpret_cast<uint64_t*>(v_smem + 16384);
+    if (threadIdx.x == 0) {
+        fa::mbarrier_init(full, 1);
+        fa::mbarrier_init_fence();
+        fa::mbarrier_arrive_expect_tx(full, 6 * 8192);
+        for (int slab = 0; slab < 2; ++slab) {
+            fa::tma_load_4d(q_smem + 8192 * slab, &q_map, full, 0, 0, slab, 0);
+            fa::tma_load_4d(k_smem + 8192 * slab, &k_map, full, 0, 0, slab, 0);
+            fa::tma_load_4d(v_smem + 8192 * slab, &v_map, full, 0, 0, slab, 0);
+        }
+    }
+    __syncthreads();
+    fa::mbarrier_wait_parity(full, 0);
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, pair = t % 4 * 2, start = args.causal_shift;
+    const uint64_t a = fa::smem_descriptor_k_major(q_smem), a_rows = fa::smem_descriptor_mn_major(q_smem, 8192);
+    const uint64_t b = fa::smem_descriptor_k_major(k_smem), b_rows = fa::smem_descriptor_mn_major(v_smem, 8192);
+    uint32_t a_reg[4][4];
+    for (int step = 0; step < 4; ++step)
+        for (int i = 0; i < 4; ++i)
+            a_reg[step][i] = *reinterpret_cast<const uint32_t*>(
+                static_cast<const uint16_t*>(args.Q.data) + (row + i % 2 * 8) * 64 + 16 * step + pair + i / 2 * 8);
+    float d[32];
+    for (int i = 0; i < 32; ++i) d[i] = start;
+    if (args.head_dim == 0) fa::issue_abt<scalar, 128>(d, a, 8192, b, 8192);
+    if (args.head_dim == 1) fa::issue_ab<scalar>(d, a_reg, b_rows, start != 0);
+    if (args.head_dim == 2) fa::issue_ab<scalar, 4>(d, a, b_rows, start != 0);
+    if (args.head_dim == 3) fa::issue_atb<scalar, 128>(d, a_rows, b_rows);
+    fa::wgmma_wait<0>(d, a_reg);
+    float* out = static_cast<float*>(args.O.data);
+    for (int i = 0; i < 32; ++i) out[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + pair + i % 2] = d[i];
+}
+"""
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_tiles(dtype: str, backend: Backend, tmp_path: Path) -> None:
+    """A B^T over two slabs and A^T B over two tiles begin from zero, A B from registers and shared memory where it is told to."""
+    draw = np.random.RandomState(7)
+    q, k, v = (draw.randn(2, 64, 64).astype(TYPES[dtype]) for _ in range(3))
+    given = {name: np.zeros((HEADS, ROWS, WIDTH), TYPES[dtype]) for name in "QKV"}
+    for name, values in zip("QKV", (q, k, v), strict=True):
+        given[name][:2, :64] = values
+    maps: dict[str, tuple[str, list[int], int]] = {name.lower(): (name, [64, 64, 1, 1], 128) for name in "QKV"}
+    kernel = bound(backend, tmp_path, TILES, maps, given, dtype, shared=6 * 8192 + 64)
+    for start in (0, 2):
+        wanted = (
+            chained(np.hstack(q), np.hstack(k).T, 0, dtype),
+            chained(q[0], v[0], start, dtype),
+            chained(q[0], v[0], start, dtype),
+            chained(np.vstack(q).T, np.vstack(v), 0, dtype),
+        )
+        for form, want in enumerate(wanted):
+            got = with_fields(kernel, head_dim=form, causal_shift=start)[:16384].view(np.float32).reshape(64, 64)
+            assert np.array_equal(got, want), (form, start)
+
+
 #: S and dP (64, 64) by rows in Q and K, the columns' numbers in V: reference, delta. O: P, dS, P with columns cleared, tiles of dS.
 COLUMNS = (
     "#include <fa/accumulator.cuh>\n"
@@ -87,8 +151,7 @@ COLUMNS = (
     for (int i = 0; i < 32; ++i) p[i] = fa::widen(static_cast<const scalar*>(args.Q.data)[place(i)]);
     for (int i = 0; i < 32; ++i) ds[i] = fa::widen(static_cast<const scalar*>(args.K.data)[place(i)]);
     uint32_t whole[4][4], half[2][4];
-    auto score = [&](auto masked) {  // all at once; or a quarter, then the others a step at a time
-        constexpr int ahead = masked.value ? 4 : 1;
+    auto score = [&](int ahead) {  // all at once; or a quarter, then the others a step at a time
         fa::exponentiate_columns(p, 0.5f, numbers_smem, 0, ahead);
         for (int step = 0; step < 4; ++step) {
             if (step >= ahead) fa::exponentiate_columns(p, 0.5f, numbers_smem, step, step + 1);
@@ -100,8 +163,7 @@ COLUMNS = (
         fa::exponentiate_columns(p, 0.5f, numbers_smem);
         fa::score_gradient(ds, p, numbers_smem + 64);
         fa::pack_operand<scalar>(whole, ds);
-    } else if (args.causal_shift < 0) score(fa::Masked<true>{});
-    else score(fa::Masked<false>{});
+    } else score(args.causal_shift < 0 ? 4 : 1);
     for (int i = 0; i < 32; ++i) out[place(i)] = p[i];
     for (int i = 0; i < 32; ++i) out[4096 + place(i)] = ds[i];
     float first_32[16];
@@ -112,8 +174,11 @@ COLUMNS = (
     fa::store_operand(own_smem + 8192, 8192, half);
     fa::store_operand(own_smem + 8192, 8192, half, 32);
     const int first[2] = {row - 3 + args.causal_shift, row + 5 + args.causal_shift};
+    float seen[32];
+    for (int i = 0; i < 32; ++i) seen[i] = p[i];
     fa::clear_columns(p, first);
-    for (int i = 0; i < 32; ++i) out[8192 + place(i)] = p[i];
+    fa::clear_hidden(seen, args, 0, args.seq_kv - 40);
+    for (int i = 0; i < 32; ++i) out[8192 + place(i)] = p[i], out[16384 + place(i)] = seen[i];
     __syncthreads();
     for (int i = t; i < 4096; i += 128) out[12288 + i] = reinterpret_cast<const float*>(fa::dynamic_shared_1024())[i];
 }
@@ -137,6 +202,7 @@ def test_columns(backend: Backend, tmp_path: Path) -> None:
         assert np.allclose(p, wanted, rtol=1e-6, atol=0)
         assert (p[:, 3] == 0).all()
         assert np.array_equal(ds, p * (dp.astype(np.float32) - numbers[64:].astype(np.float32)))
+        assert np.array_equal(got[16384:20480].reshape(64, 64), np.where(np.arange(64)[:, None] < 40, p, 0))
         hidden = np.arange(64) < np.arange(64)[:, None] - 3 + shift
         assert np.array_equal(cleared, np.where(hidden, 0, p)), shift
         tiles = got[12288:].view(np.uint16)[: 2 * 4096].reshape(2, 64, 8, 8)

@@ -290,13 +290,14 @@ def test_key_tiles(causal: bool, shift: int, backend: Backend, tmp_path: Path) -
 
 
 def test_ring_of_stages(backend: Backend, tmp_path: Path) -> None:
-    """fa::Ring: its stages in turn, and the parity of the round."""
+    """fa::Ring and fa::RingPlace: the stages in turn, and the parity of the round."""
     body = """\
     fa::Ring<3> ring;
-    for (int i = 0; i < t; ++i) ring.next();
-    out[2 * t] = ring.stage(), out[2 * t + 1] = ring.parity();"""
-    got = run(backend, tmp_path, body, before="#include <fa/stage.cuh>")[:64].reshape(32, 2)
-    assert np.array_equal(got, np.stack([np.arange(32) % 3, np.arange(32) // 3 % 2], 1))
+    fa::RingPlace<3> place;
+    for (int i = 0; i < t; ++i) ring.next(), place.next();
+    out[4 * t] = ring.stage(), out[4 * t + 1] = ring.parity(), out[4 * t + 2] = place.stage, out[4 * t + 3] = place.parity;"""
+    got = run(backend, tmp_path, body, before="#include <fa/stage.cuh>")[:128].reshape(32, 4)
+    assert np.array_equal(got, np.stack([np.arange(32) % 3, np.arange(32) // 3 % 2] * 2, 1))
 
 
 # -- no word without a test -------------------------------------------------------------------------------------------

@@ -290,3 +290,37 @@ def test_split_softmax(backend: Backend, tmp_path: Path) -> None:
     np.testing.assert_array_equal(f32(got[3616:], 32), high.astype(np.float32))
     np.testing.assert_allclose(f32(got[3584:], 32), total, rtol=3e-5)
     assert f32(got[3584:], 32)[20] == 0
+
+
+def test_split_gradient(backend: Backend, tmp_path: Path) -> None:
+    """Where tiles of split operands and of dQ lie, what their products are multiplied with, P from a score, and dQ by rows."""
+    body = """\
+    using Tiles = fa::SplitGradient<32, 64, 64, 2, 3, 5>;
+    float* to = reinterpret_cast<float*>(out);
+    fa::Args own = args;
+    own.workspace[2] = own.workspace[3] = out, own.workspace[5] = args.K.data, own.dQ = args.O, own.dQ.data = out + 64;
+    Tiles::convert(own);
+    if (t > 0) return;
+    const unsigned char* begin = reinterpret_cast<unsigned char*>(out);
+    out[0] = Tiles::key_item(own, 1, 0, 2) - begin, out[1] = Tiles::query_item(own, Tiles::first_tile(own, 1, 1)) - begin;
+    out[2] = Tiles::dq(own, 3) - Tiles::dq(own, 0), out[3] = Tiles::k_item, out[4] = Tiles::q_item;
+    const Tiles::Factors factors(a, a + 4, 0.5f);
+    const float all[6] = {factors.score, factors.ds_scale, factors.dp, factors.dv, factors.dk, factors.dq};
+    for (int i = 0; i < 6; ++i) to[8 + i] = all[i];
+    to[14] = Tiles::probability(3.0f, 0.5f, 2.0f), to[15] = Tiles::probability(9.0f, 0.5f, 2.0f);"""
+    numbers = np.float32([2.0**-3, 2.0**-4, 3, 5, 2.0**-5, 2.0**-6, 7, 0])  # of queries: 1 / scale of Q and dO, norm, delta; of keys
+    dq = integers(16, 64).astype(np.float32)
+    layout = dq.reshape(2, 8, 8, 4, 2).transpose(2, 1, 3, 0, 4)  # [group of columns][row][lane][half][2]
+    fields = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seq_q": 13, "seq_kv": 150, "head_dim": 59, "scale": 0.5}
+    before = BEFORE + "#include <fa/split_gradient.cuh>\n"
+    got = run(backend, tmp_path, body, numbers, layout, before=before, block=64, fields=fields)
+    k_item, q_item = 4 * 64 * 64 * 2 + 128, 4 * 32 * 64 * 2 + 8 * 32 + 128
+    assert got[:5].tolist() == [5 * k_item, 3 * q_item, 3 * 32 * 64, k_item, q_item]
+    scale = 2.0**10  # of the bound 3 * 7 + 5 = 26 to [2^14, 2^15)
+    factors = [2.0**-9, scale, 2.0**-10 * scale, 2.0**-4 * 2.0**-15, 2.0**-3 / scale, 2.0**-5 / scale]
+    assert f32(got[8:], 6).tolist() == factors
+    assert f32(got[14:], 2)[1] == 1.5 and abs(f32(got[14:], 1)[0] - np.exp(-0.5)) < 1e-6
+    rows = f32(got[64:], 16, 64)
+    want = np.full((16, 64), np.nan, np.float32)
+    want[:13, :59] = 0.5 * dq[:13, :59]
+    assert np.array_equal(rows, want, equal_nan=True)

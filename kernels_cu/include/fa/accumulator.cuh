@@ -109,11 +109,6 @@ __device__ __forceinline__ void store_rows(unsigned char* tile_smem, uint32_t sl
 
 // -- of transposed scores, 64 keys x 2 R queries: what belongs to a query belongs to a column ---------------------------
 
-// Which of two texts of a tile is made: the one with the mask's instructions, or the one without, a single basic block.
-template <bool Value> struct Masked {
-    static constexpr bool value = Value;
-};
-
 // S^T becomes P^T = 2^(scale S^T - reference of the column). reference_smem: [2 R]. first, end: of the steps of 16 queries, some.
 template <int R>
 __device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const float* reference_smem, int first = 0,
@@ -139,6 +134,16 @@ template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], co
                 if (hidden >> j & 1) x[4 * j + 2 * half + e] = 0;
         }
     }
+}
+
+// P^T becomes 0 where the query does not see the key, and for keys beyond seq_kv. query: the first of 2 R; key: the first of the 64.
+template <int R> __device__ __forceinline__ void clear_hidden(float (&x)[R], const Args& args, int query, int key) {
+    int first[2];
+    for (int half = 0; half < 2; ++half) {
+        const int own_key = key + 16 * (warp_id() % 4) + lane_id() / 4 + 8 * half;
+        first[half] = own_key < args.seq_kv ? first_query(args, own_key) - query : 2 * R;
+    }
+    clear_columns(x, first);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].

@@ -175,6 +175,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
                       Vec<float, 4>{x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]});
     }
 
+    // Adds a thread's numbers of some groups of 8 columns to dQ. to: where its first ones lie.
+    template <int R> static __device__ __forceinline__ void add_groups(float* to, const float (&x)[R], int first = 0, int end = R / 4) {
+#pragma unroll
+        for (int j = first; j < end; ++j) red_add_v4_f32(to + j * 512, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
+
     // Starts to copy a tile of Q, dO, K or V, whose slabs of 64 columns have Slab bytes; the barrier expects `more` bytes beside.
     template <uint32_t Slab>
     static __device__ __forceinline__ void load(unsigned char* tile_smem, const TensorMap& map, uint64_t* full, int row, int head,

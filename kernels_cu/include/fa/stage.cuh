@@ -13,4 +13,13 @@ template <int N> struct Ring {
     __device__ __forceinline__ void next() { ++position; }
 };
 
+// The same in two numbers, where a main loop has no instruction to spare.
+template <int N> struct RingPlace {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == N) stage = 0, parity ^= 1;
+    }
+};
+
 }  // namespace fa

@@ -1,0 +1,49 @@
+// Products of whole tiles by wgmma, as the backward passes of steps 18 to 22 issue them. Operands lie in swizzled slabs of 64 columns
+// (fa/wgmma.cuh): `a` and `b` are descriptors of their first rows. Each product is a committed group, which runs until its wait.
+#pragma once
+
+#include <fa/wgmma.cuh>
+
+namespace fa {
+
+// d = A B^T over Width columns, which the slabs of A and of B, a_slab and b_slab bytes apart, have together: rows of A, rows of B.
+template <class T, int Width, class A, class B, int R>
+__device__ __forceinline__ void issue_abt(float (&d)[R], A a, uint32_t a_slab, B b, uint32_t b_slab) {
+    discard(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Width / 16; ++step)
+        wgmma_ss<T>(d, descriptor_advance(a, step / 4 * a_slab + step % 4 * 32), descriptor_advance(b, step / 4 * b_slab + step % 4 * 32),
+                    step > 0);
+    wgmma_commit();
+}
+
+// d += A B over Steps times 16 rows of B. A: in registers.
+template <class T, int Steps, class B, int R>
+__device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[Steps][4], B b, bool accumulate) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Steps; ++step) wgmma_rs<T, true>(d, a_reg[step], descriptor_advance(b, step * 2048), accumulate || step > 0);
+    wgmma_commit();
+}
+// The same with A in a slab of shared memory.
+template <class T, int Steps, class A, class B, int R>
+__device__ __forceinline__ void issue_ab(float (&d)[R], A a, B b, bool accumulate) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Steps; ++step)
+        wgmma_ss<T, true>(d, descriptor_advance(a, step * 32), descriptor_advance(b, step * 2048), accumulate || step > 0);
+    wgmma_commit();
+}
+
+// d = A^T B over Rows rows of both.
+template <class T, int Rows, class A, class B, int R> __device__ __forceinline__ void issue_atb(float (&d)[R], A a, B b) {
+    discard(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Rows / 16; ++step)
+        wgmma_ss<T, true, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step * 2048), step > 0);
+    wgmma_commit();
+}
+
+}  // namespace fa
