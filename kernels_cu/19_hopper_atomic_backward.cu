@@ -100,9 +100,11 @@
 // entry = "gradients"
 // grid = "min(sms, works * SPLITS)"
 // block = 384
+// overlaps = true
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
+// overlaps = true
 // grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
@@ -390,6 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     __syncthreads();

@@ -70,9 +70,11 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
+// overlaps = true
 // shared = "4 * HEAD_DIM * (BLOCK_K + 3 * BLOCK_Q) + 2 * BLOCK_Q * (BLOCK_K + 8) + 128"
 // [[launch]]
 // entry = "convert"
+// overlaps = true
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = 256
 // maps = []
@@ -363,6 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     __syncthreads();

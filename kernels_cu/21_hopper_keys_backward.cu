@@ -102,9 +102,11 @@
 // entry = "gradients"
 // grid = "min(sms, works * SPLITS)"
 // block = 384
+// overlaps = true
 // shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
+// overlaps = true
 // grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []
@@ -230,6 +232,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
+        if (DETERMINISTIC) fa::dependency_wait();  // for the turns
         while (true) {
             fa::mbarrier_wait_parity(at().k_full, kv.parity());
             const int number = at().numbers[0];
@@ -412,6 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     __syncthreads();
