@@ -51,12 +51,27 @@ BF, HALF, FULL = "bfloat16", "float16", "float32"
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
-        *((problem(16384 // seq, 16, 16, seq, seq, 128, mask, BF), []) for seq in (512, 1024) for mask in ("", "causal")),
-        (problem(32, 32, 32, 512, 512, 64, "causal", BF), []),
-        (problem(7, 4, 1, 411, 411, 256, "causal", HALF), []),
         (problem(2, 16, 16, 1024, 1024, 80, "", HALF), []),
-        (problem(5, 32, 32, 192, 2048, 128, "causal", BF), []),
+        (problem(7, 4, 1, 411, 411, 256, "causal", HALF), []),
+        *((problem(16384 // seq, 16, 16, seq, seq, 128, mask, BF), []) for seq in (512, 1024) for mask in ("", "causal")),
         (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
+    ],
+    "float32": [  # splits
+        (problem(1, 71, 1, 2845, 2845, 64, "", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
+        (problem(6, 4, 1, 256, 256, 256, "", FULL), [("split", t) for t in grid(SPLITS=(2, 8))]),
+        (problem(1, 14, 2, 2048, 2048, 64, "causal", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
+        (problem(1, 16, 16, 2048, 2048, 128, "causal", FULL), [("split", t) for t in grid(SPLITS=(2, 4))]),
+    ],
+    "section": [  # many more keys than queries
+        (problem(5, 32, 32, 192, 2048, 128, "causal", BF), [("hopper_atomic", t) for t in grid(SECTION=(8,))]),
+        (problem(4, 32, 8, 256, 4096, 128, "causal", BF), [("hopper_atomic", t) for t in grid(SECTION=(4, 8, 16))]),
+        (problem(8, 32, 32, 128, 1024, 64, "causal", BF), [("hopper", t) for t in grid(SECTION=(4, 8))]),
+    ],
+    "group": [  # hopper or hopper_atomic where a key head has several query heads
+        (problem(3, 64, 8, 1113, 1113, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(1, 2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+        (problem(8, 40, 8, 367, 367, 128, "causal", BF), [("hopper", {"SPLITS": 1, "BACKWARDS": 1, "SECTION": 64})]),
+        (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+        (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
     "many": [  # many queries a key head
         (
@@ -118,7 +133,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
-    policy = replace(POLICY[backend.name], settle=0.03, turn=0.03, max_seconds=0.12, min_seconds=0.04, patience=0.12)
+    policy = replace(POLICY[backend.name], settle=0.03, turn=0.03, max_seconds=0.09, min_seconds=0.03, patience=0.09)
     wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
     for made, forms in (each for name in asked.set for each in SETS[name]):
         name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"
