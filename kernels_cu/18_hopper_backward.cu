@@ -25,10 +25,16 @@
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // group = "heads_q // heads_kv"
 // tiles = "ceil_div(seq_q, BLOCK_Q) * group"  # of queries, for a tile of keys
-// once = "min(max(1, units // works), max(1, tiles // 4))"  # splits that all run at the same time
 // most = "tiles // 2 if 4 * works < 9 * units else 1"  # under the causal mask, where works differ in length
-// square = "min(tiles * units // (9 * works), most * most) if causal else once * once"
-// wanted = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # splits: about the root of square
+// square = "min(tiles * units // (9 * works), most * most)"
+// root = "8 if square > 50 else 4 if square > 9 else 2 if square > 3 else 1"  # about that of square
+// alone = "ceil_div(works, units) * (tiles + 2)"  # without a mask: a time in tiles, of the works that a multiprocessor has
+// in_2 = "ceil_div(2 * works, units) * (ceil_div(tiles, 2) + 5)"
+// in_4 = "ceil_div(4 * works, units) * (ceil_div(tiles, 4) + 5)"
+// in_8 = "ceil_div(8 * works, units) * (ceil_div(tiles, 8) + 5)"
+// least = "min(in_2, in_4, in_8)"
+// few = "2 if 20 * in_2 <= 21 * least else 4 if 20 * in_4 <= 21 * least else 8"
+// wanted = "root if causal else few if 32 * least < 31 * alone else 1"  # splits
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes

@@ -29,15 +29,17 @@
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
-// own = "0 if DIRECT else 1"  # launches behind gradients without splits
-// alone = "ceil_div(works * (tiles + 2), 2 * units) + tiles if causal else ceil_div(works, units) * (tiles + own)"  # a time, in tiles
-// in_2 = "ceil_div(works * (tiles + 16), 2 * units) + ceil_div(tiles, 2) if causal else ceil_div(2 * works, units) * (ceil_div(tiles, 2) + 4)"
-// in_4 = "ceil_div(works * (tiles + 32), 2 * units) + ceil_div(tiles, 4) if causal else ceil_div(4 * works, units) * (ceil_div(tiles, 4) + 4)"
-// in_8 = "ceil_div(works * (tiles + 64), 2 * units) + ceil_div(tiles, 8) if causal else ceil_div(8 * works, units) * (ceil_div(tiles, 8) + 4)"
-// in_16 = "ceil_div(works * (tiles + 128), 2 * units) + ceil_div(tiles, 16) if causal else ceil_div(16 * works, units) * (ceil_div(tiles, 16) + 4)"
-// least_time = "min(in_2, in_4, in_8, in_16)"
-// splits = "1 if 10 * least_time > 9 * alone else 2 if in_2 == least_time else 4 if in_4 == least_time else 8 if in_8 == least_time else 16"
+// half = "ceil_div(works * tiles, 2 * units)"  # a time, in tiles of queries: of a multiprocessor under the causal mask
+// alone = "half + tiles if causal else ceil_div(works, units) * (tiles + 1 - DIRECT)"
+// uneven_4 = "half + 16 * works // units + ceil_div(tiles, 4)"  # a further split costs some 4 tiles; the last block is waited for
+// uneven_16 = "half + 64 * works // units + ceil_div(tiles, 16)"
+// in_4 = "uneven_4 if causal else ceil_div(4 * works, units) * (ceil_div(tiles, 4) + 4)"
+// even_16 = "ceil_div(16 * works, units) * (ceil_div(tiles, 16) + 4)"
+// in_16 = "uneven_16 if causal else even_16"
+// splits = "1 if 10 * min(in_4, in_16) > 9 * alone else 4 if in_4 <= in_16 else 16"
 // makes_dq = "0 if deterministic or DIRECT else 1"  # gradients, for convert
+// dq_parts = "ceil_div(seq_q, 16) * makes_dq"
+// dk_parts = "ceil_div(seq_kv, 16) if SPLITS > 1 else 0"
 // stage = "8 * BLOCK_Q * (HEAD_DIM + 1) + 128"  # bytes of a tile of Q and dO with its scales
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
@@ -54,7 +56,7 @@
 // [[choice]]
 // when = "splits > 1"
 // SPLITS = "splits"
-// evidence = "notes: 23 split, backward: a sum; EVIDENCE"
+// evidence = "NOTES.md, 23 split backward: a sum; not measured yet"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
@@ -93,7 +95,7 @@
 // entry = "convert"
 // overlaps = true
 // when = "makes_dq or SPLITS > 1"
-// grid = ["max(ceil_div(seq_q, 16) * makes_dq, ceil_div(seq_kv, 16) if SPLITS > 1 else 0)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
+// grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = "HEAD_DIM"
 // ///
 //

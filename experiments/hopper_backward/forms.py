@@ -79,10 +79,14 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
             [("hopper_atomic", t) for t in grid(SPLITS=(1, 2, 4, 8), SECTION=(64, 1024))]
             + [("hopper", t) for t in grid(SPLITS=(1, 2, 4, 8), SECTION=(64, 1024), BACKWARDS=(0, 1))],
         ),
-        (problem(1, 128, 8, 1024, 3207, 128, "", BF), [("hopper", {"SPLITS": 2}), ("hopper", {"SPLITS": 4}), ("hopper_atomic", {"SPLITS": 4})]),
+        (
+            problem(1, 128, 8, 1024, 3207, 128, "", BF),
+            [("hopper", {"SPLITS": 2}), ("hopper", {"SPLITS": 4}), ("hopper_atomic", {"SPLITS": 4})],
+        ),
         (
             problem(5, 32, 32, 192, 2048, 128, "causal", BF),
-            [("hopper_atomic", t) for t in grid(SECTION=(4, 16, 1024))] + [("hopper", t) for t in grid(SECTION=(32, 1024), BACKWARDS=(0, 1))],
+            [("hopper_atomic", t) for t in grid(SECTION=(4, 16, 1024))]
+            + [("hopper", t) for t in grid(SECTION=(32, 1024), BACKWARDS=(0, 1))],
         ),
         (
             problem(1, 36, 4, 3390, 3390, 128, "causal", BF),
@@ -94,8 +98,14 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
             [("hopper", t) for t in grid(SPLITS=(1, 2, 4), SECTION=(64, 1024), BACKWARDS=(0, 1))]
             + [("hopper_atomic", t) for t in grid(SPLITS=(1, 2), SECTION=(64, 1024))],
         ),
-        (problem(7, 4, 1, 411, 411, 256, "causal", HALF), [("hopper_keys", t) for t in grid(SPLITS=(1, 2, 4))] + [("hopper_cluster", t) for t in grid(SPLITS=(1, 4))]),
-        (problem(2, 16, 16, 1024, 1024, 80, "", HALF), [("hopper_atomic", {}), ("hopper_atomic", {"SPLITS": 2}), ("hopper", {"SPLITS": 2})]),
+        (
+            problem(7, 4, 1, 411, 411, 256, "causal", HALF),
+            [("hopper_keys", t) for t in grid(SPLITS=(1, 2, 4))] + [("hopper_cluster", t) for t in grid(SPLITS=(1, 4))],
+        ),
+        (
+            problem(2, 16, 16, 1024, 1024, 80, "", HALF),
+            [("hopper_atomic", {}), ("hopper_atomic", {"SPLITS": 2}), ("hopper", {"SPLITS": 2})],
+        ),
     ],
 }
 PEERS = {BF: ("fa4", "torch-cudnn"), HALF: ("fa4", "torch-cudnn"), FULL: ("torch-efficient",)}
@@ -139,7 +149,12 @@ def main() -> None:
         name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"
         chosen = planner.variant(find(name, "backward", False), made)
         tiles = dict(planner.plan(chosen, made, backend.device()).macros)
-        named = {"chosen " + chosen.name + "".join(f" {n} {tiles[n]}" for n in ("SPLITS", "SECTION", "BACKWARDS") if n in tiles): (chosen, Tiles())}
+        named = {
+            "chosen " + chosen.name + "".join(f" {n} {tiles[n]}" for n in ("SPLITS", "SECTION", "BACKWARDS") if n in tiles): (
+                chosen,
+                Tiles(),
+            )
+        }
         if asked.old:
             named["old"] = (planner.variant(file_of(chosen.name, asked.old), made), {})
         for file, values in forms:

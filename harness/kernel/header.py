@@ -146,7 +146,17 @@ class Launch:
         grid, cluster = (size if isinstance(size, list) else [size] for size in (item["grid"], item.get("cluster", [])))
         args = tuple(item.get("args", ()))
         own = tuple(item.get("maps", () if args else maps))
-        return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), args, own, tuple(cluster), item.get("overlaps", False))
+        return cls(
+            item["entry"],
+            tuple(grid),
+            item["block"],
+            item.get("shared", 0),
+            item.get("when", 1),
+            args,
+            own,
+            tuple(cluster),
+            item.get("overlaps", False),
+        )
 
 
 @dataclass(frozen=True)

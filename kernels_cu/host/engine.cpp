@@ -662,8 +662,15 @@ int fa_host_printf(const char* format, ...) {
 
 int fa_host_run(const Launch* launch) {
     const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
-    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER, 0,
-                 0, launch->held != nullptr};
+    Job launched{launch,
+                 uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster,
+                 0,
+                 ok,
+                 0,
+                 PTHREAD_MUTEX_INITIALIZER,
+                 0,
+                 0,
+                 launch->held != nullptr};
     static bool fork_is_handled;
     pthread_mutex_lock(&launch_lock);
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);

@@ -27,7 +27,9 @@ static inline void give_back() {
 
 // All workers but one begin with their blocks after that. The one runs all blocks of a launch that never waits.
 static inline void wait_for_first_block(int number) {
-    while (number && is_held_back() && job->outcome == ok && __atomic_load_n(&job->next, __ATOMIC_RELAXED) < job->blocks && !interrupt_requested) usleep(50);
+    while (number && is_held_back() && job->outcome == ok && __atomic_load_n(&job->next, __ATOMIC_RELAXED) < job->blocks &&
+           !interrupt_requested)
+        usleep(50);
 }
 
 // The launch has ended, and nobody has waited: the launches behind it may read what the one before has not written yet.
@@ -36,7 +38,8 @@ static inline void check_overlap() {
     give_back();
     if (job->outcome != ok || interrupt_requested) return;
     job->outcome = fault;
-    print("the launch overlaps the one before and no thread has come to dependency_wait: what is behind it may run before either has ended\n");
+    print(
+        "the launch overlaps the one before and no thread has come to dependency_wait: what is behind it may run before either has ended\n");
 }
 
 }  // namespace fa_host

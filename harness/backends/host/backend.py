@@ -175,7 +175,7 @@ class Host(Backend):
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
             kept = _kept(loaded, call) if call.overlaps else {}
-            held = (_Held * (len(kept) + 1))(*((address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
+            held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
             launch = _Launch(
                 library.entries[call.entry],
                 ctypes.addressof(pointers),

@@ -134,7 +134,8 @@ template <int BlockQ, int BlockK, int Width, int Keys, int Queries, int Dq> stru
         return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * (2 * BlockK * Width);
     }
     // The number of a split of a tile of keys.
-    template <int Splits> static __device__ __forceinline__ int number_of_split(const Args& args, int batch, int kv_head, int tile, int split) {
+    template <int Splits> static __device__ __forceinline__ int number_of_split(const Args& args, int batch, int kv_head, int tile,
+                                                                                int split) {
         return ((batch * args.heads_kv + kv_head) * key_tiles(args) + tile) * Splits + split;
     }
     // Launch 3 with splits, Width threads and 16 keys a block: their sums, in the order of the splits.
