@@ -207,6 +207,9 @@
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
 // at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
 //
+// The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
+// waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>

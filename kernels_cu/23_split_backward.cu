@@ -131,7 +131,11 @@
 //     convert             dQ from the layout of the accumulators to rows; in the deterministic form dq instead, which makes S and dP
 //                         again: 7 products instead of 5
 //
-// Short sequences are bound by launches, of some 3 us each. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is
+// Few key heads make few blocks: 23 for 132 multiprocessors at B1, 71 heads, 1 key head, S2845. Then SPLITS blocks share a tile of keys. Each
+// walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in a workspace; launch 3 adds them in
+// the order of the ranges. How many is a sum: the tiles of queries of a multiprocessor's blocks, and four more a block.
+//
+// Short sequences are bound by launches, of some 3 us each. Each begins while the one before ends, and waits for it (fa/overlap.cuh). Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is
 // stored at once, and there is no third launch in either form. For at most 32 queries or keys the tiles are that short.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
