@@ -111,9 +111,11 @@
 // entry = "gradients"
 // grid = "min(sms, works * SPLITS)"
 // block = 384
+// overlaps = true
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
+// overlaps = true
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
@@ -195,6 +197,9 @@
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
 // at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
+//
+// The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
+// waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
 //
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
@@ -321,6 +326,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
+        if (DETERMINISTIC) fa::dependency_wait();  // for the turns
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
@@ -522,6 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     __syncthreads();

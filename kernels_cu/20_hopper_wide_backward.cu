@@ -363,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     __syncthreads();

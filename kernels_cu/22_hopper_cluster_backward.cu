@@ -91,10 +91,12 @@
 // entry = "gradients"
 // grid = "2 * min(sms // 2, works * SPLITS)"
 // block = 384
+// overlaps = true
 // cluster = 2
 // shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
 // [[launch]]
 // entry = "convert"
+// overlaps = true
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
@@ -292,6 +294,7 @@ struct Producer {
         fa::mbarrier_wait_parity(at().q_empty + q.stage(), q.parity() ^ 1);
         const int q_first = tile * BLOCK_Q;
         Tiles::load<Q_SLAB>(smem.q + q.stage() * Q_TILE, maps.q, at().q_full + q.stage(), q_first, head, batch, STATS);
+        fa::dependency_wait();  // for the stats
         fa::tma_load_4d(smem.stats + q.stage() * STATS, &maps.stats, at().q_full + q.stage(), 0, tile, head, batch);
         fa::mbarrier_wait_parity(&at().do_empty, q.position % 2 ^ 1);
         Tiles::load<Q_SLAB>(smem.d_o, maps.d_o, &at().do_full, q_first, head, batch);
@@ -561,6 +564,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               const __grid_constant__ fa::TensorMap k_map, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap d_o_map, const __grid_constant__ fa::TensorMap stats_map,
               const __grid_constant__ fa::TensorMap dk_map, const __grid_constant__ fa::TensorMap dv_map) {
+    fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
     fa::cluster_sync();

@@ -19,12 +19,27 @@
 // STAGES = "1 if HEAD_DIM == 256 or shared_optin < 163840 else 2"  # of Q and dO
 // BLOCKS = 1  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of dV and dK that the compiler may overlap; with more, registers spill
+// SPLITS = 1  # of the queries of a tile of keys, where blocks are few: each is a block
 // DQ_QUERIES = "32 if HEAD_DIM == 256 and shared_optin < 232448 else 64"  # of a block in the launch that computes dQ alone, 16 a warp
 // DQ_KEYS = "16 if HEAD_DIM == 256 or HEAD_DIM == 128 and shared_optin < 163840 else 32"  # of a tile there
 // [let]
 // least = "8192 if HEAD_DIM == 64 else 4096"
 // key_tiles = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K)"
 // query_tiles = "batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
+// units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
+// tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
+// half = "ceil_div(works * tiles, 2 * units)"  # a time, in tiles of queries: of a multiprocessor under the causal mask
+// alone = "half + tiles if causal else ceil_div(works, units) * (tiles + 1 - DIRECT)"
+// uneven_4 = "half + 16 * works // units + ceil_div(tiles, 4)"  # a further split costs some 4 tiles; the last block is waited for
+// uneven_16 = "half + 64 * works // units + ceil_div(tiles, 16)"
+// in_4 = "uneven_4 if causal else ceil_div(4 * works, units) * (ceil_div(tiles, 4) + 4)"
+// even_16 = "ceil_div(16 * works, units) * (ceil_div(tiles, 16) + 4)"
+// in_16 = "uneven_16 if causal else even_16"
+// splits = "1 if 10 * min(in_4, in_16) > 9 * alone else 4 if in_4 <= in_16 else 16"
+// makes_dq = "0 if deterministic or DIRECT else 1"  # gradients, for convert
+// dq_parts = "ceil_div(seq_q, 16) * makes_dq"
+// dk_parts = "ceil_div(seq_kv, 16) if SPLITS > 1 else 0"
 // stage = "8 * BLOCK_Q * (HEAD_DIM + 1) + 128"  # bytes of a tile of Q and dO with its scales
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
@@ -38,6 +53,10 @@
 // when = "seq_kv <= BLOCK_K"
 // DIRECT = 1
 // evidence = "experiments/fp32/variants.txt, BAC: Edge-SmallSeq 11.46 us for 13.66 (not_direct), Small-1 20.99 for 22.46"
+// [[choice]]
+// when = "splits > 1"
+// SPLITS = "splits"
+// evidence = "NOTES.md, 23 split backward: a sum; not measured yet"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
@@ -50,6 +69,10 @@
 // dtype = "float32"
 // size = "4 if deterministic or DIRECT else query_tiles * BLOCK_Q * HEAD_DIM"
 // init = "none"
+// [workspace.partial]
+// dtype = "float32"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
+// init = "none"
 // [[launch]]
 // entry = "prepare"
 // grid = "2 * (key_tiles + query_tiles)"
@@ -57,7 +80,7 @@
 // shared = 96
 // [[launch]]
 // entry = "gradients"
-// grid = ["ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
+// grid = ["ceil_div(seq_kv, BLOCK_K) * SPLITS", "heads_kv", "batch"]
 // block = "BLOCK_K // WARP_K * 64"
 // shared = "8 * BLOCK_K * (HEAD_DIM + BLOCK_Q) + 128 + STAGES * stage"
 // [[launch]]
@@ -68,8 +91,8 @@
 // shared = "DQ_QUERIES // BLOCK_Q * stage + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
 // [[launch]]
 // entry = "convert"
-// when = "not deterministic and not DIRECT"
-// grid = ["ceil_div(seq_q, 16)", "heads_q", "batch"]
+// when = "makes_dq or SPLITS > 1"
+// grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = "HEAD_DIM"
 // ///
 //
@@ -105,8 +128,13 @@
 //     convert             dQ from the layout of the accumulators to rows; in the deterministic form dq instead, which makes S and dP
 //                         again: 7 products instead of 5
 //
-// Short sequences are bound by launches, of some 3 us each. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is
-// stored at once, and there is no third launch in either form. For at most 32 queries or keys the tiles are that short.
+// Few key heads make few blocks: 23 for 132 multiprocessors at B1, 71 heads, 1 key head, S2845. Then SPLITS blocks share a tile of keys. Each
+// walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in a workspace; launch 3 adds them in
+// the order of the ranges. How many is a sum: the tiles of queries of a multiprocessor's blocks, and four more a block.
+//
+// Short sequences are bound by launches, of some 3 us each. They are ready to overlap (fa/overlap.cuh); no header row asks for it until it is
+// measured. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is stored at once, and there is no third launch in
+// either form. For at most 32 queries or keys the tiles are that short.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
 // 184 ldmatrix a warp, 5890 cycles, and 500 more for P, dS and the copies. 1900 instructions a warp are issued in 3800 cycles. So tensor
@@ -216,9 +244,10 @@ __device__ __forceinline__ void store_dq(const fa::Args& args, const float (&d)[
 
 // Launch 2. BLOCK_K keys are resident; every query that sees them is streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __grid_constant__ fa::Args args) {
+    fa::launch_dependents();
     unsigned char* smem = fa::dynamic_shared();
     const fa::uint32_t k_smem = fa::smem_u32(smem), p_smem = k_smem + AT_P;
-    const int k_first = blockIdx.x * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
+    const int k_tile = blockIdx.x / SPLITS, k_first = k_tile * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale);
 
@@ -226,15 +255,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     // Their items lie side by side, so that one number counts them.
     // DIRECT: all queries, since those that see no key get their 0 here. Computed again each time: a register less.
     const auto q_start = [&] { return DIRECT ? 0 : fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q; };
-    const int tile_end = Tiles::first_tile(args, batch, (kv_head + 1) * group);
+    int tile_end = Tiles::first_tile(args, batch, (kv_head + 1) * group);
     int q_first = q_start();
     int tile = q_first < args.seq_q ? Tiles::first_tile(args, batch, kv_head * group) + q_first / BLOCK_Q : tile_end;
+    if constexpr (SPLITS > 1) {
+        // One of the ranges into which the tiles of all heads of the group are divided, a tile more or less
+        const int split = blockIdx.x % SPLITS, of_head = Tiles::query_tiles(args), seen = of_head - q_first / BLOCK_Q;
+        const int begin = seen * group * split / SPLITS, last = seen * group * (split + 1) / SPLITS - 1, from = tile;
+        if (last >= begin) {
+            tile = from + begin / seen * of_head + begin % seen;
+            tile_end = from + last / seen * of_head + last % seen + 1;
+            q_first += begin % seen * BLOCK_Q;
+        } else tile = tile_end;
+    }
 
     const auto fetch = [&](int tile, fa::uint32_t stage) {  // starts the copy of a tile
         fa::copy_bytes<Q_ITEM, THREADS>(k_smem + AT_Q + stage * Q_ITEM, Tiles::query_item(args, tile));
     };
+    fa::dependency_wait();
     if (tile < tile_end) {
-        fa::copy_bytes<K_ITEM, THREADS>(k_smem, Tiles::key_item(args, batch, kv_head, blockIdx.x));
+        fa::copy_bytes<K_ITEM, THREADS>(k_smem, Tiles::key_item(args, batch, kv_head, k_tile));
         fetch(tile, 0);
     }
     fa::cp_async_commit_group();
@@ -339,20 +379,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 
     // Epilogue: dK and dV from registers to global memory; a quad writes a sector.
     const Coordinates at;
+    float* partial = SPLITS > 1 ? Tiles::partial<WORKSPACE_PARTIAL>(
+                                      args, Tiles::number_of_split<SPLITS>(args, batch, kv_head, k_tile, blockIdx.x % SPLITS))
+                                : nullptr;
+    const int columns = SPLITS > 1 ? HEAD_DIM : args.head_dim;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int key = k_first + int(at.key) + 16 * m + 8 * half + at.row();
             if (key >= args.seq_kv) continue;
-            float* dk = fa::row_pointer<float>(args.dK, batch, kv_head, key);
-            float* dv = fa::row_pointer<float>(args.dV, batch, kv_head, key);
+            float* dk = SPLITS > 1 ? partial + (key - k_first) * HEAD_DIM : fa::row_pointer<float>(args.dK, batch, kv_head, key);
+            float* dv = SPLITS > 1 ? dk + BLOCK_K * HEAD_DIM : fa::row_pointer<float>(args.dV, batch, kv_head, key);
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) {
                 const int column = (n / 2 * 2 + int(at.side)) * 16 + n % 2 * 8 + at.pair();
                 const float (&k)[4] = dk_reg[m][n], (&v)[4] = dv_reg[m][n];
-                fa::store_vec_upto(dk + column, fa::Vec<float, 2>{k[2 * half] * scale, k[2 * half + 1] * scale}, args.head_dim - column);
-                fa::store_vec_upto(dv + column, fa::Vec<float, 2>{v[2 * half], v[2 * half + 1]}, args.head_dim - column);
+                fa::store_vec_upto(dk + column, fa::Vec<float, 2>{k[2 * half] * scale, k[2 * half + 1] * scale}, columns - column);
+                fa::store_vec_upto(dv + column, fa::Vec<float, 2>{v[2 * half], v[2 * half + 1]}, columns - column);
             }
         }
 }
@@ -371,6 +415,8 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
     const int keys = fa::visible_keys(args, q_end - 1);
     const float scale = float(args.scale);
 
+    fa::launch_dependents();
+    fa::dependency_wait();
     const auto fetch = [&](int k_first, fa::uint32_t to) {
         const unsigned char* item = Tiles::key_item(args, batch, kv_head, k_first / BLOCK_K);
 #pragma unroll
@@ -454,4 +500,13 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
 }
 
 // Launch 3, the other form.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) { Tiles::convert(args); }
+extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
+    constexpr bool makes_dq = !DETERMINISTIC && !DIRECT;
+    fa::dependency_wait();
+    if constexpr (SPLITS > 1) {  // behind dQ of all heads stand dK and dV of each key head
+        const int other = int(blockIdx.y) - (makes_dq ? args.heads_q : 0);
+        if (other >= 0) return Tiles::add_splits<SPLITS, WORKSPACE_PARTIAL>(args, other / 2, other % 2);
+        if (int(blockIdx.x) * 16 >= args.seq_q) return;  // there are more keys
+    }
+    if constexpr (makes_dq) Tiles::convert(args);
+}

@@ -29,7 +29,7 @@ from ..kernel import Device, Kernel, Plan, planner
 from ..kernel.plan import TensorMap
 from ..kernel.signature import check_parameters
 from ..problem import Problem
-from . import nvml, nvrtc, tensor_map
+from . import nvml, nvrtc, overlap, tensor_map
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
 #: Bytes of shared memory that a block may use without opting in.
@@ -219,14 +219,18 @@ class Cuda(Backend):
             own = [(ctypes.c_char * memoryview(p).nbytes).from_buffer(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(own))(*map(ctypes.addressof, own))
             size = (*call.grid, call.block, 1, 1, call.shared)
-            made.append((loaded.functions[call.entry].kernel.ptr, size, ctypes.addressof(pointers), (pointers, own)))
+            config = overlap.config(call.grid, call.block, call.shared) if self._overlaps(call) else None
+            made.append((loaded.functions[call.entry].kernel.ptr, size, config, ctypes.addressof(pointers), (pointers, own)))
         current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
 
         def enqueue(stream: int) -> None:
             for at, size in fills:
                 memset(words[at], 0, size, stream)
-            for function, sizes, pointers, _ in made:
-                launch(function, *sizes, stream, pointers, 0)
+            for function, sizes, config, pointers, _ in made:
+                if config:
+                    self._overlapping(config, function, stream, pointers)
+                else:
+                    launch(function, *sizes, stream, pointers, 0)
 
         def called(stream: int | None = None) -> None:
             """As _here, without what is only for another GPU's thread or a new one: it runs in every call of an operator."""
@@ -265,7 +269,19 @@ class Cuda(Backend):
             # Pointers into the bytes objects; the driver reads them before it returns.
             pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)  # type: ignore[misc]  # never repeated's
             function = loaded.functions[step.entry].kernel.ptr
+            if self._overlaps(step):
+                config = overlap.config(step.grid, step.block, step.shared)
+                self._overlapping(config, function, stream, ctypes.addressof(pointers))
+                continue
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
+
+    def _overlaps(self, call: Call) -> bool:
+        """Whether a call overlaps the one before, which only Hopper's GPUs and later ones can."""
+        return call.overlaps and int(self._device.arch.removeprefix("sm_")) >= 90
+
+    def _overlapping(self, config: Any, function: int, stream: int, parameters: int) -> None:
+        if error := overlap.launch(config, function, stream, parameters):
+            raise self.xp.cuda.driver.CUDADriverError(error)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault where a launch is refused, ContextLost where a kernel fails."""

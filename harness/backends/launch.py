@@ -90,7 +90,7 @@ class Launcher:
         for launch, plain in zip(plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
             given += tuple([maps[i] for i in launch.maps])
-            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given, launch.cluster))
+            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given, launch.cluster, launch.overlaps))
         return made
 
     def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, int, int]) -> bytes:
@@ -181,7 +181,7 @@ class Fixed:
         for launch, plain in zip(plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
             passed = (*(given or [args]), *(maps[i][0] for i in launch.maps))
-            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster))
+            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster, launch.overlaps))
         enqueue = backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
         return _Parameters(words, [move for _, move in maps], enqueue, [-1] * len(self._at))
 

@@ -57,7 +57,7 @@ class Call(NamedTuple):
     """One launch: grid and cluster in blocks, block in threads, dynamic shared memory in bytes, packed parameters (launch.py packs them).
 
     The parameters of a repeated call are read anew each time, and their owner may write them in between. A GPU knows the cluster from the
-    entry's __cluster_dims__.
+    entry's __cluster_dims__. overlaps: it may begin before the step before it has ended, and waits for it itself (fa/overlap.cuh).
     """
 
     entry: str
@@ -66,6 +66,7 @@ class Call(NamedTuple):
     shared: int
     parameters: tuple[bytes | memoryview, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
+    overlaps: bool = False
 
 
 class Fill(NamedTuple):

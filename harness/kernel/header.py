@@ -108,6 +108,7 @@ _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "when": _NUMBER,
     "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
     "cluster": _SIZES,
+    "overlaps": _FLAG,
     "maps": (_texts, "a list of names of [tensor_map.NAME]"),
 }
 _TENSOR_MAP_REQUIRED: dict[str, Kind] = {
@@ -142,6 +143,7 @@ class Launch:
     args: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
     cluster: tuple[int | str, ...] = ()  # none: the launch has no clusters
+    overlaps: bool = False  # whether it may begin before the launch before has ended
 
     @classmethod
     def of(cls, item: Table, maps: Iterable[str] = ()) -> Launch:
@@ -149,7 +151,17 @@ class Launch:
         grid, cluster = (size if isinstance(size, list) else [size] for size in (item["grid"], item.get("cluster", [])))
         args = tuple(item.get("args", ()))
         own = tuple(item.get("maps", () if args else maps))
-        return cls(item["entry"], tuple(grid), item["block"], item.get("shared", 0), item.get("when", 1), args, own, tuple(cluster))
+        return cls(
+            item["entry"],
+            tuple(grid),
+            item["block"],
+            item.get("shared", 0),
+            item.get("when", 1),
+            args,
+            own,
+            tuple(cluster),
+            item.get("overlaps", False),
+        )
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class LaunchPlan:
     args: tuple[str, ...]
     maps: tuple[int, ...] = ()  # those of the plan's tensor maps that it is passed, after fa::Args or args
     cluster: tuple[int, int, int] = (1, 1, 1)  # blocks
+    overlaps: bool = False  # it may begin before the launch before has ended
 
     def checked(self, label: str, folder: str, device: Device) -> LaunchPlan:
         """Itself. Raises UsageFault for what no GPU, or not this device, launches. label and folder: of the kernel and the problem."""

@@ -229,6 +229,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         )
         maps = tensor_maps(kernel, problem, known, spaces)
         launches = [_launch(kernel, launch, known) for launch in kernel.launches if known.number(launch.when, "when")]
+        launches[:1] = [replace(launch, overlaps=False) for launch in launches[:1]]  # a pass begins when all before it has ended
     if not launches:
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
@@ -249,7 +250,7 @@ def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:
     cluster = _cluster(launch, known)
     block, shared = known.number(launch.block, "block"), known.number(launch.shared, "shared")
     maps = tuple(list(kernel.tensor_map).index(name) for name in launch.maps)
-    return LaunchPlan(launch.entry, (x, y, z), block, shared, launch.args, maps, cluster)
+    return LaunchPlan(launch.entry, (x, y, z), block, shared, launch.args, maps, cluster, launch.overlaps)
 
 
 def _cluster(launch: Launch, known: Names) -> tuple[int, int, int]:

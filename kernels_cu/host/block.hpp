@@ -154,6 +154,7 @@ struct Job {
     int report_used;
     pthread_mutex_t lock;  // guards outcome and report
     int working, waiting;  // workers that have not run out of blocks, and of these such as wait for another block's turn
+    int held_back;         // what the launch before has written is not there yet (overlap.hpp)
 };
 
 static __thread Worker* this_worker __attribute__((tls_model("initial-exec"))) = nullptr;

@@ -37,6 +37,7 @@
 #include "cluster.hpp"
 #include "fiber.hpp"
 #include "hooks.hpp"
+#include "overlap.hpp"
 #include "printed.hpp"
 #include "race.hpp"
 #include "report.hpp"
@@ -661,8 +662,15 @@ int fa_host_printf(const char* format, ...) {
 
 int fa_host_run(const Launch* launch) {
     const unsigned in_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
-    Job launched{launch, uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster, 0, ok, 0, PTHREAD_MUTEX_INITIALIZER, 0,
-                 0};
+    Job launched{launch,
+                 uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2] / in_cluster,
+                 0,
+                 ok,
+                 0,
+                 PTHREAD_MUTEX_INITIALIZER,
+                 0,
+                 0,
+                 launch->held != nullptr};
     static bool fork_is_handled;
     pthread_mutex_lock(&launch_lock);
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);
@@ -673,6 +681,7 @@ int fa_host_run(const Launch* launch) {
     if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
     install_handlers();
     run_on_pool(workers - 1);
+    check_overlap();
     write_printed();
     restore_handlers();
     if (interrupt_requested) launched.outcome = interrupted;

@@ -29,6 +29,13 @@ constexpr int rank_shift = 24;
 // Executes a warp collective for all lanes of the mask. lanes[i] is the argument of lane i, on the stack of that lane.
 using Apply = void (*)(void* const* lanes, unsigned mask);
 
+// Memory that a launch which overlaps sees as NaN until it waits for the launch before; `from` has its bytes.
+struct Held {
+    unsigned char* to;
+    const unsigned char* from;
+    unsigned long long bytes;
+};
+
 struct Launch {
     void (*entry)(void** parameters);
     void** parameters;
@@ -43,6 +50,8 @@ struct Launch {
     int workers;
     char* report;  // receives the report, as text
     int report_bytes;
+    const Held* held;  // null: the launch does not overlap
+    int held_count;
     unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
 };
 
@@ -104,6 +113,10 @@ void fa_host_yield();
 // What this thread has written, or knows to be written, to shared memory becomes visible to the asynchronous proxy (TMA, wgmma).
 void fa_host_proxy_fence();
 void fa_host_proxy_fence_of_turns();  // of global memory: between a turn and the bulk reductions behind it
+
+// Launches that overlap (overlap.hpp): the wait for the one before, and what comes behind it.
+void fa_host_dependency_wait(const char* file, int line);
+void fa_host_dependency_over();
 
 // TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);

@@ -31,6 +31,7 @@ Next fa_host_wgmma_arrive(const Product*, const char*, const char*, int);
 Next fa_host_yield_arrive();
 Next fa_host_wgmma_late_arrive(int);
 Next fa_host_cluster_wait_arrive(const char*, int);
+Next fa_host_dependency_arrive(const char*, int);
 }
 #pragma GCC visibility pop
 
@@ -100,6 +101,7 @@ fa_host_waiting fa_host_wgmma, fa_host_wgmma_arrive
 fa_host_waiting fa_host_yield, fa_host_yield_arrive
 fa_host_waiting fa_host_wgmma_late, fa_host_wgmma_late_arrive
 fa_host_waiting fa_host_cluster_wait, fa_host_cluster_wait_arrive
+fa_host_waiting fa_host_dependency_wait, fa_host_dependency_arrive
 )");
 constexpr int saved_registers = 6;  // above them on the stack: the return address
 #elif defined(__aarch64__)
@@ -188,6 +190,7 @@ fa_host_waiting fa_host_wgmma, fa_host_wgmma_arrive
 fa_host_waiting fa_host_yield, fa_host_yield_arrive
 fa_host_waiting fa_host_wgmma_late, fa_host_wgmma_late_arrive
 fa_host_waiting fa_host_cluster_wait, fa_host_cluster_wait_arrive
+fa_host_waiting fa_host_dependency_wait, fa_host_dependency_arrive
 )");
 #else
 #error "the host backend has a fiber switch for x86-64 and aarch64 only"

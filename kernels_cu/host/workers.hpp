@@ -14,6 +14,7 @@
 
 #include "block.hpp"
 #include "fiber.hpp"
+#include "overlap.hpp"
 #include "printed.hpp"
 #include "race.hpp"
 
@@ -168,6 +169,7 @@ static inline void run_blocks(int number) {
     ours.ss_size = signal_stack_bytes;
     if (!__sanitizer_start_switch_fiber) sigaltstack(&ours, &before);
     unsigned long modes = flush_subnormals();
+    wait_for_first_block(number);
     while (job->outcome != fault && job->outcome != no_memory && !interrupt_requested) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;

@@ -25,7 +25,8 @@ from ...kernel import Device, Kernel, planner
 from ...kernel.plan import TensorMap
 from ...problem import Problem
 from .. import tensor_map
-from ..protocol import Backend, Fill, Loaded, Step
+from ..launch import ARGS
+from ..protocol import Backend, Call, Fill, Loaded, Step
 from . import cache
 from .build import Library, compiler, engine, library_of
 from .machine import fenced, processor, protect, threads
@@ -33,6 +34,12 @@ from .report import ASAN_CHILD, child_with_asan, failure
 from .source import GUARD
 
 CHECKS = ("race", "asan")
+
+
+class _Held(ctypes.Structure):
+    """fa_host::Held of engine.hpp."""
+
+    _fields_ = [("to", ctypes.c_void_p), ("from_", ctypes.c_void_p), ("bytes", ctypes.c_ulonglong)]
 
 
 class _Launch(ctypes.Structure):
@@ -54,6 +61,8 @@ class _Launch(ctypes.Structure):
         ("workers", ctypes.c_int),
         ("report", ctypes.c_char_p),
         ("report_bytes", ctypes.c_int),
+        ("held", ctypes.POINTER(_Held)),
+        ("held_count", ctypes.c_int),
         ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
     ]
 
@@ -165,6 +174,8 @@ class Host(Backend):
             copies = [_aligned(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(copies))(*(c.ctypes.data for c in copies))
             report = ctypes.create_string_buffer(1 << 14)
+            kept = _kept(loaded, call) if call.overlaps else {}
+            held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
             launch = _Launch(
                 library.entries[call.entry],
                 ctypes.addressof(pointers),
@@ -181,6 +192,8 @@ class Host(Backend):
                 self.workers,
                 ctypes.cast(report, ctypes.c_char_p),
                 len(report),
+                held if call.overlaps else None,
+                len(kept),
                 ctypes.pointer(self._watched),
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
@@ -209,6 +222,17 @@ class Host(Backend):
     def state(self) -> Json:
         """Empty: a CPU's state is not read."""
         return {}
+
+
+def _kept(loaded: Loaded, call: Call) -> dict[int, Bytes]:
+    """Copies, by address, of the workspaces that the launches before may have filled, which are made NaN: kernels_cu/host/overlap.hpp."""
+    kept: dict[int, Bytes] = {}
+    addresses = np.frombuffer(call.parameters[0], ARGS, 1)["workspace"][0].tolist() if len(call.parameters[0]) >= ARGS.itemsize else []
+    for address, space in zip(addresses, loaded.plan.workspaces, strict=False):
+        if space.init == "none":
+            kept[address] = np.frombuffer(ctypes.string_at(address, space.bytes), np.uint8)
+            ctypes.memset(address, 0xFF, space.bytes)
+    return kept
 
 
 def _aligned(data: bytes | memoryview) -> Bytes:

@@ -1,5 +1,5 @@
 // The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 18 to 22): what surrounds the products.
-// There are three launches.
+// There are three launches, and each may begin while the one before ends: what prepare writes is read behind dependency_wait.
 //
 //     prepare      delta and logsumexp of each tile of queries, side by side, so that one copy brings them; dQ = 0
 //     gradients    persistent blocks, or clusters, take works: a tile of keys of one head, and the tiles of queries that see it
@@ -11,6 +11,7 @@
 #pragma once
 
 #include <fa/gradient.cuh>
+#include <fa/overlap.cuh>
 #include <fa/schedule.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
@@ -219,6 +220,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
                 const int tile = walk.queries(work), q_first = tile * BlockQ;
                 mbarrier_wait_parity(at.q_empty + q.stage(), q.parity() ^ 1);
                 load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.head, work.batch, 2 * BlockQ * 4);
+                dependency_wait();  // for the stats. What others do with dQ comes behind them
                 tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.head, work.batch);
                 load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.head, work.batch);
                 q.next();
@@ -233,6 +235,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf
     // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
     template <class T> static __device__ __forceinline__ void prepare(const Args& args) {
+        launch_dependents();
         const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
         const int tile = number(args, batch, head, query / BlockQ);
         float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
@@ -249,6 +252,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
 
     // Launch 3, 256 threads and a part of dQ a block: a thread reads the 4 lanes that hold 8 columns of two rows.
     template <class T> static __device__ __forceinline__ void convert(const Args& args) {
+        dependency_wait();
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
         const int query = tile * BlockQ + own % row_parts * 64 + row_of_part();
         const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
@@ -267,6 +271,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
     template <class T, int Keys, bool LastFirst, int Partial>
     static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits) {
+        dependency_wait();
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part();

@@ -1,12 +1,13 @@
 // What surrounds the products of split's backward pass: tiles of split operands (fa/split.cuh) in workspaces, and dQ on its way out.
 //
 //     prepare      splits K and V, Q and dO, as the tiles will lie in shared memory, with scales, norms, delta and logsumexp behind them
-//     convert      dQ from the layout of the accumulators to rows
+//     convert      dQ from the layout of the accumulators to rows; sums of dK and dV
 //
 // A tile of keys is [K high][K low][V high][V low][info], one of queries [Q high][Q low][dO high][dO low][logsumexp][delta][info].
 #pragma once
 
 #include <fa/gradient.cuh>
+#include <fa/overlap.cuh>
 #include <fa/split_product.cuh>
 
 namespace fa {
@@ -102,6 +103,7 @@ template <int BlockQ, int BlockK, int Width, int Keys, int Queries, int Dq> stru
     }
     // Launch 1, 256 threads. Two blocks a tile: K or V, Q or dO.
     template <bool ZeroDq> static __device__ __forceinline__ void prepare(const Args& args) {
+        launch_dependents();
         const int number = blockIdx.x / 2, keys = args.batch * args.heads_kv * key_tiles(args);
         if (number < keys) prepare_keys(args, number, blockIdx.x % 2);
         else prepare_queries<ZeroDq>(args, number - keys, blockIdx.x % 2);
@@ -125,6 +127,36 @@ template <int BlockQ, int BlockK, int Width, int Keys, int Queries, int Dq> stru
     static __device__ __forceinline__ float probability(float score, float factor, float logsumexp) {
         const float p = exp2_approx((score * factor - logsumexp) * log2e);
         return p > largest_p ? largest_p : p;  // a comparison, since a minimum would drop NaN
+    }
+
+    // Where several splits make dK and dV of a tile of keys, each leaves its sums here: rows of dK, then of dV.
+    template <int Partial> static __device__ __forceinline__ float* partial(const Args& args, int number) {
+        return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * (2 * BlockK * Width);
+    }
+    // The number of a split of a tile of keys.
+    template <int Splits> static __device__ __forceinline__ int number_of_split(const Args& args, int batch, int kv_head, int tile,
+                                                                                int split) {
+        return ((batch * args.heads_kv + kv_head) * key_tiles(args) + tile) * Splits + split;
+    }
+    // Launch 3 with splits, Width threads and 16 keys a block: their sums, in the order of the splits.
+    template <int Splits, int Partial> static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv) {
+        constexpr int columns = Width / 4, rows = 4;  // a thread: 4 columns, and every fourth row
+        const int batch = blockIdx.z, column = threadIdx.x % columns * 4;
+#pragma unroll
+        for (int i = 0; i < 16 / rows; ++i) {
+            const int key = blockIdx.x * 16 + i * rows + threadIdx.x / columns;
+            if (key >= args.seq_kv) return;
+            const float* from = partial<Partial>(args, number_of_split<Splits>(args, batch, kv_head, key / BlockK, 0)) +
+                                (is_dv ? BlockK * Width : 0) + key % BlockK * Width + column;
+            Vec<float, 4> sum = load_vec<4>(from);
+#pragma unroll
+            for (int split = 1; split < Splits; ++split) {
+                const Vec<float, 4> next = load_vec<4>(from + split * (2 * BlockK * Width));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[e] += next[e];
+            }
+            store_128_upto(row_pointer<float>(is_dv ? args.dV : args.dK, batch, kv_head, key) + column, sum, args.head_dim - column);
+        }
     }
 
     // Launch 3, Width threads and 16 queries a block: a thread reads the 4 lanes that hold 8 columns of two rows.

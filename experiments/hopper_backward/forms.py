@@ -1,0 +1,207 @@
+"""Forms of a backward pass beside each other and the peers, in turns, and the GPU time of each of its launches.
+
+    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER] [--set NAME …]
+
+A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, `old` the same of
+FOLDER's files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
+it is timed. It stops after so many seconds, between problems.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness import peers
+from harness.backends import Backend, pick
+from harness.check.contender import PassResult, run_kernel, run_peer
+from harness.check.oracle import oracle_for
+from harness.check.trial import Trial
+from harness.fault import Fault
+from harness.kernel import KERNELS, Kernel, find, planner
+from harness.measure.sampling import POLICY, Ready, measure
+from harness.problem import Problem
+
+Tiles = dict[str, int]
+
+
+def problem(batch: int, heads: int, heads_kv: int, seq: int, seq_kv: int, dim: int, mask: str, dtype: str) -> Problem:
+    """A problem by its sizes; mask: "causal" or empty."""
+    made = Problem.of(batch, heads, seq, dim, heads_kv, dtype=dtype, causal=bool(mask), seq_kv=seq_kv)
+    assert made.seq_kv == seq_kv
+    return made
+
+
+def grid(**values: Sequence[int]) -> list[Tiles]:
+    """Every combination of tile values."""
+    made: list[Tiles] = [{}]
+    for name, each in values.items():
+        made = [{**tiles, name: value} for tiles in made for value in each]
+    return made
+
+
+BF, HALF, FULL = "bfloat16", "float16", "float32"
+#: Which problems, with other forms than the header's: file and tile values.
+SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
+    "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
+        (problem(2, 16, 16, 1024, 1024, 80, "", HALF), []),
+        (problem(7, 4, 1, 411, 411, 256, "causal", HALF), []),
+        *((problem(16384 // seq, 16, 16, seq, seq, 128, mask, BF), []) for seq in (512, 1024) for mask in ("", "causal")),
+        (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
+    ],
+    "float32": [  # splits
+        (problem(1, 71, 1, 2845, 2845, 64, "", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
+        (problem(6, 4, 1, 256, 256, 256, "", FULL), [("split", t) for t in grid(SPLITS=(2, 8))]),
+        (problem(1, 14, 2, 2048, 2048, 64, "causal", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
+        (problem(1, 16, 16, 2048, 2048, 128, "causal", FULL), [("split", t) for t in grid(SPLITS=(2, 4))]),
+    ],
+    "section": [  # many more keys than queries
+        (problem(5, 32, 32, 192, 2048, 128, "causal", BF), [("hopper_atomic", t) for t in grid(SECTION=(8,))]),
+        (problem(4, 32, 8, 256, 4096, 128, "causal", BF), [("hopper_atomic", t) for t in grid(SECTION=(4, 8, 16))]),
+        (problem(8, 32, 32, 128, 1024, 64, "causal", BF), [("hopper", t) for t in grid(SECTION=(4, 8))]),
+    ],
+    "group": [  # hopper or hopper_atomic where a key head has several query heads
+        (problem(3, 64, 8, 1113, 1113, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(1, 2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+        (problem(8, 40, 8, 367, 367, 128, "causal", BF), [("hopper", {"SPLITS": 1, "BACKWARDS": 1, "SECTION": 64})]),
+        (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+        (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+    ],
+    "many": [  # many queries a key head
+        (
+            problem(1, 128, 8, 1024, 3207, 128, "causal", BF),
+            [("hopper_atomic", t) for t in grid(SPLITS=(1, 2, 4, 8), SECTION=(64, 1024))]
+            + [("hopper", t) for t in grid(SPLITS=(1, 2, 4, 8), SECTION=(64, 1024), BACKWARDS=(0, 1))],
+        ),
+        (
+            problem(1, 128, 8, 1024, 3207, 128, "", BF),
+            [("hopper", {"SPLITS": 2}), ("hopper", {"SPLITS": 4}), ("hopper_atomic", {"SPLITS": 4})],
+        ),
+        (
+            problem(5, 32, 32, 192, 2048, 128, "causal", BF),
+            [("hopper_atomic", t) for t in grid(SECTION=(4, 16, 1024))]
+            + [("hopper", t) for t in grid(SECTION=(32, 1024), BACKWARDS=(0, 1))],
+        ),
+        (
+            problem(1, 36, 4, 3390, 3390, 128, "causal", BF),
+            [("hopper", t) for t in grid(SPLITS=(2, 4, 8), SECTION=(64, 1024), BACKWARDS=(0, 1))]
+            + [("hopper_atomic", t) for t in grid(SPLITS=(4, 8), SECTION=(64, 1024))],
+        ),
+        (
+            problem(3, 40, 10, 2048, 2048, 128, "causal", BF),
+            [("hopper", t) for t in grid(SPLITS=(1, 2, 4), SECTION=(64, 1024), BACKWARDS=(0, 1))]
+            + [("hopper_atomic", t) for t in grid(SPLITS=(1, 2), SECTION=(64, 1024))],
+        ),
+        (
+            problem(7, 4, 1, 411, 411, 256, "causal", HALF),
+            [("hopper_keys", t) for t in grid(SPLITS=(1, 2, 4))] + [("hopper_cluster", t) for t in grid(SPLITS=(1, 4))],
+        ),
+        (
+            problem(2, 16, 16, 1024, 1024, 80, "", HALF),
+            [("hopper_atomic", {}), ("hopper_atomic", {"SPLITS": 2}), ("hopper", {"SPLITS": 2})],
+        ),
+    ],
+}
+PEERS = {BF: ("fa4", "torch-cudnn"), HALF: ("fa4", "torch-cudnn"), FULL: ("torch-efficient",)}
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def file_of(name: str, folder: Path = KERNELS) -> Kernel:
+    """A backward file by its name, not one that runs in its place."""
+    return Kernel.read(next(folder.glob(f"[0-9][0-9]_{name}_backward.cu")))
+
+
+def launches(backend: Backend, result: PassResult) -> str:
+    """Microseconds of each launch alone: ten of it in a graph, replayed ten times."""
+    assert isinstance(result.timed, Trial) and result.loaded
+    steps: list[Any] = result.timed.bound.steps
+    parts = []
+    for step in steps:
+        replay = backend.graph(result.loaded, [step] * 10)
+        assert replay
+        times = sorted([again() for again in [replay() for _ in range(10)]])
+        parts.append(f"{getattr(step, 'entry', 'fill')} {times[len(times) // 2] * 1e5:.1f}")
+    return ", ".join(parts)
+
+
+def main() -> None:
+    """Print the lines of all problems."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--set", choices=SETS, default=["many"], nargs="+")
+    parser.add_argument("--old", type=Path)
+    asked = parser.parse_args()
+    begun, backend = time.monotonic(), pick("auto")
+    policy = replace(POLICY[backend.name], settle=0.03, turn=0.03, max_seconds=0.09, min_seconds=0.03, patience=0.09)
+    wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
+    for made, forms in (each for name in asked.set for each in SETS[name]):
+        name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"
+        chosen = planner.variant(find(name, "backward", False), made)
+        tiles = dict(planner.plan(chosen, made, backend.device()).macros)
+        named = {
+            "chosen " + chosen.name + "".join(f" {n} {tiles[n]}" for n in ("SPLITS", "SECTION", "BACKWARDS") if n in tiles): (
+                chosen,
+                Tiles(),
+            )
+        }
+        if asked.old:
+            named["old"] = (planner.variant(file_of(chosen.name, asked.old), made), {})
+        for file, values in forms:
+            if values or file != chosen.name:
+                named[file + "".join(f" {n} {v}" for n, v in values.items())] = (file_of(file), values)
+        wanted.append((made, named))
+
+    def compiled(each: tuple[Kernel, Problem, Tiles]) -> None:
+        with suppress(Fault):
+            backend.load(*each)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(compiled, [(kernel, made, tiles) for made, named in wanted for kernel, tiles in named.values()]))
+    say(f"compiled after {time.monotonic() - begun:.0f} s")
+    for made, named in wanted:
+        if time.monotonic() - begun > asked.seconds:
+            say("out of time")
+            break
+        oracle = oracle_for(made, backend, "backward")
+        inputs = oracle.inputs_of("backward")
+        results: dict[str, PassResult] = {}
+        say(f"{made.describe()}, after {time.monotonic() - begun:.0f} s")
+        for name, (kernel, tiles) in named.items():
+            try:
+                result = run_kernel(backend, kernel, oracle, inputs, tiles)
+            except Fault as fault:
+                say(f"  {name}: {fault.what}: {fault.why}")
+                continue
+            if not result.passed:
+                say(f"  {name} WRONG: {[v.tensor for v in result.verdicts.values() if not v.passed]}")
+                continue
+            if not results or name == "old":
+                say(f"  {name}: {launches(backend, result)}")
+            results[name] = result
+        for peer in map(peers.find, PEERS[made.dtype]):
+            assert peer
+            try:
+                results[peer.name] = run_peer(peer, oracle, "backward")
+            except Fault as fault:
+                say(f"  {peer.name}: {fault.what}: {fault.why}")
+        ready: dict[str, Ready] = {}
+        timings = measure({name: result.timed for name, result in results.items()}, backend, "warm", policy, ready=ready)
+        best = min((timings[name].median_ms for name in results if name in PEERS[made.dtype]), default=float("nan"))
+        for name, timing in timings.items():
+            say(f"  {name:48} {timing.median_ms:8.4f} ms {best / timing.median_ms:6.3f} {timing.launch} {timing.broken}")
+    say(f"done after {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
