@@ -31,19 +31,19 @@
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // [[choice]]
+// when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3)"
+// BLOCKS = 2
+// evidence = "docs/notes/18_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
+// [[choice]]
 // when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
 // BLOCKS = 3
-// evidence = "docs/notes/18_hopper_tails.md: S512, S1000 causal 1.19 and 1.16 of two consumers, S128 1.05 of three"
-// [[choice]]
-// when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else rounds_2 == rounds_3 <= 3)"
-// BLOCKS = 2
-// evidence = "docs/notes/18_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers, B4 H12 S1024 1.11, B2 H8 S1664 1.05 of two"
+// evidence = "docs/notes/18_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2
 // evidence = "docs/notes/18_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
 // [[choice]]
-// when = "HEAD_DIM == 128 and BLOCKS == 1 and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
+// when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
 // CONSUMERS = 3
 // evidence = "docs/notes/18_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
@@ -51,9 +51,9 @@
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
-// when = "HEAD_DIM == 256 and causal and 2 * works_2 <= sms and seq_kv >= 1024"
-// SPLITS = 3
-// evidence = "docs/notes/18_hopper_tails.md: B1 H4/1 S2048 causal 1.51"
+// when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024"
+// SPLITS = "3 if causal else 2"
+// evidence = "docs/notes/18_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; without a mask a count"
 // [[choice]]
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
