@@ -121,7 +121,7 @@ struct Producer {
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         int number = blockIdx.x;
         while (number < Tiles::works(args)) {
-            work = Tiles::of_number<SECTION, 4 * HEAD_DIM>(args, number), kv_head = fa::kv_head_of(args, work.head);
+            work = Tiles::of_number<4 * HEAD_DIM>(args, number, SECTION), kv_head = fa::kv_head_of(args, work.head);
             load_q();
             number = gridDim.x + atomicAdd(counters, 1);
 #pragma unroll 1  // the producer has few registers
