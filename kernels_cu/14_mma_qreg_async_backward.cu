@@ -86,7 +86,7 @@
 // where registers are full.
 //
 // The limits that remain: all warps wait at two barriers a tile, and every operand passes through registers, 128 ldmatrix for 320 mma.
-// Hopper's wgmma reads shared memory by itself: step 18 does.
+// Hopper's wgmma reads shared memory by itself: the step hopper does.
 #include <fa/epilogue.cuh>
 #include <fa/gradient.cuh>
 

@@ -1,4 +1,4 @@
-"""What each idea of step 18 is worth: python experiments/hopper/ablations.py [--output-dir DIR]
+"""What each idea of hopper is worth: python experiments/hopper/ablations.py [--output-dir DIR]
 
 The kernel as it is and with one idea switched off at a time, in turns in one process, settled, then the energy of each alone: at 16k
 tokens, S = 4096, D64, D128 and D256, causal and not, in bfloat16. Two minutes on an H200. tune.csv has a row a variant, pruned ones with

@@ -2,7 +2,7 @@
 
 Two panels of TFLOP/s, a bar per step in the ladder's order: float32 at B8 H16 S2048 D64 (`experiments/forward`), bfloat16 at B4 H16 S4096
 D128 (`experiments/ladder`). The line of a panel is the fastest peer of the same run. FlashAttention-3 and -4 at the second shape are of
-`experiments/hopper`, as is the ring around step 18 there: another run, in which it is faster.
+`experiments/hopper`, as is the ring around hopper there: another run, in which it is faster.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def panel(axis: plt.Axes, sweep: str, test: str, title: str) -> None:
 
 
 def rivals(axis: plt.Axes) -> None:
-    """FlashAttention-3 and -4 beside step 18, of a run of their own."""
+    """FlashAttention-3 and -4 beside hopper, of a run of their own."""
     found = rates(RIVALS, SHAPE)
     last = axis.containers[-1].patches[0]
     place = last.get_x() + last.get_width() / 2
     axis.bar(place, found["hopper"], width=0.74, fill=False, edgecolor="0.2", linewidth=0.9, linestyle=":", zorder=3)
     both = ", ".join(f"{name} {found[key]:.0f}" for key, name in NAMES.items())
-    text = f"dotted, another run: step 18 {found['hopper']:.0f}\n{both}"
+    text = f"dotted, another run: hopper {found['hopper']:.0f}\n{both}"
     axis.annotate(text, (place + 0.4, found["hopper"]), xytext=(0, 5), textcoords="offset points", ha="right", fontsize=6.5)
     axis.axhline(found["fa3"], color="0.2", linestyle=":", linewidth=0.9, zorder=1)
     axis.set_ylim(0, 1.2 * found["hopper"])

@@ -109,16 +109,16 @@ def test_a_kernel_without_such_a_form_is_exit_2(words: tuple[str, ...], fa_cli: 
 
 @needs_compiler
 def test_the_tree_and_a_range_leave_it_out() -> None:
-    """A kernel of the tree that has no such form, as step 22: with a note, and the others go on."""
+    """A kernel of the tree that has no such form, as hopper_cluster: with a note, and the others go on."""
     notes: list[str] = []
     of_ours = "B1_H1_S17_D256_bfloat16"
-    for computes in ((), ("18-24",)):
+    for computes in ((), ("21-27",)):
         found = verify.verify(computes, mode="backward", device="cpu", case=of_ours, deterministic=True, note=notes.append)
         names = {one.kernel for one in found}
         assert "hopper" in names and "hopper_cluster" not in names
     assert notes[:3] == [f"hopper_{name}_backward has no deterministic form" for name in ("atomic", "wide", "cluster")]
-    assert "18-24 without hopper_cluster: hopper_cluster_backward has no deterministic form" in notes
-    both, left_out = choose.kernels(Request("18-24", "both", deterministic=True))
+    assert "21-27 without hopper_cluster: hopper_cluster_backward has no deterministic form" in notes
+    both, left_out = choose.kernels(Request("21-27", "both", deterministic=True))
     assert {one.name for one in both} == {"hopper", "split", "split_hopper"} and len(left_out) == 2
 
 

@@ -120,24 +120,24 @@ def test_auto_is_the_highest_step_that_can(dtype: str, dim: int, passes: list[st
 
 
 def test_auto_takes_a_step_for_each_pass_and_form() -> None:
-    """At head dim 256 the forward pass is step 18's, the backward pass step 22's, which has no deterministic form: there it is step 18's
+    """At head dim 256 the forward pass is hopper's, the backward pass hopper_cluster's, which has no deterministic form: there it is hopper's
     too. A name stays what it is."""
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 96, 256, dtype="float16"), Device("cuda", "a GPU", "sm_90")
     found, notes = choice([AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+hopper_cluster"]
-    assert "auto is 18 hopper forward and 22 hopper_cluster backward, the highest steps it may take for" in notes[0]
+    assert "auto is 21 hopper forward and 25 hopper_cluster backward, the highest steps it may take for" in notes[0]
     assert [one.name for one in choice([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
     assert [one.name for one in choice([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
-    assert choice(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 18
+    assert choice(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 21
     with pytest.raises(UsageFault) as refused:
-        choice(["22"], passes, [problem], device)
+        choice(["25"], passes, [problem], device)
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
 @pytest.mark.parametrize(
     ("shape", "causal", "name"),
     [
-        ((8, 32, 2048, 64), False, "hopper+hopper_wide"),  # where experiments/hopper_backward has step 20 ahead of 18
+        ((8, 32, 2048, 64), False, "hopper+hopper_wide"),  # where experiments/hopper_backward has hopper_wide ahead of hopper
         ((1, 32, 16384, 40), False, "hopper+hopper_wide"),
         ((8, 32, 2048, 64), True, "hopper"),
         ((8, 32, 2047, 64), False, "hopper"),
@@ -149,7 +149,7 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     ],
 )
 def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], causal: bool, name: str) -> None:
-    """Step 20 backward, in its only form."""
+    """hopper_wide backward, in its only form."""
     device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16", causal=causal)
     for passes in (["forward", "backward"], ["backward"]):
         assert choice([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
@@ -157,7 +157,7 @@ def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], caus
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expression of the problem, as step 24's, which begins at 65 queries; another value moves the border."""
+    """An expression of the problem, as split_hopper's, which begins at 65 queries; another value moves the border."""
     passes, device = ["forward", "backward"], Device("cuda", "a GPU", "sm_90")
 
     def names() -> list[list[str]]:
@@ -172,7 +172,7 @@ def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("shape", "arch", "name"),
     [
-        ((1, 1, 128, 64), "sm_90", "fa2"),  # the shapes on which experiments/fp32 has step 07 ahead of 23 and 24
+        ((1, 1, 128, 64), "sm_90", "fa2"),  # the shapes on which experiments/fp32 has fa2 ahead of split and split_hopper
         ((8, 16, 32, 64), "sm_90", "fa2"),
         ((8, 16, 32, 64), "sm_80", "fa2"),
         ((8, 16, 100, 64), "sm_90", "split_hopper"),  # four blocks a multiprocessor
@@ -198,7 +198,7 @@ def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
     found, notes = choice(["hopper+14", AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+mma_qreg_async"]
-    assert "auto is 18 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
+    assert "auto is 21 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
     assert [one.name for one in choice(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
 
 
@@ -236,7 +236,7 @@ def test_auto_and_two_kernels(fa_cli: Run) -> None:
     words = ("--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
     result = fa_cli("run", "auto", *words, "--causal")
     assert result.exit_code == 0 and "PASS hopper both" in result.stdout
-    assert "note: auto is 18 hopper, the highest step it may take for" in result.stderr
+    assert "note: auto is 21 hopper, the highest step it may take for" in result.stderr
     two = fa_cli("run", "hopper+14", *words, "--json")
     assert two.exit_code == 0 and json.loads(two.stdout)["compute"] == "hopper+mma_qreg_async"
     ring = fa_cli("ring", "--simulate", 2, "--compute", "hopper+14", *words)

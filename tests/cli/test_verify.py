@@ -87,7 +87,7 @@ def test_what_a_kernel_cannot_be_given_is_no_failure(fa_cli: Callable[..., Resul
 
 
 def test_cases_on_few_multiprocessors() -> None:
-    """A case's number of multiprocessors reaches the plan: step 18 launches two blocks, each of which takes several works."""
+    """A case's number of multiprocessors reaches the plan: hopper launches two blocks, each of which takes several works."""
     backends = harness.verbs.verify.Backends("cpu", None, None)
     chosen = find("hopper", "forward")
     case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")

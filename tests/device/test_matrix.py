@@ -91,7 +91,7 @@ def drawn(chosen: Kernel) -> list[Piece]:
 
 
 def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
-    """Step 18 in a form that it takes only for longer problems, or more heads, than those of this matrix."""
+    """hopper in a form that it takes only for longer problems, or more heads, than those of this matrix."""
     hopper = find("hopper", pass_)
     rows = tuple(row for row in hopper.choices if tiles.keys().isdisjoint(dict(row.values)))
     found = pieces(replace(hopper, tile={**hopper.tile, **tiles}, choices=rows, variants=(), head_dims=(64, 128)))

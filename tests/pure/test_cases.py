@@ -160,7 +160,7 @@ def test_every_choice_of_a_header_is_met(chosen: Kernel) -> None:
 
 
 def test_the_choices_of_a_header_are_found() -> None:
-    """Step 18's backward pass has a form for 2048 queries and more, and one for more than that."""
+    """hopper's backward pass has a form for 2048 queries and more, and one for more than that."""
     hopper = next(chosen for chosen in catalogue() if chosen.label == "hopper_backward")
     assert {("BACKWARDS", "1"), ("SECTION", "64"), ("SECTION", "16"), ("AHEAD", "8"), ("EARLY", "8"), ("HEAD_DIM", "256")} <= known(hopper)
     fa2 = find("fa2", "forward")

@@ -65,7 +65,7 @@ def steps() -> str:
 
 
 def grid(sweep: str, dtype: str = "bfloat16") -> Grid:
-    """Ours and the best peer in each cell of a sweep of step 18, settled."""
+    """Ours and the best peer in each cell of a sweep of hopper, settled."""
     table = script("hopper/table")
     rows = read_rows(EXPERIMENTS / sweep / "results.csv")
     found: Grid = {}
@@ -82,7 +82,7 @@ def cell(ours: float, best: float, peer: str) -> str:
 
 
 def cells(sweep: str) -> str:
-    """A sweep of step 18 and its peers as a table over the length, and the geometric means."""
+    """A sweep of hopper and its peers as a table over the length, and the geometric means."""
     found = grid(sweep)
     lengths = sorted({seq for _, _, seq in found})
     lines = []
@@ -120,7 +120,7 @@ def compared(dtype: str, pass_: str, found: Grid) -> list[list[str]]:
 
 
 def single(sweep: str) -> Grid:
-    """float32, TF32 off, the long shapes: the fastest of steps 07, 23 and 24, and PyTorch's fastest backend."""
+    """float32, TF32 off, the long shapes: the fastest of steps 07, 26 and 27, and PyTorch's fastest backend."""
     found: Grid = {}
     for test, of in script("fp32/draw").times(sweep).items():
         rates = {name: row.TFLOPS or 0.0 for name, row in of.items()}

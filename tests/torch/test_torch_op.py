@@ -91,7 +91,7 @@ def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> No
 
 @pytest.mark.parametrize(("step", "dim"), [("hopper_cluster", 256), ("hopper_wide", 64)])
 def test_a_pair_of_steps_in_the_fast_form(device: Any, step: str, dim: int) -> None:
-    """The forward pass of step 18 with the backward pass of step 22 or 20, which have no deterministic form and no forward pass."""
+    """The forward pass of hopper with the backward pass of hopper_cluster or hopper_wide, which have no deterministic form and no forward pass."""
     problem = Problem.of(1, 2, 70, dim, dtype="bfloat16", causal=True)
     inputs = made(device, problem)
     judge(problem, inputs, both(f"hopper+{step}", problem, inputs, deterministic=False), "p16")
@@ -291,7 +291,7 @@ def test_rows_that_share_memory(device: Any, shared: str, monkeypatch: pytest.Mo
 
 
 def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head dims that the highest steps have no build for, as without step 23: the reason is told, once; a usual case is told nothing."""
+    """Head dims that the highest steps have no build for, as without split: the reason is told, once; a usual case is told nothing."""
     kept_out = tuple(replace(k, auto=not k.name.startswith("split") and k.auto) for k in catalogue())
     monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
     q = torch.randn(1, 1, 4, 160, device=device)
@@ -304,7 +304,7 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
         used = call.kernels_of("auto", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)["backward"]
         assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
-        for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 23 and 24, by their headers
+        for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 26 and 27, by their headers
             attention(*torch.randn(3, batch, 1, length, dim, device=device))
         attention(*(q.float()[..., :64],) * 3)
 

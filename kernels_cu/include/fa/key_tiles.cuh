@@ -1,4 +1,4 @@
-// The forward passes on Hopper, which keep a tile of queries and stream the tiles of keys that it sees (steps 15 to 18, and 24): whose
+// The forward passes on Hopper, which keep a tile of queries and stream the tiles of keys that it sees (from wgmma_tma to hopper, and split_hopper): whose
 // queries.
 #pragma once
 

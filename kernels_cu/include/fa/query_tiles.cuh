@@ -1,11 +1,11 @@
-// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (steps 18 to 22): what surrounds the products.
+// The backward passes on Hopper that keep the keys of a block and stream tiles of queries (from hopper to hopper_cluster): what surrounds the products.
 // There are three launches, and each may begin while the one before ends: what prepare writes is read behind dependency_wait.
 //
 //     prepare      delta and logsumexp of each tile of queries, side by side, so that one copy brings them; dQ = 0
 //     gradients    persistent blocks, or clusters, take works: a tile of keys of one head, and the tiles of queries that see it
 //     convert      dQ from the layout of the accumulators to rows, scaled and rounded
 //
-// Products of launch 2, and how dQ is added, are each kernel's own; step 22 has barriers and a producer of its own, too. dQ of a tile of
+// Products of launch 2, and how dQ is added, are each kernel's own; hopper_cluster has barriers and a producer of its own, too. dQ of a tile of
 // queries is a sum over tiles of keys. It is added in global memory in float32, in the layout of the accumulators of wgmma: parts of 64
 // queries x 64 columns, of which each of 128 threads has 4 numbers of every 8 columns. So a warp adds 512 bytes side by side.
 #pragma once

@@ -1,4 +1,4 @@
-// Which tile of which head stands behind a number that a block takes from a counter (the persistent kernels of steps 18 to 24).
+// Which tile of which head stands behind a number that a block takes from a counter (the persistent kernels).
 #pragma once
 
 #include <fa/types.cuh>

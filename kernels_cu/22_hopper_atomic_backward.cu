@@ -42,15 +42,15 @@
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// evidence = "NOTES.md, 21 hopper backward, splits"
 // [[choice]]
 // when = "causal and works >= 5 * units and seq_kv > 4 * seq_q"
 // SECTION = 8
-// evidence = "NOTES.md, 18 hopper backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
+// evidence = "NOTES.md, 21 hopper backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
-// evidence = "NOTES.md, 18 hopper backward: D64 S4096 dK first 471 TFLOP/s for 462"
+// evidence = "NOTES.md, 21 hopper backward: D64 S4096 dK first 471 TFLOP/s for 462"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -113,9 +113,9 @@
 // maps = []
 // ///
 //
-// Step 19, backward: step 18's backward pass with dQ added from the accumulators. It runs in step 18's place where `when` holds.
+// Step 22, backward: hopper's backward pass with dQ added from the accumulators. It runs in hopper's place where `when` holds.
 //
-// What limits step 18 there: staged, dQ of a tile takes 32 KB of shared memory. At head dim 128 that is the room of the next tile of K and
+// What limits hopper there: staged, dQ of a tile takes 32 KB of shared memory. At head dim 128 that is the room of the next tile of K and
 // V, which then arrives only when the last products have run. A tile of keys of a short sequence has few tiles of queries to pay for it.
 // And a consumer finishes each tile before the next one begins.
 //
@@ -137,9 +137,9 @@
 // many.
 //
 // What stays: everything else, also the splits where there are few tiles. At head dim 64 without a mask both are equally fast, and this
-// one leaves registers for descriptors. Half of the exponentials after the wait for dP, as step 18 has them at head dim 64, are 7 to 10 %
+// one leaves registers for descriptors. Half of the exponentials after the wait for dP, as hopper has them at head dim 64, are 7 to 10 %
 // slower here: dV, which runs beside dS, would be cut in two, and its second half would begin after dS (NOTES.md). It has no deterministic
-// form: turns are the storers', and here the consumers add. With turns it was 4 to 16 % slower than step 18's, and 1 to 4 % faster at 1024
+// form: turns are the storers', and here the consumers add. With turns it was 4 to 16 % slower than hopper's, and 1 to 4 % faster at 1024
 // queries and fewer at head dim 128.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>

@@ -38,7 +38,7 @@
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "NOTES.md, 18 hopper backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
+// evidence = "NOTES.md, 21 hopper backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -105,15 +105,15 @@
 // maps = []
 // ///
 //
-// Step 21, backward: step 18's backward pass at head dim 256. It runs in step 18's place at head dims over 128.
+// Step 24, backward: hopper's backward pass at head dim 256. It runs in hopper's place at head dims over 128.
 //
-// What limits step 18 there: dK and dV of 64 keys and all 256 columns would be all registers of a consumer, and shared memory has no room
+// What limits hopper there: dK and dV of 64 keys and all 256 columns would be all registers of a consumer, and shared memory has no room
 // for K and V of 128 keys beside two tiles of Q and dO.
 //
 // What changes: both consumers share 64 keys. Each makes the scores of half of the queries of a tile, and half of the columns of dV, dK and
 // dQ. So each needs the P and dS of the other: P^T too goes through shared memory, and there are two barriers a tile. That is 416 KB of
 // shared memory for 64 queries x 64 keys, 3330 cycles for 2560 of products, and twice as many reductions a FLOP as at 128 keys: without
-// them it is half as fast again. dQ is added from the accumulators, as in step 19, for there is no room to stage it.
+// them it is half as fast again. dQ is added from the accumulators, as in hopper_atomic, for there is no room to stage it.
 //
 // A tile of queries n, as a consumer runs it. S(n) and dP(n) are in flight when it begins:
 //
@@ -125,12 +125,12 @@
 //     S(n + 1)            dK, dQ      dQ(n) added in global memory (EARLY eighths of it); the stage of Q, dO, P and dS is empty
 //     dP(n + 1)                       the rest of dQ(n) added
 //
-// Where there are few tiles, a tile of keys is divided into several work items, as in step 18.
+// Where there are few tiles, a tile of keys is divided into several work items, as in hopper.
 //
-// With --deterministic the blocks of a head take turns at each tile of queries, in step 18's order. The storer of a consumer takes the
+// With --deterministic the blocks of a head take turns at each tile of queries, in hopper's order. The storer of a consumer takes the
 // turn, signals the consumer, and passes the turn after its reductions.
 //
-// `auto` takes step 22 here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
+// `auto` takes hopper_cluster here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>

@@ -78,13 +78,13 @@
 // maps = []
 // ///
 //
-// Step 20, backward: step 18's backward pass at head dim 64, with 256 keys in a block instead of 128.
+// Step 23, backward: hopper's backward pass at head dim 64, with 256 keys in a block instead of 128.
 //
-// What limits step 18 there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
+// What limits hopper there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
 // 32 KB of dQ in global memory. An H200 is at its power limit, and these bytes are 29 % of the energy of the tile (NOTES.md).
 //
 // What changes: a block has twice as many keys, so a FLOP costs half as many bytes of Q, dO and dQ. dK and dV of 128 keys are 128
-// registers of a consumer. That leaves 112 for a tile's scores, and step 18's S and dP alone are 128. So a consumer takes a tile of 128
+// registers of a consumer. That leaves 112 for a tile's scores, and hopper's S and dP alone are 128. So a consumer takes a tile of 128
 // queries in four pieces of 64 keys x 64 queries, two blocks of keys for each half of the queries. S and dP of a piece are 64 registers, P
 // and dS as operands 32. There is no room for two pieces, but the products of a piece run while the other consumer computes.
 //
@@ -116,9 +116,9 @@
 // 2048 queries a tile of keys (those of all heads that read it) and 2048 keys on, and where the tiles go round all multiprocessors six
 // times: the last round of larger tiles leaves more of them idle.
 //
-// Under the causal mask it is right, but `auto` leaves it to step 18. There 128 more keys are computed beyond the diagonal: 4 % slower at
+// Under the causal mask it is right, but `auto` leaves it to hopper. There 128 more keys are computed beyond the diagonal: 4 % slower at
 // 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
-// step 18, which its storers take.
+// hopper, which its storers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>

@@ -9,7 +9,7 @@
 // logits = "any"
 // deterministic = true
 // float16_products = 3
-// auto = "seq_q > 64 and not (HEAD_DIM == 64 and seq_kv <= 128 and blocks <= sms)"  # else step 23, or 07
+// auto = "seq_q > 64 and not (HEAD_DIM == 64 and seq_kv <= 128 and blocks <= sms)"  # else split, or fa2
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
 // BLOCK_K = "32 if HEAD_DIM == 256 else 96"
@@ -87,7 +87,7 @@
 // shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + factors + 8 * barriers"
 // ///
 //
-// Step 24, read against steps 23 and 18: the arithmetic of 23 in the structure of 18. Each float32 operand is two float16,
+// Step 27, read against split and hopper: the arithmetic of split in the structure of hopper. Each float32 operand is two float16,
 // x = 2^e (high + low), and three products of these parts take the place of one. mma.sync multiplies at 649 TFLOP/s on an H200, wgmma at
 // 843: a third of that is 281.
 //
@@ -95,14 +95,14 @@
 //     producer     one thread loads tiles of both parts by TMA
 //     consumers    two warpgroups of 64 queries: S = Q K^T and P V by wgmma; softmax and the split of P in registers
 //
-// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. Step 23
+// Small products first. A tensor core truncates its accumulator with each instruction, by a part of the accumulator's own size. split
 // gives the small products of S, low high and high low, accumulators of their own, because it has their operands in registers only once.
 // wgmma reads operands from shared memory, so their order is free. While small products are added the accumulator is small, and so is what
-// is cut off. A chain of S then counts its large products only, at most 8 as in step 23 (at head dim 256 there are two chains); it saves
+// is cut off. A chain of S then counts its large products only, at most 8 as in split (at head dim 256 there are two chains); it saves
 // BLOCK_K / 2 registers and an addition a score. P V of a tile likewise: it starts from zero, small products first, and is added to O in
 // float32. What truncation takes of S, 2.4 * 2^-24 of it in the mean, the keys' factors times 1 + 2^-23 give back.
 //
-// No overlap inside a warpgroup. Step 18 multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
+// No overlap inside a warpgroup. hopper multiplies P V while it computes exponentials. Here that needs S, P, O and the sum of a tile at
 // the same time: 192 of 232 registers at head dim 128. But three products take three times as long and the softmax does not, so the
 // products of the other consumer hide it. A turn is P V of a tile and S of the next. Time runs downwards:
 //
@@ -124,7 +124,7 @@
 // The limits, 64 queries x 64 keys at head dim 128: wgmma takes 1536 cycles. Shared memory takes 1408: S 768, because an instruction of 64
 // keys reads as much of Q as of K, P V 384, copies 256. A warp issues some 590 instructions.
 //
-// Inputs that are not finite: as in step 23.
+// Inputs that are not finite: as in split.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/split.cuh>

@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = "head_dim > 128"  # below, step 18 is faster
+// auto = "head_dim > 128"  # below, hopper is faster
 // arithmetic = "p16"
 // spill_bytes_allowed = 16  # of the producer and the storers, which have 24 registers; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -36,7 +36,7 @@
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// evidence = "NOTES.md, 21 hopper backward, splits"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -102,9 +102,9 @@
 // maps = []
 // ///
 //
-// Step 22, backward: step 21's backward pass at head dim 256, in clusters of two blocks.
+// Step 25, backward: hopper_keys's backward pass at head dim 256, in clusters of two blocks.
 //
-// What limits step 21: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
+// What limits hopper_keys: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
 // tile of queries is added in global memory once for every 64 keys. That is twice as many reductions a FLOP as at head dim 128, and without
 // any the kernel is half as fast again.
 //
@@ -136,19 +136,19 @@
 // the next tile arrives while dK, dQ and the next S run; a tile's dV comes first for that. That dO is there says also that both consumers
 // have read P^T of the tile before.
 //
-// Each block loads all of Q and dO for itself, as step 21 does, so a stage is released within the block. With multicast a block would load
+// Each block loads all of Q and dO for itself, as hopper_keys does, so a stage is released within the block. With multicast a block would load
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
 // is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
-// Where works are few, 128 keys are several works, as in step 18: each cluster walks over a range of their tiles of queries.
+// Where works are few, 128 keys are several works, as in hopper: each cluster walks over a range of their tiles of queries.
 //
 // Both blocks walk the same tiles: where none of a block's keys is seen, it sends a dS^T of zeros (skip_tile). A cluster barrier stands at
 // the beginning: no copy or arrival finds a barrier of the other block that is not initialised. One stands at the end: no block ends while
 // the other may reach it.
 //
-// The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where step 18
-// has 128 keys in a block, such a kernel is slower than step 18 (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
-// columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of step 21.
+// The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where hopper
+// has 128 keys in a block, such a kernel is slower than hopper (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
+// columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of hopper_keys.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/query_tiles.cuh>

@@ -44,7 +44,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
 // BLOCK_Q = 32
-// evidence = "NOTES.md, 23 split backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
+// evidence = "NOTES.md, 26 split backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
 // [[choice]]
 // when = "seq_kv <= 32"
 // BLOCK_K = 32
@@ -56,7 +56,7 @@
 // [[choice]]
 // when = "splits > 1"
 // SPLITS = "splits"
-// evidence = "NOTES.md, 23 split backward: a sum; not measured yet"
+// evidence = "NOTES.md, 26 split backward: a sum; not measured yet"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
@@ -96,7 +96,7 @@
 // block = "HEAD_DIM"
 // ///
 //
-// Step 23, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
+// Step 26, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
 // two float16, and three products of these parts take the place of one. fa/split_product.cuh has the arithmetic, the forward pass the
 // choice of the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 14's:
 //

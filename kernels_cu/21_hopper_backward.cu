@@ -40,19 +40,19 @@
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
-// evidence = "NOTES.md, 18 hopper backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// evidence = "NOTES.md, 21 hopper backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "BACKWARDS and seq_q > 2048"
 // SECTION = 64
-// evidence = "NOTES.md, 18 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// evidence = "NOTES.md, 21 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
 // [[choice]]
 // when = "causal and not deterministic and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 18 hopper backward, splits"
+// evidence = "NOTES.md, 21 hopper backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "NOTES.md, 18 hopper backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
+// evidence = "NOTES.md, 21 hopper backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -121,7 +121,7 @@
 // maps = []
 // ///
 //
-// Step 18, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// Step 21, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
 // multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
 // streams Q and dO:
 //
@@ -135,8 +135,8 @@
 //
 // Two files run in this one's place, each where another way of adding dQ is as fast or faster, or where there is no room for this one:
 //
-//     19 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
-//     21 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
+//     22 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
+//     24 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
 //
 // A tile of queries n, as a consumer runs it. Two tiles of Q, dO and dS have a place; the producer fills one while the other is read:
 //

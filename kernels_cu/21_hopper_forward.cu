@@ -33,19 +33,19 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3)"
 // BLOCKS = 2
-// evidence = "docs/notes/18_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
+// evidence = "docs/notes/21_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
 // [[choice]]
 // when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
 // BLOCKS = 3
-// evidence = "docs/notes/18_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
+// evidence = "docs/notes/21_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2
-// evidence = "docs/notes/18_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// evidence = "docs/notes/21_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
 // [[choice]]
 // when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
 // CONSUMERS = 3
-// evidence = "docs/notes/18_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// evidence = "docs/notes/21_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -53,19 +53,19 @@
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024"
 // SPLITS = "3 if causal else 2"
-// evidence = "docs/notes/18_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; without a mask a count"
+// evidence = "docs/notes/21_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; without a mask a count"
 // [[choice]]
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
-// evidence = "docs/notes/18_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
+// evidence = "docs/notes/21_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
-// evidence = "NOTES.md, 18 hopper forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// evidence = "NOTES.md, 21 hopper forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
-// evidence = "NOTES.md, 18 hopper forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// evidence = "NOTES.md, 21 hopper forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -101,7 +101,7 @@
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
 //
-// Step 18, read against step 17. The tasks are divided as there, and the consumers take turns. Four things are new: blocks are persistent,
+// Step 21, read against step 20. The tasks are divided as there, and the consumers take turns. Four things are new: blocks are persistent,
 // storers send O, a consumer's softmax runs under its own second product, and the softmax has no maximum.
 //
 //     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
