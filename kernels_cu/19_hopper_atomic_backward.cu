@@ -23,6 +23,7 @@
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/18_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
 // tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
@@ -38,7 +39,8 @@
 // wanted = "root if causal else few if 32 * least < 31 * alone else 1"  # splits
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
-// short = "seq_q < (2048 if causal else 1024)"
+// walk = "seq_q * heads_q // heads_kv"  # queries of a tile of keys
+// short = "seq_q < (2048 if causal else 1024) and walk < 4096 * wanted"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
 // when = "wanted > 1"
@@ -110,11 +112,11 @@
 // entry = "gradients"
 // grid = "min(sms, works * SPLITS)"
 // block = 384
-// overlaps = true
+// overlaps = "few_rows"
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 2 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
-// overlaps = true
+// overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []

@@ -22,6 +22,7 @@
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/18_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // group = "heads_q // heads_kv"
@@ -102,11 +103,11 @@
 // entry = "gradients"
 // grid = "min(sms, works * SPLITS)"
 // block = 384
-// overlaps = true
+// overlaps = "few_rows"
 // shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
-// overlaps = true
+// overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []

@@ -18,6 +18,7 @@
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/18_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
 // tiles = "ceil_div(seq_q, BLOCK_Q) * heads_q // heads_kv"  # of queries, for a tile of keys
@@ -89,12 +90,12 @@
 // entry = "gradients"
 // grid = "2 * min(sms // 2, works * SPLITS)"
 // block = 384
-// overlaps = true
+// overlaps = "few_rows"
 // cluster = 2
 // shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
 // [[launch]]
 // entry = "convert"
-// overlaps = true
+// overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLITS > 1 else dq_parts", "heads_q + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = 256
 // maps = []

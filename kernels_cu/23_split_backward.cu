@@ -23,6 +23,7 @@
 // DQ_QUERIES = "32 if HEAD_DIM == 256 and shared_optin < 232448 else 64"  # of a block in the launch that computes dQ alone, 16 a warp
 // DQ_KEYS = "16 if HEAD_DIM == 256 or HEAD_DIM == 128 and shared_optin < 163840 else 32"  # of a tile there
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as for hopper: as long as launches count; here not measured
 // least = "8192 if HEAD_DIM == 64 else 4096"
 // key_tiles = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K)"
 // query_tiles = "batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
@@ -80,20 +81,20 @@
 // shared = 96
 // [[launch]]
 // entry = "gradients"
-// overlaps = true
+// overlaps = "few_rows"
 // grid = ["ceil_div(seq_kv, BLOCK_K) * SPLITS", "heads_kv", "batch"]
 // block = "BLOCK_K // WARP_K * 64"
 // shared = "8 * BLOCK_K * (HEAD_DIM + BLOCK_Q) + 128 + STAGES * stage"
 // [[launch]]
 // entry = "dq"
-// overlaps = true
+// overlaps = "few_rows"
 // when = "deterministic and not DIRECT"
 // grid = ["ceil_div(seq_q, DQ_QUERIES)", "heads_q", "batch"]
 // block = "2 * DQ_QUERIES"
 // shared = "DQ_QUERIES // BLOCK_Q * stage + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
 // [[launch]]
 // entry = "convert"
-// overlaps = true
+// overlaps = "few_rows"
 // when = "makes_dq or SPLITS > 1"
 // grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = "HEAD_DIM"
