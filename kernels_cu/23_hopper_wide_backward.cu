@@ -18,6 +18,7 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // shorter = "min(seq_q * heads_q // heads_kv, seq_kv)"  # of the queries of a key head, and the keys
 // tiles = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"
 // [workspace.counters]
@@ -70,9 +71,11 @@
 // entry = "gradients"
 // grid = "min(sms, ceil_div(seq_kv, BLOCK_K) * heads_kv * batch)"
 // block = 384
+// overlaps = "few_rows"
 // shared = "4 * HEAD_DIM * (BLOCK_K + 3 * BLOCK_Q) + 2 * BLOCK_Q * (BLOCK_K + 8) + 128"
 // [[launch]]
 // entry = "convert"
+// overlaps = "few_rows"
 // grid = ["BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]
 // block = 256
 // maps = []

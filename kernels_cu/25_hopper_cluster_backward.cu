@@ -20,6 +20,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
 // tile_ns = "2830 if causal else 2690"  # nanoseconds of a tile of the walk
@@ -91,12 +92,12 @@
 // entry = "gradients"
 // grid = "2 * min(sms // 2, works * SPLITS)"
 // block = 384
-// overlaps = true
+// overlaps = "few_rows"
 // cluster = 2
 // shared = "384 * HEAD_DIM + 6 * BLOCK_Q * HEAD_DIM + 512 * BLOCK_Q + 16 * BLOCK_Q + 160"
 // [[launch]]
 // entry = "convert"
-// overlaps = true
+// overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []

@@ -23,6 +23,7 @@
 // DQ_QUERIES = "32 if HEAD_DIM == 256 and shared_optin < 232448 else 64"  # of a block in the launch that computes dQ alone, 16 a warp
 // DQ_KEYS = "16 if HEAD_DIM == 256 or HEAD_DIM == 128 and shared_optin < 163840 else 32"  # of a tile there
 // [let]
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as for hopper: as long as launches count; here not measured
 // least = "8192 if HEAD_DIM == 64 else 4096"
 // key_tiles = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K)"
 // query_tiles = "batch * heads_q * ceil_div(seq_q, BLOCK_Q)"
@@ -80,17 +81,20 @@
 // shared = 96
 // [[launch]]
 // entry = "gradients"
+// overlaps = "few_rows"
 // grid = ["ceil_div(seq_kv, BLOCK_K) * SPLITS", "heads_kv", "batch"]
 // block = "BLOCK_K // WARP_K * 64"
 // shared = "8 * BLOCK_K * (HEAD_DIM + BLOCK_Q) + 128 + STAGES * stage"
 // [[launch]]
 // entry = "dq"
+// overlaps = "few_rows"
 // when = "deterministic and not DIRECT"
 // grid = ["ceil_div(seq_q, DQ_QUERIES)", "heads_q", "batch"]
 // block = "2 * DQ_QUERIES"
 // shared = "DQ_QUERIES // BLOCK_Q * stage + 2 * (8 * DQ_KEYS * HEAD_DIM + 128)"
 // [[launch]]
 // entry = "convert"
+// overlaps = "few_rows"
 // when = "makes_dq or SPLITS > 1"
 // grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
 // block = "HEAD_DIM"
@@ -132,8 +136,8 @@
 // walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in a workspace; launch 3 adds them in
 // the order of the ranges. How many is a sum: the tiles of queries of a multiprocessor's blocks, and four more a block.
 //
-// Short sequences are bound by launches, of some 3 us each. They are ready to overlap (fa/overlap.cuh); no header row asks for it until it is
-// measured. Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is stored at once, and there is no third launch in
+// Short sequences are bound by launches, of some 3 us each. With few rows each begins while the one before ends,
+// and waits for it (fa/overlap.cuh). Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is stored at once, and there is no third launch in
 // either form. For at most 32 queries or keys the tiles are that short.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers

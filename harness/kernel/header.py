@@ -108,7 +108,7 @@ _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "when": _NUMBER,
     "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
     "cluster": _SIZES,
-    "overlaps": _FLAG,
+    "overlaps": _NUMBER,
     "maps": (_texts, "a list of names of [tensor_map.NAME]"),
 }
 _TENSOR_MAP_REQUIRED: dict[str, Kind] = {
@@ -143,7 +143,7 @@ class Launch:
     args: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
     cluster: tuple[int | str, ...] = ()  # none: the launch has no clusters
-    overlaps: bool = False  # whether it may begin before the launch before has ended
+    overlaps: int | str = 0  # whether it may begin before the launch before has ended
 
     @classmethod
     def of(cls, item: Table, maps: Iterable[str] = ()) -> Launch:
@@ -160,7 +160,7 @@ class Launch:
             args,
             own,
             tuple(cluster),
-            item.get("overlaps", False),
+            item.get("overlaps", 0),
         )
 
 

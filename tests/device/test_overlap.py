@@ -30,12 +30,12 @@ TWO = (
 // entry = "prepare"
 // grid = ["seq_q", "heads_q", "batch"]
 // block = 64
-// overlaps = true
+// overlaps = 1
 // [[launch]]
 // entry = "forward"
 // grid = ["seq_q", "heads_q", "batch"]
 // block = 64
-// overlaps = true
+// overlaps = 1
 // ///
 #include <fa/overlap.cuh>
 __device__ float* squares(const fa::Args& args) {

@@ -15,6 +15,11 @@ from test_fragment_words import PRODUCT
 from word_kernel import f32, integers, run
 
 from harness.backends import Backend
+from harness.backends.host.backend import Host
+from harness.check.tensors import Bound
+from harness.dataset import generate
+from harness.kernel import find
+from harness.problem import Problem
 
 BEFORE = "#include <fa/gradient.cuh>\n#include <fa/split_product.cuh>\n" + PRODUCT.split("template <int W, bool S>")[0]
 #: 2^-8 of an integer below 8, scaled to [2^14, 2^15), reaches into the low part and ends there.
@@ -324,3 +329,23 @@ def test_split_gradient(backend: Backend, tmp_path: Path) -> None:
     want = np.full((16, 64), np.nan, np.float32)
     want[:13, :59] = 0.5 * dq[:13, :59]
     assert np.array_equal(rows, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_splits_have_the_same_bits(causal: bool) -> None:
+    """Of the deterministic form, whatever the multiprocessors and the schedule are; the parts are right for each number of splits."""
+    problem = Problem.of(1, 6, 130, 64, 1, 200, "float32", causal)
+    given = generate.inputs(problem, 42, ("Q", "K", "V", "dO"))
+    given["O"], given["logsumexp"] = given["dO"], np.full(problem.shape("logsumexp"), 6, np.float32)
+    split = find("split", "backward", True)
+
+    def gradients(backend: Host, **tiles: int) -> list[np.ndarray[Any, Any]]:
+        outputs = Bound(backend, backend.load(split, problem, tiles), problem, given).run()
+        return [np.asarray(outputs[name]) for name in ("dQ", "dK", "dV")]
+
+    wanted, alone = gradients(Host()), gradients(Host(), SPLITS=1)
+    for other in (gradients(Host(5)), gradients(Host(3, sms=8))):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(wanted, other, strict=True))
+    for splits in (4, 16):
+        for one, several in zip(alone, gradients(Host(), SPLITS=splits), strict=True):
+            np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-5 * float(np.abs(one).max()))

@@ -219,7 +219,7 @@ def expressions(kernel: Kernel) -> Iterator[str]:
     values += [space["size"] for space in kernel.workspace.values()]
     values += [value for table in kernel.tensor_map.values() for key in ("box", "dims", "strides") for value in table.get(key, ())]
     for launch in kernel.launches:
-        values += [*launch.grid, *launch.cluster, launch.block, launch.shared, launch.when]
+        values += [*launch.grid, *launch.cluster, launch.block, launch.shared, launch.when, launch.overlaps]
     return (value for value in values if isinstance(value, str))
 
 
