@@ -257,7 +257,8 @@ struct Producer {
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
     __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
         const bool whole = number >= divided * SPLITS;
-        work = Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+        work =
+            Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if (SPLITS == 1 || whole) return true;

@@ -296,7 +296,7 @@ def test_the_ladder_sweep() -> None:
     assert found.ceilings and found.names("kernels", "float32") == ("00-07",)
     assert found.names("peers", "float32") == ("torch-math", "torch-efficient"), "also where a shape of [cpu] has that name and no peers"
     assert [p.seq_q for test, p in found.shapes if test.startswith("seed001")] == [512, 1024, 2048, 4096, 8192, 16384]
-    assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn"}
+    assert set(found.names("peers", "bfloat16") or ()) == {"torch-flash", "torch-cudnn", "fa3", "fa4"}
 
 
 @pytest.mark.parametrize("name", ["hopper_backward", "longseq_backward"])
