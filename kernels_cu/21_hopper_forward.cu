@@ -109,20 +109,20 @@
 //     Consumer     two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
 //     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
-// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the last
-// tile of keys. Taken a work ahead, as it was, it keeps a long work waiting behind another: where blocks have two works each, that is no
-// balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles come first, within a section of heads (SECTION): few enough that K and V
-// stay in the L2 cache, enough for two to four tiles a block, or blocks stand idle where sections meet. Each consumer's 64 queries are a
-// piece of Q with barriers of its own: the mask ends the first consumer earlier, and it goes on alone. Where a head's last tile has too few
-// queries, a consumer that has none of them computes nothing, and the others have the tensor cores. At head dim 256 shared memory has room
-// for one tile of queries, through which O leaves too, so the next Q waits until O is stored. The next tile's first keys, whose stage is
-// empty earlier, go ahead of it (K_FIRST).
+// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the
+// last tile of keys. Taken a work ahead, as it was, it keeps a long work waiting behind another: where blocks have two works each, that
+// is no balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles come
+// first, within a section of heads (SECTION): few enough that K and V stay in the L2 cache, enough for two to four tiles a block, or
+// blocks stand idle where sections meet. Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first
+// consumer earlier, and it goes on alone. Where a head's last tile has too few queries, a consumer that has none of them computes
+// nothing, and the others have the tensor cores. At head dim 256 shared memory has room for one tile of queries, through which O leaves
+// too, so the next Q waits until O is stored. The next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
-// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries, each
-// with its own K and V. SPLITS parts of the keys: where works are fewer than multiprocessors, or one work is longer than all together would
-// take, the longest works are divided, each part as long as the longest over SPLITS. A part leaves its O, references and row sums in float32
-// in a workspace; whoever comes last merges all of them in the order of the keys, so the bits do not depend on who that is.
+// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
+// each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
+// each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
+// comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
 //
 // Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
 // issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:

@@ -42,17 +42,19 @@ def form_of(kernel: Kernel, plan: Plan) -> str:
 
 def tile_values(kernel: Kernel, problem: Problem, device: Device) -> Iterator[dict[str, int]]:
     """Every combination of the values that [tile] and the rows of [[choice]] give, those that do not fit included."""
-    names = planner.names(kernel, problem, device)
-    values: dict[str, list[int]] = {}
+    every: list[dict[str, int]] = [{}]
     for name, usual in kernel.tile.items():
         texts = [usual, *(text for row in kernel.choices for text in row.several.get(name, ()))]
-        found = [names[name]]  # what is chosen comes first
-        for text in texts:
-            with suppress(UsageFault):
-                found.append(names.number(text, name))
-        values[name] = list(dict.fromkeys(found))
-    for some in itertools.product(*values.values()):
-        yield dict(zip(values, some, strict=True))
+        longer = []
+        for tiles in every:  # what [tile] gives may depend on the tiles above
+            names = planner.names(kernel, problem, device, tiles)
+            found = [names[name]]  # what is chosen comes first
+            for text in texts:
+                with suppress(UsageFault):
+                    found.append(names.number(text, name))
+            longer += [{**tiles, name: value} for value in dict.fromkeys(found)]
+        every = longer
+    yield from every
 
 
 def forms(pass_: str, problem: Problem, device: Device) -> dict[str, Contender]:

@@ -42,11 +42,12 @@ def test_the_chosen_form_is_one_of_them(choices: ModuleType) -> None:
 
 
 def test_forms_have_the_values_of_the_header(choices: ModuleType) -> None:
-    """hopper's forward pass: two or three consumers, and the section of every row of choice, each with each."""
+    """hopper's forward pass: one consumer where blocks share a multiprocessor, three, and the section of every row of choice, each with
+    each."""
     problem = Problem.of(5, 20, 499, 64, dtype="bfloat16", causal=True)
     tiles = [form.tiles for form in choices.forms("forward", problem, H200).values() if form.kernels["forward"].name == "hopper"]
-    pairs = {(each["CONSUMERS"], each["SECTION"]) for each in tiles}
-    assert pairs == {(consumers, section) for consumers in (2, 3) for section in (16, 32, 64)}
+    found = {(each["BLOCKS"], each["CONSUMERS"], each["SECTION"]) for each in tiles}
+    assert found == {(*form, section) for form in ((1, 3), (2, 1), (2, 3), (3, 1), (3, 3)) for section in (16, 32, 64)}
 
 
 def test_the_table(choices: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
