@@ -28,7 +28,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 128 and seq_kv < 1024 and ceil_div(seq_kv, 64) % 2"
 // ASYNC = 0
-// evidence = "a sum (NOTES.md, 07 fa2 forward): a last tile half empty costs up to a third, 128 keys give 8 %; the bound is not measured"
+// evidence = "a sum (docs/notes/07_fa2.md, forward): a last tile half empty costs up to a third, 128 keys give 8 %; not measured"
 // [[choice]]
 // when = "not ASYNC and LANES >= max(32, seq_kv)"
 // BLOCK_K = 32

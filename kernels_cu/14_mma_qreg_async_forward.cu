@@ -42,7 +42,7 @@
 // Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them. It stays in shared memory, where there is
 // room for it again, and is read once for 64 keys, not for 32 as in step 12. S of 64 keys in one piece is worth more than that read costs:
 // a step of 16 keys has only 4 accumulators to add to, and each mma depends on the one before it. At head dim 64 both fit. Measured and
-// slower (NOTES.md): 16 queries a warp with 8 or 12 warps, 32 keys, the next S beside this softmax.
+// slower (docs/notes): 16 queries a warp with 8 or 12 warps, 32 keys, the next S beside this softmax.
 //
 // The distance to the limit of mma.sync: with nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
 // `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two

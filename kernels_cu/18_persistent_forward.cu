@@ -38,7 +38,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 128) * heads_q * batch)"
 // block = 384
-// shared = "2 * HEAD_DIM * (128 * Q_STAGES + 2 * STAGES * BLOCK_K) + 8 * (4 * Q_STAGES + 4 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
 // Step 18, read against step 17. Persistent blocks: one on each multiprocessor, which takes tile after tile of queries from a counter. In

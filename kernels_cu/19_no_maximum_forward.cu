@@ -38,10 +38,10 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 128) * heads_q * batch)"
 // block = 384
-// shared = "2 * HEAD_DIM * (128 * Q_STAGES + 2 * STAGES * BLOCK_K) + 8 * (4 * Q_STAGES + 4 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
-// Step 19, read against step 18. A softmax without a maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference
+// Step 19, read against step 18: no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference
 // m for which exp2(S - m) stays in range. The row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of
 // 2^-100 or 2^30 is as exact as P of 1. So the row maximum of a work's first tile is the reference of the whole row, and no later tile
 // computes one. What is gone: a comparison a score, and the wait of the first exponential for the last score.

@@ -38,7 +38,7 @@
 // entry = "forward"
 // grid = "min(sms, ceil_div(seq_q, 128) * heads_q * batch)"
 // block = 384
-// shared = "2 * HEAD_DIM * (128 * Q_STAGES + 2 * STAGES * BLOCK_K) + 8 * (4 * Q_STAGES + 4 * STAGES)"
+// shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
 // Step 20, read against step 19. Overlap inside a consumer (FlashAttention-3: Shah et al. 2024, arXiv 2407.08608, section 3.2). In step 19

@@ -41,19 +41,19 @@
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
-// evidence = "NOTES.md, 21 hopper backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// evidence = "docs/notes/21_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "BACKWARDS and seq_q > 2048"
 // SECTION = 64
-// evidence = "NOTES.md, 21 hopper backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// evidence = "docs/notes/21_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
 // [[choice]]
 // when = "causal and not deterministic and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 21 hopper backward, splits"
+// evidence = "docs/notes/21_hopper.md, backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "NOTES.md, 21 hopper backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
+// evidence = "docs/notes/21_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -155,7 +155,7 @@
 // At head dim 64 (AHEAD) a tile without masked scores has a text of its own, one basic block. Half of its exponentials come behind the
 // wait for dP, a step of 16 queries at a time: the special function unit makes them while the FMA pipe multiplies dS. Before the wait that
 // pipe has little to do. That is 4 % faster under the causal mask, and P, dS and their operands are never all in registers at once. At
-// head dim 128 it gains nothing (NOTES.md).
+// head dim 128 it gains nothing (docs/notes).
 //
 // Registers: at head dim 128 dK and dV are 128, S and dP 64, P 16 of 240. A product that starts from zero names its accumulators as an
 // operand all the same, and the compiler would keep the last tile's dP until then, 32 registers that are not there: fa::discard tells it
@@ -165,7 +165,7 @@
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
 // higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
 // Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
-// different queries (NOTES.md). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
+// different queries (notes). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
 // all of them. A cluster of two blocks that add once would halve the bytes.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
@@ -181,7 +181,7 @@
 //   direction, and few wait; without a mask each begins the time of a turn behind the one before, once. Were the first keys first
 //   (BACKWARDS), under the mask all would begin at the same tile, too, and end together.
 // - Numbers go round over the heads of a section, without a mask too: blocks that begin at the same time are then of different heads. A
-//   section has few, so that their dQ stays in the L2 cache: with 64 MB for 16, 1024 queries of head dim 64 are a fifth slower (NOTES.md).
+//   section has few, so that their dQ stays in the L2 cache: with 64 MB for 16, 1024 queries of head dim 64 are a fifth slower (notes).
 // - A number is taken at the end of the work before. Taken at its beginning, it would begin behind others that wait for it.
 //
 // Nobody waits for ever: a block waits only for smaller numbers, which other blocks have taken before and are at, or come to. The smallest
@@ -192,7 +192,7 @@
 // Where the second consumer's keys are behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the
 // diagonal are at different queries all the time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal:
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
-// queries on, at 64 it is slower (NOTES.md).
+// queries on, at 64 it is slower (docs/notes).
 //
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the

@@ -13,7 +13,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "64 if BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3 else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// BLOCK_K = "64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -23,15 +23,19 @@
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
+// narrow = "BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3"  # what registers or shared memory hold
+// units = "BLOCKS * sms"  # blocks that run at the same time
+// few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
+// fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
-// divided = "0 if SPLITS == 1 else works if causal or works <= BLOCKS * sms else works % (BLOCKS * sms)"  # of these, the first
+// divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // [[choice]]
-// when = "HEAD_DIM == 64 and (2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3)"
+// when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
 // evidence = "docs/notes/21_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
 // [[choice]]
@@ -43,7 +47,7 @@
 // BLOCKS = 2
 // evidence = "docs/notes/21_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
 // [[choice]]
-// when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and (128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2)"
+// when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
 // CONSUMERS = 3
 // evidence = "docs/notes/21_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
@@ -55,17 +59,17 @@
 // SPLITS = "3 if causal else 2"
 // evidence = "docs/notes/21_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; without a mask a count"
 // [[choice]]
+// when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
+// SECTION = 32
+// evidence = "docs/notes/21_hopper.md, forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// [[choice]]
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
 // evidence = "docs/notes/21_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
-// when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
-// SECTION = 32
-// evidence = "NOTES.md, 21 hopper forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
-// [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
-// evidence = "NOTES.md, 21 hopper forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// evidence = "docs/notes/21_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -151,7 +155,7 @@
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
-// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, NOTES.md what was expected; each head's last tile has
+// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, docs/notes what was expected; each head's last tile has
 // 64 queries at D64, and all three consumers still computed it):
 //
 //                                                D64             D128            D256

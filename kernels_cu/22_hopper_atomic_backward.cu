@@ -43,15 +43,15 @@
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 21 hopper backward, splits"
+// evidence = "docs/notes/21_hopper.md, backward, splits"
 // [[choice]]
 // when = "causal and works >= 5 * units and seq_kv > 4 * seq_q"
 // SECTION = 8
-// evidence = "NOTES.md, 21 hopper backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
+// evidence = "docs/notes/21_hopper.md, backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
-// evidence = "NOTES.md, 21 hopper backward: D64 S4096 dK first 471 TFLOP/s for 462"
+// evidence = "docs/notes/21_hopper.md, backward: D64 S4096 dK first 471 TFLOP/s for 462"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -141,7 +141,7 @@
 //
 // What stays: everything else, also the splits where there are few tiles. At head dim 64 without a mask both are equally fast, and this
 // one leaves registers for descriptors. Half of the exponentials after the wait for dP, as hopper has them at head dim 64, are 7 to 10 %
-// slower here: dV, which runs beside dS, would be cut in two, and its second half would begin after dS (NOTES.md). It has no deterministic
+// slower here: dV, which runs beside dS, would be cut in two, and its second half would begin after dS (notes). It has no deterministic
 // form: turns are the storers', and here the consumers add. With turns it was 4 to 16 % slower than hopper's, and 1 to 4 % faster at 1024
 // queries and fewer at head dim 128.
 #include <fa/accumulator.cuh>

@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = "not causal and shorter >= 2048 and tiles >= 6 * sms"  # S2048 +5.0 %; the other bounds are sums (NOTES.md)
+// auto = "not causal and shorter >= 2048 and tiles >= 6 * sms"  # S2048 +5.0 %; the other bounds are sums (docs/notes)
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
@@ -84,7 +84,7 @@
 // Step 23, backward: hopper's backward pass at head dim 64, with 256 keys in a block instead of 128.
 //
 // What limits hopper there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
-// 32 KB of dQ in global memory. An H200 is at its power limit, and these bytes are 29 % of the energy of the tile (NOTES.md).
+// 32 KB of dQ in global memory. An H200 is at its power limit, and these bytes are 29 % of the energy of the tile (docs/notes).
 //
 // What changes: a block has twice as many keys, so a FLOP costs half as many bytes of Q, dO and dQ. dK and dV of 128 keys are 128
 // registers of a consumer. That leaves 112 for a tile's scores, and hopper's S and dP alone are 128. So a consumer takes a tile of 128
@@ -120,7 +120,7 @@
 // times: the last round of larger tiles leaves more of them idle.
 //
 // Under the causal mask it is right, but `auto` leaves it to hopper. There 128 more keys are computed beyond the diagonal: 4 % slower at
-// 2048, equal at 4096, 4 % faster at 16384 (NOTES.md). It has no deterministic form: storers add to dQ as they come, without the turns of
+// 2048, equal at 4096, 4 % faster at 16384 (docs/notes). It has no deterministic form: storers add to dQ as they come, without the turns of
 // hopper, which its storers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>

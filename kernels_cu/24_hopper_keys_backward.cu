@@ -39,7 +39,7 @@
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "NOTES.md, 21 hopper backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
+// evidence = "docs/notes/21_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -37,7 +37,7 @@
 // [[choice]]
 // when = "causal and works < 5 * units"
 // SECTION = 64
-// evidence = "NOTES.md, 21 hopper backward, splits"
+// evidence = "docs/notes/21_hopper.md, backward, splits"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -139,7 +139,7 @@
 //
 // Each block loads all of Q and dO for itself, as hopper_keys does, so a stage is released within the block. With multicast a block would load
 // half of them for both, and L2 would be read half as often, but the four consumers of both blocks would have to release each stage. That
-// is 2 to 4 % slower (NOTES.md). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
+// is 2 to 4 % slower (docs/notes). So what crosses the cluster is dS^T of each tile of queries, and K of each tile of keys.
 //
 // Where works are few, 128 keys are several works, as in hopper: each cluster walks over a range of their tiles of queries.
 //
@@ -148,7 +148,7 @@
 // the other may reach it.
 //
 // The two blocks wait for each other's dS^T at every tile. At head dim 256 that costs less than the reductions did. At 128, where hopper
-// has 128 keys in a block, such a kernel is slower than hopper (NOTES.md). So this step has head dim 256 alone; heads of 129 to 255
+// has 128 keys in a block, such a kernel is slower than hopper (docs/notes). So this step has head dim 256 alone; heads of 129 to 255
 // columns run here too, padded by TMA. It has no deterministic form: clusters add to dQ as they come, without the turns of hopper_keys.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>

@@ -10,6 +10,7 @@
 // deterministic = "optional"
 // logsumexp_gradient = true
 // float16_products = 3
+// runtime = ["SPLITS"]
 // spill_bytes_allowed = 8  # at head dim 256 on sm_80
 // [tile]
 // BLOCK_Q = "64 if HEAD_DIM == 64 else 32"
@@ -20,6 +21,7 @@
 // BLOCKS = 1  # on a multiprocessor, for the compiler: how many registers a thread may have
 // FENCE = 1  # groups of columns of dV and dK that the compiler may overlap; with more, registers spill
 // SPLITS = 1  # of the queries of a tile of keys, where blocks are few: each is a block
+// SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // DQ_QUERIES = "32 if HEAD_DIM == 256 and shared_optin < 232448 else 64"  # of a block in the launch that computes dQ alone, 16 a warp
 // DQ_KEYS = "16 if HEAD_DIM == 256 or HEAD_DIM == 128 and shared_optin < 163840 else 32"  # of a tile there
 // [let]
@@ -40,12 +42,12 @@
 // splits = "1 if 10 * min(in_4, in_16) > 9 * alone else 4 if in_4 <= in_16 else 16"
 // makes_dq = "0 if deterministic or DIRECT else 1"  # gradients, for convert
 // dq_parts = "ceil_div(seq_q, 16) * makes_dq"
-// dk_parts = "ceil_div(seq_kv, 16) if SPLITS > 1 else 0"
+// dk_parts = "ceil_div(seq_kv, 16) if SPLIT else 0"
 // stage = "8 * BLOCK_Q * (HEAD_DIM + 1) + 128"  # bytes of a tile of Q and dO with its scales
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
 // BLOCK_Q = 32
-// evidence = "NOTES.md, 26 split backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
+// evidence = "docs/notes/26_split.md, backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
 // [[choice]]
 // when = "seq_kv <= 32"
 // BLOCK_K = 32
@@ -57,7 +59,7 @@
 // [[choice]]
 // when = "splits > 1"
 // SPLITS = "splits"
-// evidence = "NOTES.md, 26 split backward: a sum; not measured yet"
+// evidence = "docs/notes/26_split.md, backward: a sum; not measured yet"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
@@ -72,7 +74,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLITS > 1 else 4"
+// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [[launch]]
 // entry = "prepare"
@@ -95,8 +97,8 @@
 // [[launch]]
 // entry = "convert"
 // overlaps = "few_rows"
-// when = "makes_dq or SPLITS > 1"
-// grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLITS > 1 else 0)", "batch"]
+// when = "makes_dq or SPLIT"
+// grid = ["max(dq_parts, dk_parts)", "heads_q * makes_dq + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = "HEAD_DIM"
 // ///
 //
@@ -132,13 +134,13 @@
 //     convert             dQ from the layout of the accumulators to rows; in the deterministic form dq instead, which makes S and dP
 //                         again: 7 products instead of 5
 //
-// Few key heads make few blocks: 23 for 132 multiprocessors at B1, 71 heads, 1 key head, S2845. Then SPLITS blocks share a tile of keys. Each
-// walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in a workspace; launch 3 adds them in
-// the order of the ranges. How many is a sum: the tiles of queries of a multiprocessor's blocks, and four more a block.
+// Few key heads make few blocks: 23 for 132 multiprocessors at B1, 71 heads, 1 key head, S2845. Then SPLITS blocks share a tile of keys.
+// Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in a workspace. Launch 3 adds
+// them in the order of the ranges. How many is a sum: the tiles of queries of a multiprocessor's blocks, and four more a block.
 //
-// Short sequences are bound by launches, of some 3 us each. With few rows each begins while the one before ends,
-// and waits for it (fa/overlap.cuh). Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is stored at once, and there is no third launch in
-// either form. For at most 32 queries or keys the tiles are that short.
+// Short sequences are bound by launches, of some 3 us each. With few rows each begins while the one before ends, and waits for it
+// (fa/overlap.cuh). Where one block has all keys of a head (DIRECT), its dQ is the whole dQ: it is stored at once, and there is no third
+// launch in either form. For at most 32 queries or keys the tiles are that short.
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
 // 184 ldmatrix a warp, 5890 cycles, and 500 more for P, dS and the copies. 1900 instructions a warp are issued in 3800 cycles. So tensor
@@ -251,7 +253,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     fa::launch_dependents();
     unsigned char* smem = fa::dynamic_shared();
     const fa::uint32_t k_smem = fa::smem_u32(smem), p_smem = k_smem + AT_P;
-    const int k_tile = blockIdx.x / SPLITS, k_first = k_tile * BLOCK_K, kv_head = blockIdx.y, batch = blockIdx.z;
+    const int splits = SPLIT ? args.runtime[RUNTIME_SPLITS] : 1, k_tile = int(blockIdx.x) / splits, k_first = k_tile * BLOCK_K,
+              kv_head = blockIdx.y, batch = blockIdx.z;
     const int group = args.heads_q / args.heads_kv;
     const float scale = float(args.scale);
 
@@ -262,10 +265,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     int tile_end = Tiles::first_tile(args, batch, (kv_head + 1) * group);
     int q_first = q_start();
     int tile = q_first < args.seq_q ? Tiles::first_tile(args, batch, kv_head * group) + q_first / BLOCK_Q : tile_end;
-    if constexpr (SPLITS > 1) {
+    if constexpr (SPLIT) {
         // One of the ranges into which the tiles of all heads of the group are divided, a tile more or less
-        const int split = blockIdx.x % SPLITS, of_head = Tiles::query_tiles(args), seen = of_head - q_first / BLOCK_Q;
-        const int begin = seen * group * split / SPLITS, last = seen * group * (split + 1) / SPLITS - 1, from = tile;
+        const int split = int(blockIdx.x) % splits, of_head = Tiles::query_tiles(args), seen = of_head - q_first / BLOCK_Q;
+        const int begin = seen * group * split / splits, last = seen * group * (split + 1) / splits - 1, from = tile;
         if (last >= begin) {
             tile = from + begin / seen * of_head + begin % seen;
             tile_end = from + last / seen * of_head + last % seen + 1;
@@ -383,18 +386,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 
     // Epilogue: dK and dV from registers to global memory; a quad writes a sector.
     const Coordinates at;
-    float* partial = SPLITS > 1 ? Tiles::partial<WORKSPACE_PARTIAL>(
-                                      args, Tiles::number_of_split<SPLITS>(args, batch, kv_head, k_tile, blockIdx.x % SPLITS))
-                                : nullptr;
-    const int columns = SPLITS > 1 ? HEAD_DIM : args.head_dim;
+    float* partial = SPLIT ? Tiles::partial<WORKSPACE_PARTIAL>(
+                                 args, Tiles::number_of_split(args, batch, kv_head, k_tile, splits, int(blockIdx.x) % splits))
+                           : nullptr;
+    const int columns = SPLIT ? HEAD_DIM : args.head_dim;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int key = k_first + int(at.key) + 16 * m + 8 * half + at.row();
             if (key >= args.seq_kv) continue;
-            float* dk = SPLITS > 1 ? partial + (key - k_first) * HEAD_DIM : fa::row_pointer<float>(args.dK, batch, kv_head, key);
-            float* dv = SPLITS > 1 ? dk + BLOCK_K * HEAD_DIM : fa::row_pointer<float>(args.dV, batch, kv_head, key);
+            float* dk = SPLIT ? partial + (key - k_first) * HEAD_DIM : fa::row_pointer<float>(args.dK, batch, kv_head, key);
+            float* dv = SPLIT ? dk + BLOCK_K * HEAD_DIM : fa::row_pointer<float>(args.dV, batch, kv_head, key);
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) {
                 const int column = (n / 2 * 2 + int(at.side)) * 16 + n % 2 * 8 + at.pair();
@@ -507,9 +510,9 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1) dq(const __grid_cons
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_constant__ fa::Args args) {
     constexpr bool makes_dq = !DETERMINISTIC && !DIRECT;
     fa::dependency_wait();
-    if constexpr (SPLITS > 1) {  // behind dQ of all heads stand dK and dV of each key head
+    if constexpr (SPLIT) {  // behind dQ of all heads stand dK and dV of each key head
         const int other = int(blockIdx.y) - (makes_dq ? args.heads_q : 0);
-        if (other >= 0) return Tiles::add_splits<SPLITS, WORKSPACE_PARTIAL>(args, other / 2, other % 2);
+        if (other >= 0) return Tiles::add_splits<WORKSPACE_PARTIAL>(args, other / 2, other % 2, args.runtime[RUNTIME_SPLITS]);
         if (int(blockIdx.x) * 16 >= args.seq_q) return;  // there are more keys
     }
     if constexpr (makes_dq) Tiles::convert(args);

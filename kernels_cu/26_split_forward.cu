@@ -26,7 +26,7 @@
 // [[choice]]
 // when = "seq_q <= 64"
 // WARP_ROWS = 16
-// evidence = "NOTES.md, 26 split forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
+// evidence = "docs/notes/26_split.md, forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
 // [workspace.operands]
 // dtype = "float32"
 // size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * tile_floats"
@@ -53,7 +53,7 @@
 // The largest error of O is 0.5 to 1.2 of step 07's: a tensor core adds 16 products exactly up to one truncation, where a CUDA core rounds
 // 16 times.
 //
-// Which split (errors in budgets of float32, the largest of 13 families of inputs on an emulated tensor core; NOTES.md has them all):
+// Which split (errors in budgets of float32, the largest of 13 families of inputs on an emulated tensor core; docs/notes has them all):
 //
 //     float16 x 3, scaled          0.16     the kernel
 //     float16 x 3, not scaled      inf      V of 10^6 overflows

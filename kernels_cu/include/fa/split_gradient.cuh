@@ -134,23 +134,22 @@ template <int BlockQ, int BlockK, int Width, int Keys, int Queries, int Dq> stru
         return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * (2 * BlockK * Width);
     }
     // The number of a split of a tile of keys.
-    template <int Splits> static __device__ __forceinline__ int number_of_split(const Args& args, int batch, int kv_head, int tile,
-                                                                                int split) {
-        return ((batch * args.heads_kv + kv_head) * key_tiles(args) + tile) * Splits + split;
+    static __device__ __forceinline__ int number_of_split(const Args& args, int batch, int kv_head, int tile, int splits, int split) {
+        return ((batch * args.heads_kv + kv_head) * key_tiles(args) + tile) * splits + split;
     }
     // Launch 3 with splits, Width threads and 16 keys a block: their sums, in the order of the splits.
-    template <int Splits, int Partial> static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv) {
+    template <int Partial>
+    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int splits) {
         constexpr int columns = Width / 4, rows = 4;  // a thread: 4 columns, and every fourth row
         const int batch = blockIdx.z, column = threadIdx.x % columns * 4;
 #pragma unroll
         for (int i = 0; i < 16 / rows; ++i) {
             const int key = blockIdx.x * 16 + i * rows + threadIdx.x / columns;
             if (key >= args.seq_kv) return;
-            const float* from = partial<Partial>(args, number_of_split<Splits>(args, batch, kv_head, key / BlockK, 0)) +
+            const float* from = partial<Partial>(args, number_of_split(args, batch, kv_head, key / BlockK, splits, 0)) +
                                 (is_dv ? BlockK * Width : 0) + key % BlockK * Width + column;
             Vec<float, 4> sum = load_vec<4>(from);
-#pragma unroll
-            for (int split = 1; split < Splits; ++split) {
+            for (int split = 1; split < splits; ++split) {
                 const Vec<float, 4> next = load_vec<4>(from + split * (2 * BlockK * Width));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sum[e] += next[e];
