@@ -57,7 +57,7 @@
 // DIRECT = 1
 // evidence = "experiments/fp32/variants.txt, BAC: Edge-SmallSeq 11.46 us for 13.66 (not_direct), Small-1 20.99 for 22.46"
 // [[choice]]
-// when = "splits > 1"
+// when = "splits > 1 and not DIRECT"
 // SPLITS = "splits"
 // evidence = "docs/notes/26_split.md, backward: a sum; not measured yet"
 // [workspace.keys]

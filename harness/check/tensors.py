@@ -97,7 +97,8 @@ class Tensor:
         An array of fewer batches, a divisor of the tensor's, is repeated.
         """
         view, source = self.rows(), put(self.backend.xp, array)
-        source = source if self.backend.xp is np else source.view(view.dtype)
+        bits = np.dtype(f"<u{view.dtype.itemsize}")  # one kernel of CuPy's for all types of a size
+        view, source = view.view(bits), source.view(bits)
         for first in range(0, self.shape[0], array.shape[0]):
             view[first : first + array.shape[0], ..., : array.shape[-1]] = source
 

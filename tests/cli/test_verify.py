@@ -87,13 +87,13 @@ def test_what_a_kernel_cannot_be_given_is_no_failure(fa_cli: Callable[..., Resul
 
 
 def test_cases_on_few_multiprocessors() -> None:
-    """A case's number of multiprocessors reaches the plan: hopper launches two blocks, each of which takes several works."""
+    """A case's number of multiprocessors reaches the plan: hopper launches three blocks for each, of which some take several works."""
     backends = harness.verbs.verify.Backends("cpu", None, None)
     chosen = find("hopper", "forward")
     case = Case.parse("B1_H5_S65_D64_bfloat16,sms=2")
     few, all_ = (backends.of(each).device() for each in (case, replace(case, sms=None)))
     assert (few.sms, all_.sms) == (2, 132) and backends.of(case) is backends.of(case)
-    assert [planner.plan(chosen, case.problem, device).launches[0].grid[0] for device in (few, all_)] == [2, 5]
+    assert [planner.plan(chosen, case.problem, device).launches[0].grid[0] for device in (few, all_)] == [6, 10]
     checked = backends.of(replace(case, check="race"))
     assert (checked.check, checked.device().sms) == ("race", 2)  # type: ignore[attr-defined]
 
@@ -119,8 +119,8 @@ def test_a_case_that_its_race_check_cannot_keep_is_no_failure(monkeypatch: pytes
 def test_run_on_few_multiprocessors(fa_cli: Callable[..., Result], tmp_path: Path) -> None:
     """--sms: what is wrong only where a block takes a second work passes without it, and fails with it. It is no option of a peer."""
     path = mutants()["a work lost behind the first of each block"].plant(tmp_path).path
-    words = ("run", path, "--batch", 1, "--heads", 3, "--seq", 65, "--dtype", "bfloat16", "--device", "cpu", "--output-dir", tmp_path)
+    words = ("run", path, "--batch", 1, "--heads", 8, "--seq", 65, "--dtype", "bfloat16", "--device", "cpu", "--output-dir", tmp_path)
     assert fa_cli(*words).exit_code == 0
     failed = fa_cli(*words, "--sms", 2)
-    assert failed.exit_code == 1 and "O is wrong at batch 0, head 2" in failed.stdout
+    assert failed.exit_code == 1 and "O is wrong at batch 0, head 3" in failed.stdout
     assert "--sms has no effect on numpy" in fa_cli("run", "numpy", "--sms", 2, "--device", "cpu", "--output-dir", tmp_path).stderr

@@ -175,7 +175,7 @@ def test_a_missing_barrier_is_a_race_with_both_lines(fault: Mutant, tmp_path: Pa
 @of("engine")
 def test_a_deadlock_is_reported_not_hung(fault: Mutant, tmp_path: Path) -> None:
     """Threads that wait for others that never come: at a barrier, or in a word of a whole warp."""
-    assert told(fault, "engine", Host(), tmp_path).exit_code == 5
+    assert told(fault, "engine", Host(sms=fault.sms) if fault.sms else Host(), tmp_path).exit_code == 5
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

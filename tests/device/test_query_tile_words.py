@@ -26,7 +26,7 @@ def test_works(causal: bool, turns: bool, backend: Backend, tmp_path: Path) -> N
     """fa::Work: every tile of keys of every head once, and the tiles of queries that see it. turns: of blocks that take turns, the last
     keys first."""
     body = f"""\
-    const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, 1, {str(turns).lower()}>(args, t);
+    const fa::Work work = fa::QueryTiles<64, 64, 0, 1>::work<128, {str(turns).lower()}>(args, t, 1);
     const int all[6] = {{work.k_first, work.kv_head, work.batch, work.first, work.end, work.count}};
     for (int i = 0; i < 6; ++i) out[6 * t + i] = all[i];"""
     before = f"#undef DETERMINISTIC\n#define DETERMINISTIC {turns:d}\n{BEFORE}"
@@ -46,13 +46,14 @@ def test_splits(splits: int, causal: bool, turns: bool, backwards: bool, backend
     true = {False: "false", True: "true"}
     body = f"""\
     using Tiles = fa::QueryTiles<64, 64, 0, 1>;
-    const fa::Work work = Tiles::work<128, 1, {true[turns]}, {splits}, {true[backwards]}>(args, t);
+    const fa::Work work = Tiles::work<128, {true[turns]}, {true[backwards]}>(args, t, 1, {splits});
     auto walk = fa::Walk<{true[backwards]}>::begin(work);
     auto also = Tiles::walk_numbers<{true[backwards]}>(args, work);
     int* to = reinterpret_cast<int*>(out) + 16 * t;
     int back = -1;
+    const int zeroth = Tiles::first_number<128, {true[turns]}>(args, work.batch, work.kv_head, work.k_first / 128, 1, {splits});
     for (int split = 0; split < {splits}; ++split)
-        if (Tiles::number_of_work<128, 1, {true[turns]}, {splits}>(args, work.batch, work.kv_head, work.k_first / 128, split) == t) back = split;
+        if (zeroth + split * Tiles::numbers_apart<128>(args) == t) back = split;
     to[0] = work.k_first, to[1] = work.batch, to[2] = back, to[3] = work.edge, to[4] = work.count;
     for (int n = 0; n < work.count; ++n, walk.next(work), also.next(work)) {{
         to[5 + n] = 10 * walk.head + walk.queries(work);

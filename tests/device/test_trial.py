@@ -56,7 +56,7 @@ def test_a_cheat_is_caught_while_it_is_timed(name: str, backend: Backend, tmp_pa
 
 
 #: Turns of many samples, as on a GPU.
-TURNS = Policy(0.0, 2e-3, 0.1, 2, 20, 60, 0.0, 1.0, apart=2.0, slow=1e9)
+TURNS = Policy(warm_up=0.0, settle=2e-3, min_samples=20, max_samples=60, min_seconds=0.0, noise=1.0, apart=2.0, slow=1e9)
 
 
 @pytest.mark.parametrize("name", ["returns where O is written", "works in every second launch", SKIPS])
