@@ -105,8 +105,8 @@
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
 //
-// Step 21, read against step 20. The tasks are divided as there, and the consumers take turns. Four things are new: blocks are persistent,
-// storers send O, a consumer's softmax runs under its own second product, and the softmax has no maximum.
+// Step 21, read against step 20. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
+// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 20 are told again here, since all of them meet in this file.
 //
 //     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
