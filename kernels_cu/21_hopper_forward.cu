@@ -106,7 +106,7 @@
 // ///
 //
 // Step 21, read against step 20. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
-// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 20 are told again here, since all of them meet in this file.
+// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 20 are told again here, where all of them meet.
 //
 //     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
