@@ -1,11 +1,12 @@
 """The time of every form of the Hopper kernels on problems of the sweep `mixed`, and the costs of a tile and a work that explain them.
 
-    python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS] [--sweep NAME]
+    python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS] [--sweep NAME] [--old FOLDER]
     python experiments/mixed/costs.py fit costs.csv
     python experiments/mixed/costs.py weigh costs.csv
 
 measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
-are not checked: `fa-cli verify` does that. Every problem is taken in bfloat16, so that fewer forms are compiled. A table has a line a
+are not checked: `fa-cli verify` does that. With --old only the chosen form is timed, and beside it the file of that name in FOLDER,
+which has older versions, as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer forms are compiled. A table has a line a
 problem and form. fit and weigh need none: fit prints for each kernel, head dim and mask the nanoseconds of a tile of its walk and of a
 work, and how far from the times the model is (harness/kernel/waves.py). weigh prints how much slower than the fastest form of the table
 what the headers choose is.
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +106,13 @@ def chosen(pass_: str, problem: Problem, device: Device) -> Form:
     return Form(kernel, {name: known[name] for name in VARIED if name in kernel.tile})
 
 
+def of_folder(folder: Path, pass_: str, problem: Problem, device: Device) -> list[Form]:
+    """What is chosen, and the version of its file that a folder has, if it has one."""
+    form = chosen(pass_, problem, device)
+    files = sorted(folder.glob(f"[0-9][0-9]_{form.kernel.name}_{pass_}.cu"))
+    return [form, *(Form(planner.variant(Kernel.read(file), problem), {}) for file in files)]
+
+
 def usable(kernel: Kernel, problem: Problem, device: Device) -> bool:
     """Whether auto may take a kernel."""
     with suppress(Fault):
@@ -145,7 +154,7 @@ def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequen
             continue
         bound = Bound(backend, loaded, problem, {name: inputs[name] for name in READS[pass_]})
         bound.free_copies()
-        bounds[f"{form.kernel.name} {form.words}"] = form, bound
+        bounds[f"{form.kernel.name} {form.words} {form.kernel.path}"] = form, bound
     done = measure({name: bound for name, (_, bound) in bounds.items()}, backend, "warm", SHORT if backend.name == "cuda" else MANY)
     for name, timing in done.items():
         yield bounds[name][0], timing.median_ms
@@ -157,7 +166,8 @@ def take(given: argparse.Namespace) -> None:
     wanted = problems(given.sweep, given.seed, given.cases, backend.name == "cpu")
     passes = PASSES if given.mode == "both" else (given.mode,)
     device = backend.device()
-    every = {(test, pass_): forms(pass_, problem, device) for test, problem in wanted for pass_ in passes}
+    of = partial(of_folder, given.old) if given.old else forms
+    every = {(test, pass_): of(pass_, problem, device) for test, problem in wanted for pass_ in passes}
     for pass_ in passes:
         jobs = [(Contender(f.words, {pass_: f.kernel}, tiles=f.tiles), problem) for test, problem in wanted for f in every[test, pass_]]
         load_all(backend, jobs, (pass_,))
@@ -173,7 +183,8 @@ def take(given: argparse.Namespace) -> None:
             taken = chosen(pass_, problem, device)
             for form, ms in times(backend, pass_, problem, every[test, pass_]):
                 shape = [getattr(problem, name) for name in SHAPE]
-                row = [test, pass_, *shape, int(problem.causal), form.kernel.name, form.words]
+                words = "old" if given.old and form.kernel.path.parent == given.old else form.words
+                row = [test, pass_, *shape, int(problem.causal), form.kernel.name, words]
                 table.writerow([*row, int(form == taken), f"{ms:.6f}"])
             file.flush()
 
@@ -339,6 +350,7 @@ def main(arguments: Sequence[str]) -> int:
     measuring.add_argument("--mode", choices=[*PASSES, "both"], default="both")
     measuring.add_argument("--device", default="auto")
     measuring.add_argument("--until", type=float, default=1e9, help="seconds after which no problem is begun")
+    measuring.add_argument("--old", type=Path, help="a folder of older versions, the only other form then")
     measuring.add_argument("--output", type=Path, default=Path("costs.csv"))
     for verb in ("fit", "weigh"):
         verbs.add_parser(verb).add_argument("tables", type=Path, nargs="+")
